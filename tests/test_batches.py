@@ -10,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from store_parts import OWN
 
@@ -255,6 +256,66 @@ def test_batch_waits_for_its_model(tmp_path):
         assert (await server.ended()).failed == 7
 
     run(tmp_path, test, lines)
+
+
+@pytest.mark.parametrize("is_valid", [False, True])
+def test_batch_cancelled_before_validation_is_validated_at_the_next_start(tmp_path, is_valid):
+    requests = NUMBERS if is_valid else {**NUMBERS, "7": None}
+
+    async def first(server):
+        server.batches._start = lambda _: None  # the server is killed before it validates
+        await server.begin(requests)
+        record = await server.batches.get("batch_1", OWN)
+        assert record.status == "validating"
+        record = msgspec.structs.replace(record, status="cancelling")
+        await server.store.run(server.store.batches.save, record)
+
+    async def second(server):
+        record = await server.ended()
+        if is_valid:
+            assert (record.status, record.total, record.failed) == ("cancelled", 7, 7)
+            assert server.contents(record) == [{}, {str(i): "batch_cancelled" for i in range(7)}]
+        else:
+            assert (record.status, record.errors) == ("failed", [{"code": "not_a_number"}])
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_progress_is_known_while_the_batch_waits_for_its_model(tmp_path):
+    async def first(server):
+        await server.begin(NUMBERS)
+        await server.until(lambda record: record.completed == 4)
+
+    async def second(server):
+        server.service.model_name = "cubes"
+        await server.batches.open()
+        record = await server.until(lambda record: record.completed == 4)
+        await server.batches.cancel(record)
+        assert (await server.ended()).failed == 3
+
+    async def with_another_model():
+        server = Server(tmp_path, Squares())
+        try:
+            await second(server)
+        finally:
+            await server.batches.stop()
+
+    run(tmp_path, first, Squares(r4=[FOREVER], r5=[FOREVER]))
+    asyncio.run(with_another_model())
+
+
+def test_files_of_other_batches_leave_room_for_answers(tmp_path):
+    """Finished batches may have more files than the limit; answers are no further ones."""
+
+    async def test(server):
+        server.store.room.take(0, 200, check=False)
+        server.store.room.check = lambda num_files: None
+        await server.begin(NUMBERS)
+        del server.store.room.check
+        assert (await server.ended()).completed == 7
+
+    run(tmp_path, test)
 
 
 def test_batch_waits_while_the_disk_is_full(tmp_path, monkeypatch):

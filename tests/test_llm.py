@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -446,7 +447,12 @@ QUESTION = {"role": "user", "content": "a"}
         (lambda llm: llm.generate([["a"]]), "prompts[0]", "text or a list of token ids"),
         (lambda llm: llm.generate(["a", []]), "prompts[1]", "empty"),
         (lambda llm: llm.generate("\ud800"), "prompts[0]", "lone surrogate"),
+        (lambda llm: llm.chat([{**QUESTION, "content": "\ud800"}]), "messages", "lone surrogate"),
         (lambda llm: llm.embed([1]), "texts[0]", "must be text, not int"),
+        (lambda llm: llm.embed(None), "texts", "text or a list of texts"),
+        (lambda llm: llm.embed(b"a"), "texts", "text or a list of texts"),
+        (lambda _: SamplingParams(grammar=5), "grammar", "must be text, not 5"),
+        (lambda _: SamplingParams(top_p=Decimal("0.5")), "top_p", "must be a number"),
         (lambda llm: llm.encode(b"a"), "text", "must be text, not bytes"),
         (lambda _: SamplingParams(stop=5), "stop", "a string or a sequence"),
         (lambda _: SamplingParams(stop=("a", 5)), "stop", "a string or a sequence"),

@@ -198,7 +198,7 @@ class Batches:
         impossible, it stays unfinished, and the next server tries again.
         """
         try:
-            if record.status == "validating":
+            if record.status == "validating" or not record.total:  # or cancelled before
                 await self._validate(record)
             if record.status not in FINAL:
                 record.ending = record.ending or await self._work(record)
@@ -265,12 +265,12 @@ class Batches:
 
     async def _answer_all(self, record: BatchRecord) -> None:
         """Answer every request that has no answer yet."""
+        answered = await self._recount(record)
         service = self._service_for(record)
         if service is None:
             log.warning("batch %s waits until the model %s is served", record.id, record.model)
             # until it is cancelled, or expires
             service = await asyncio.get_running_loop().create_future()
-        answered = await self._recount(record)
         async with asyncio.TaskGroup() as group:
             async for request_id, body in self._requests(record):
                 if request_id not in answered:

@@ -209,9 +209,14 @@ class LLM:
         ``variables`` are passed to the model's chat template.
         """
         with self._shared.in_use():
-            return self._chat_template.encode(
-                messages_for_template(messages), tools_for_template(tools), **variables
-            )
+            try:
+                return self._chat_template.encode(
+                    messages_for_template(messages), tools_for_template(tools), **variables
+                )
+            except UnicodeEncodeError:
+                raise BadRequest(
+                    "messages have a lone surrogate, which is not valid text.", param="messages"
+                ) from None
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Complete each prompt (text or token ids)."""
@@ -261,7 +266,9 @@ class LLM:
         """
         if self.info.pooling == "rank" or not self.info.embedding_size:
             raise BadRequest("This model does not compute embeddings.", param="model")
-        some = [texts] if isinstance(texts, str) else texts
+        some: Any = [texts] if isinstance(texts, str) else texts
+        if not isinstance(some, Sequence) or isinstance(some, bytes):
+            raise BadRequest("texts must be text or a list of texts.", param="texts")
         encoded = [
             self._tokenize(text, f"texts[{i}]", parse_special=False) for i, text in enumerate(some)
         ]

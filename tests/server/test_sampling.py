@@ -19,9 +19,10 @@ from cllm.server.app import create_app
 from cllm.server.body import Body
 from cllm.server.native.routes import GenerateBody
 from cllm.server.ollama.schema import Integer, Options
-from cllm.server.openai.schema import ChatBody
+from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.service import Service
+from cllm.text.dry_breakers import DryBreakers
 
 BODIES: dict[str, type[Body]] = {
     "openai": ChatBody,
@@ -82,6 +83,25 @@ def test_omitted_parameters_get_the_operators_defaults():
         temperature=0.8, top_k=3, top_p=0.25, min_p=0.05, max_tokens=2**31 - 1
     )
     assert build_params(Sampling(max_tokens=9), {}).max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "operator", "limit"),
+    [
+        (CompletionBody(prompt="a"), None, 16),
+        (CompletionBody(prompt="a"), 7, 7),
+        (CompletionBody(prompt="a", max_tokens=3), 7, 3),
+        (CompletionBody(prompt="a", n_predict=3), 7, 3),
+        (CompletionBody(prompt="a", max_tokens=-1), 7, 2**31 - 1),
+        (ChatBody(messages=MESSAGES), None, None),
+        (ChatBody(messages=MESSAGES), 7, 7),
+        (ChatBody(messages=MESSAGES, max_tokens=-1), 7, 2**31 - 1),
+        (ChatBody(messages=MESSAGES, max_completion_tokens=-1), 7, 2**31 - 1),
+    ],
+)
+def test_limit_of_operator_is_a_default(body, operator, limit):
+    defaults = Sampling(max_tokens=operator)
+    assert body.params(defaults, DryBreakers([])).max_tokens == limit
 
 
 @pytest.mark.parametrize(

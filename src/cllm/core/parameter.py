@@ -44,8 +44,8 @@ class Parameter(msgspec.Struct, frozen=True):
         """Raise BadRequest for a value that is out of bounds or has the wrong type."""
         if value is None and self.is_optional:
             return
-        is_bool = value.__class__ is bool
-        if (self.type is int and value.__class__ is not int) or (self.type is bool) != is_bool:
+        kind = value.__class__
+        if kind not in (int, float) if self.type is float else kind is not self.type:
             message = (
                 f"Invalid '{self.name}': it must be {KINDS[self.type]}, not {repr(value)[:40]}."
             )

@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[
         int | None,
         Parameter(
-            "The same seed gives the same text, whatever else is being computed.",
+            "The same seed draws the same random numbers, whatever else is being computed.",
             (-(2**63), 2**63 - 1),
             OPEN,
         ),
@@ -230,6 +230,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.mirostat not in (0, 2):
             message = f"Invalid 'mirostat': it must be 0 (off) or 2, not {str(self.mirostat)[:20]}."
             raise BadRequest(message, param="mirostat", code="unsupported_value")
+        if self.grammar.__class__ is not str:
+            message = f"Invalid 'grammar': it must be text, not {repr(self.grammar)[:40]}."
+            raise BadRequest(message, param="grammar")
         self._check_tokens()
         self._check_stop()
 

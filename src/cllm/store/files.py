@@ -70,7 +70,7 @@ class Room:
     def take(self, num_bytes: int, num_files: int = 0, *, check: bool = True) -> None:
         """Reserve room. With ``check``, raise BadRequest if there is not enough."""
         with self._lock:
-            if check:
+            if check and num_files:
                 self.check(num_files)
             if check and self._num_bytes + num_bytes > self._max_bytes:
                 message = (

@@ -63,7 +63,10 @@ class GenerateBody(TermsBody):
 
     prompt: Prompt | Prompts | None = None
     prompts: Prompts | None = None
-    max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_MAX_TOKENS
+    max_tokens: Annotated[int, Field(ge=1)] = Field(
+        default=DEFAULT_MAX_TOKENS,
+        description="The operator's limit, if there is one, replaces the default.",
+    )
     stop: list[str] | None = None
     stream: bool = False
 
@@ -253,8 +256,13 @@ async def generate_stream(request: Request) -> Response:
 
 async def submit(request: Request, body: GenerateBody) -> Answer:
     service = service_for(request)
-    own = {"max_tokens": body.max_tokens, "stop": tuple(body.stop or ())}
-    params = build_params(request.app.state.sampling, read_sampling_values(body, "native") | own)
+    defaults = request.app.state.sampling
+    has_limit = "max_tokens" in body.model_fields_set or defaults.max_tokens is None
+    own = {
+        "max_tokens": body.max_tokens if has_limit else None,
+        "stop": tuple(body.stop or ()),
+    }
+    params = build_params(defaults, read_sampling_values(body, "native") | own)
     scheduling = body.scheduling_options(call_of(request))
     prompts = [await service.encode(text, name, scheduling) for name, text in body.texts().items()]
     return service.submit(Generation(secrets.token_hex(16), prompts, params, scheduling))

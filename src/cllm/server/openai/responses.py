@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cllm.answer import Answer, Generation
+from cllm.core.params import LARGEST
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
 from cllm.server.body_limits import check_num_parts
@@ -254,7 +255,7 @@ def response_head(
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "max_output_tokens": None if body.max_output_tokens == LARGEST else body.max_output_tokens,
         "max_tool_calls": None,
         "model": service.model_name,
         "output": [],

@@ -36,11 +36,12 @@ MAX_PROMPTS = 128
 MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
+LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
 
 
 def read_limit(value: Any) -> Any:
-    """Read -1 as None, because clients of llama-server use it for no limit."""
-    return None if type(value) is int and value == -1 else value
+    """Read -1 as the largest number, because clients of llama-server use it for no limit."""
+    return LARGEST if type(value) is int and value == -1 else value
 
 
 # The largest number of tokens to generate.
@@ -116,6 +117,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
         ``breakers``: finds the tokens that end a repetition for DRY.
         """
+        limit = self.num_new_tokens()
+        if defaults.max_tokens and not self.model_fields_set & LIMITS:
+            limit = None
         values = read_sampling_values(self, "openai")
         values["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
         if values["repetition_penalty"] is None:
@@ -131,7 +135,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
                 **self.logprobs_wanted(),
                 "n": self.num_choices(),
                 "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-                "max_tokens": self.num_new_tokens(),
+                "max_tokens": limit,
                 "logit_bias": self._biases(),
                 "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
             },
@@ -284,7 +288,11 @@ class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[
         Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)
-    ] = Field(default=16, description="0 computes only the prompt; -1 means no limit.")
+    ] = Field(
+        default=16,
+        description="0 computes only the prompt; -1 means no limit. The operator's limit, if there "
+        "is one, replaces the default.",
+    )
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
