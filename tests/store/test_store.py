@@ -44,7 +44,7 @@ def test_invalid_database_turns_the_store_off(tmp_path):
     async def main():
         store = Store(tmp_path, 1, 1)
         for _ in range(2):
-            with pytest.raises(BadRequest, match="off"):
+            with pytest.raises(BadRequest, match="off: their folder fails: file is not a database"):
                 await store.open()
         await store.close()
 

@@ -70,10 +70,9 @@ class Store:
             if not isinstance(error, OSError):
                 raise
             log.warning("files and batches are off: %s: %s", self.folder, error.strerror)
-            message = (
-                "Files and batches are off: their folder is in use by another server, or "
-                "cannot be written to."
-            )
+            is_locked = isinstance(error, BlockingIOError)
+            reason = "is in use by another server" if is_locked else f"fails: {error.strerror}"
+            message = f"Files and batches are off: their folder {reason}."
             raise BadRequest(message, code="storage_unavailable", status=503) from None
         self._is_open = True
 
