@@ -11,6 +11,7 @@ from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.config import Sampling, Settings
 from cllm.core.params import PARAMETERS, SamplingParams
 from cllm.engine.params import EngineParams
+from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient
 from cllm.registry import Registry
@@ -83,6 +84,14 @@ def test_omitted_parameters_get_the_operators_defaults():
         temperature=0.8, top_k=3, top_p=0.25, min_p=0.05, max_tokens=2**31 - 1
     )
     assert build_params(Sampling(max_tokens=9), {}).max_tokens == 9
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "repeat_penalty"])
+def test_error_names_the_field_that_was_sent(name):
+    body = CompletionBody(prompt="a", **{name: 0.0})
+    with pytest.raises(BadRequest, match=f"'{name}'") as caught:
+        body.params(Sampling(), DryBreakers([]))
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize(

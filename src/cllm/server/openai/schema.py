@@ -14,7 +14,7 @@ from pydantic import Field
 from cllm.config import Sampling
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, example, limit_entries
+from cllm.server.body import Body, example, limit_entries, rename_parameters
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -122,24 +122,24 @@ class GenerationBody(TermsBody, ConstrainedBody):
             limit = None
         values = read_sampling_values(self, "openai")
         values["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
+        names: dict[str, str] = {}
         if values["repetition_penalty"] is None:
             values["repetition_penalty"] = self.repeat_penalty
+            names["repetition_penalty"] = "repeat_penalty"
         if self.dry_sequence_breakers is not None:
             values["dry_breakers"] = breakers.ids(tuple(self.dry_sequence_breakers))
         elif values["dry_multiplier"]:
             values["dry_breakers"] = breakers.ids(None)
-        return build_params(
-            defaults,
-            {
-                **values,
-                **self.logprobs_wanted(),
-                "n": self.num_choices(),
-                "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-                "max_tokens": limit,
-                "logit_bias": self._biases(),
-                "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
-            },
-        )
+        values |= {
+            **self.logprobs_wanted(),
+            "n": self.num_choices(),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "max_tokens": limit,
+            "logit_bias": self._biases(),
+            "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
+        }
+        with rename_parameters(names):
+            return build_params(defaults, values)
 
     def num_choices(self) -> int | None:
         """Return how many choices to generate for each prompt."""
