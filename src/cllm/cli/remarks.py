@@ -52,8 +52,8 @@ def capacity(info: ModelInfo) -> str:
         return f"{what} of texts of up to {info.max_embedding_tokens} tokens"
     size = info.num_cells * info.kv_bytes_per_token / 1e6
     return (
-        f"{info.max_num_seqs} sequences at a time, up to {info.context_length} tokens each"
-        f" ({info.layout} KV cache, {size:.0f} MB)"
+        f"{info.max_num_seqs} sequence{'s' * (info.max_num_seqs != 1)} at a time, up to "
+        f"{info.context_length} tokens each ({info.layout} KV cache, {size:.0f} MB)"
     )
 
 

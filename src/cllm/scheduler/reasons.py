@@ -11,7 +11,11 @@ class AllSeqIdsInUse(NamedTuple):
     size: int
 
     def __str__(self) -> str:
-        return f"all {self.size} sequence ids are in use"
+        return (
+            f"all {self.size} sequence ids are in use"
+            if self.size > 1
+            else "the only sequence id is in use"
+        )
 
 
 class FailedTogether(NamedTuple):

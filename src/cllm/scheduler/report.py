@@ -17,6 +17,7 @@ from cllm.scheduler.trace import MAX_NAMED, Explanation, Waiter
 
 def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     """Return the last ``num_steps`` steps, the running sequences, and why the others wait."""
+    cells = scheduler.kv_cache.cells
     waiting: list[Iterable[tuple[Sequence, object]]] = [scheduler.deferred.reasons.items()]
     head = scheduler.waiting.head(now)
     if head is not None:
@@ -47,7 +48,8 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
         ],
         row_seconds=dict(sorted(scheduler.cost.per_rows.items())),
         token_seconds=scheduler.cost.per_token,
-        cells=str(scheduler.kv_cache),
+        cells=f"{cells.size} KV cells: {cells.num_held} in use, {cells.num_idle} cached, "
+        f"{cells.num_free} free",
     )
 
 
