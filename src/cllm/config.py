@@ -160,15 +160,15 @@ class Scheduler(Section):
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Requests that may wait ahead of a request; further requests get 429. Null "
+        description="Requests that may wait, a new one included; further requests get 429. Null "
         "means no limit.",
     )
     max_queue_tokens: int | None = Field(
         default=None,
         ge=0,
         le=10**12,
-        description="Prompt tokens that may wait ahead of a request; further requests get 429. "
-        "Null means no limit.",
+        description="Prompt tokens that may wait, those of a new request included; further "
+        "requests get 429. Null means no limit.",
     )
     max_queue_seconds: float | None = Field(
         default=300.0,

@@ -1,5 +1,6 @@
 """``cllm generate`` and ``cllm chat``, for people and scripts."""
 
+import io
 import json
 import subprocess
 import sys
@@ -36,6 +37,22 @@ def test_generate_prints_the_text(cllm):
         cllm("generate", "-", "a", *FAKE, text="a").err
         == "cllm: give the prompt as an argument or with -, not both\n"
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_generate_helps_beginners(cllm, monkeypatch, stub):
+    """An empty continuation and a terminal without a prompt would look like a fault."""
+    monkeypatch.setattr(OpenAIStub, "pieces", [""])
+    done = cllm("generate", "What is 27 plus 45?", "--url", stub.url)
+    assert (done.code, done.out) == (0, "\n")
+    assert "--chat asks it a question" in done.err
+    assert cllm("generate", "What?", "--url", stub.url, "--chat").err == ""
+    monkeypatch.setattr(io, "StringIO", Terminal)
+    assert "Ctrl-D ends it" in cllm("generate", "--url", stub.url, text="a").err
 
 
 def test_generate_prints_json(cllm):

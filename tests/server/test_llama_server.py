@@ -72,6 +72,7 @@ def test_infill_answer_has_llama_servers_fields(filling):
     )
     assert answer["timings"].keys() == TIMINGS
     assert (answer["timings"]["predicted_n"], answer["timings"]["prompt_n"] > 20) == (8, True)
+    assert answer["timings"]["predicted_per_second"] > 0
     encode = filling.client.post(
         "/encode", json={"text": VIM["input_prefix"] + VIM["prompt"]}
     ).json()["tokens"]

@@ -41,6 +41,8 @@ def generate(
     if prompt is not None and stdin:
         raise StartupError("give the prompt as an argument or with -, not both")
     if prompt is None:
+        if sys.stdin.isatty():
+            print("cllm: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
         prompt = sys.stdin.read()
     if not prompt:
         raise StartupError("the prompt is empty; give one as an argument or on stdin")
@@ -49,5 +51,6 @@ def generate(
     if as_json:
         text = "".join(pieces)
         print(json.dumps({"text": text, **msgspec.to_builtins(talker.last)}, ensure_ascii=False))
-    else:
-        print_stream(pieces)
+    elif not print_stream(pieces) and not chat:
+        message = "cllm: the model ended the text at once; --chat asks it a question"
+        print(message, file=sys.stderr)

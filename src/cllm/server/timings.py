@@ -28,12 +28,14 @@ class Timings(ResponseModel):
 def build_timings(generation: Generation) -> dict[str, Any]:
     """Return the fields of Timings for the tokens generated so far."""
     usage, times = generation.usage, generation.times
+    # all tokens may have come in one step
+    seconds = times.latest - times.first or times.latest - times.submitted
     return {
         "cache_n": usage.cached_tokens,
         **build_part(
             "prompt", usage.prompt_tokens - usage.cached_tokens, times.first - times.submitted
         ),
-        **build_part("predicted", usage.completion_tokens, times.latest - times.first),
+        **build_part("predicted", usage.completion_tokens, seconds),
     }
 
 
