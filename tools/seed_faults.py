@@ -9,7 +9,6 @@ Each fault names the tests that should find it. The working tree is not changed.
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -233,6 +232,12 @@ def find_stale(faults: list[Fault]) -> list[Fault]:
     ]
 
 
+def limit_memory() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
 def is_found(fault: Fault, sources: Path) -> bool:
     """Run the tests of ``fault`` on the copy of the sources, which is restored afterwards."""
     path = sources / "cllm" / fault.file
@@ -254,7 +259,7 @@ def is_found(fault: Fault, sources: Path) -> bool:
             capture_output=True,
             timeout=TIMEOUT,
             check=False,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+            preexec_fn=limit_memory if sys.platform == "linux" else None,
         ).returncode
     except subprocess.TimeoutExpired:
         return True

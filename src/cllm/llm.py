@@ -267,7 +267,7 @@ class LLM:
         if self.info.pooling == "rank" or not self.info.embedding_size:
             raise BadRequest("This model does not compute embeddings.", param="model")
         some: Any = [texts] if isinstance(texts, str) else texts
-        if not isinstance(some, Sequence) or isinstance(some, bytes):
+        if not isinstance(some, Iterable) or isinstance(some, bytes):
             raise BadRequest("texts must be text or a list of texts.", param="texts")
         encoded = [
             self._tokenize(text, f"texts[{i}]", parse_special=False) for i, text in enumerate(some)

@@ -101,11 +101,11 @@ def test_error_names_the_field_that_was_sent(name):
         (CompletionBody(prompt="a"), 7, 7),
         (CompletionBody(prompt="a", max_tokens=3), 7, 3),
         (CompletionBody(prompt="a", n_predict=3), 7, 3),
-        (CompletionBody(prompt="a", max_tokens=-1), 7, 2**31 - 1),
+        (CompletionBody(prompt="a", max_tokens=-1), 7, None),
         (ChatBody(messages=MESSAGES), None, None),
         (ChatBody(messages=MESSAGES), 7, 7),
-        (ChatBody(messages=MESSAGES, max_tokens=-1), 7, 2**31 - 1),
-        (ChatBody(messages=MESSAGES, max_completion_tokens=-1), 7, 2**31 - 1),
+        (ChatBody(messages=MESSAGES, max_tokens=-1), 7, None),
+        (ChatBody(messages=MESSAGES, max_completion_tokens=-1), 7, None),
     ],
 )
 def test_limit_of_operator_is_a_default(body, operator, limit):

@@ -1,6 +1,9 @@
 """The answers of a batch on disk, after a crash and with a full disk."""
 
+import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 from store_parts import full_disk
@@ -49,3 +52,26 @@ def test_answers_that_a_full_disk_rejects_are_written_later(tmp_path):
     answers.flush()
     assert answers.output.read_bytes() == line("a") + line("c")
     assert answers.errors.read_bytes() == line("b")
+
+
+def test_part_that_cannot_be_undone_is_removed_by_the_next_flush(tmp_path, monkeypatch):
+    answers = Answers(tmp_path, "batch_1")
+    answers.add(line("a"), succeeded=True)
+    answers.flush()
+    answers.add(line("b"), succeeded=True)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    class Stuck(io.FileIO):
+        truncate = fail
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        broken.setattr(Path, "open", lambda path, *_, **__: Stuck(path, "a"))
+        with pytest.raises(OSError, match="Input/output"):
+            answers.flush()
+    assert answers.output.read_bytes() == line("a") + line("b")
+    answers.add(line("c"), succeeded=True)
+    assert answers.read_answered(identify)[0] == {"a", "b", "c"}
+    assert answers.output.read_bytes() == line("a") + line("b") + line("c")

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 from store_parts import OWN, failing_deletion, full_disk, names, opened, put
 
@@ -114,7 +115,8 @@ def test_record_of_an_ended_batch_does_not_change(store):
     assert store.batches.unfinished() == []
 
 
-def test_damaged_record_is_skipped_and_its_files_are_kept(tmp_path, caplog):
+@pytest.mark.parametrize("damage", [b"pausing", b"validatin\xff"])
+def test_damaged_record_is_skipped_and_its_files_are_kept(tmp_path, caplog, damage):
     with opened(tmp_path) as store:
         file = put(store, b"x")
         record = add(store, file, output_file_id="file-2")
@@ -123,14 +125,15 @@ def test_damaged_record_is_skipped_and_its_files_are_kept(tmp_path, caplog):
         store.files.path("file-2").write_bytes(b"{}\n")
         with store._database.transaction() as connection:
             connection.execute(
-                "UPDATE batches SET record = replace(record, 'validating', 'pausing') WHERE id = ?",
-                (record.id,),
+                "UPDATE batches SET record = ? WHERE id = ?",
+                (msgspec.json.encode(record).replace(b"validating", damage), record.id),
             )
     with opened(tmp_path) as store:
         assert store.batches.unfinished() == store.batches.of_account(OWN) == [intact]
         with pytest.raises(BadRequest, match="no batch"):
             store.batches.get(record.id, OWN)
         assert store.room._num_bytes == 7
+        assert store._database.rows("SELECT id FROM batches WHERE has_ended") == [(record.id,)]
     assert "the record of batch_1 cannot be read" in caplog.text
     assert names(tmp_path / "batches") == {"batch_1.errors"}
     assert names(tmp_path / "files") == {f"{file.id}.data", "file-2.data"}

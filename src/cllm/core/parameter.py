@@ -45,7 +45,12 @@ class Parameter(msgspec.Struct, frozen=True):
         if value is None and self.is_optional:
             return
         kind = value.__class__
-        if kind not in (int, float) if self.type is float else kind is not self.type:
+        is_right = (
+            isinstance(value, int | float) and kind is not bool
+            if self.type is float
+            else kind is self.type
+        )
+        if not is_right:
             message = (
                 f"Invalid '{self.name}': it must be {KINDS[self.type]}, not {repr(value)[:40]}."
             )

@@ -246,8 +246,8 @@ class Router:
     def _remember(self, blocks: Sequence[int], bit: int) -> int:
         """Record that a replica gets ``blocks``. Return how many of the first ones it knew.
 
-        The last block becomes the oldest one of the table, because without a prompt's first block
-        the others cannot be found.
+        The last block becomes the oldest of them, because without a prompt's first block the others
+        cannot be found.
         """
         knows = [bool(self._table.get(block, 0) & bit) for block in blocks]
         for block in reversed(blocks):

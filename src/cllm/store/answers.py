@@ -35,6 +35,7 @@ class Answers:
         self.output = folder / f"{batch_id}.output"
         self.errors = folder / f"{batch_id}.errors"
         self._unwritten: dict[Path, list[bytes]] = {self.output: [], self.errors: []}
+        self._sizes: dict[Path, int] = {}  # of the files up to the last answer that was flushed
 
     def add(self, line: bytes, *, succeeded: bool) -> None:
         """Add an answer, which is on disk after the next ``flush``."""
@@ -50,7 +51,8 @@ class Answers:
         """
         for path, lines in self._unwritten.items():
             if taken := lines.copy():
-                append_whole(path, b"".join(taken))
+                size = self._sizes.setdefault(path, path.stat().st_size if path.exists() else 0)
+                self._sizes[path] = append_whole(path, b"".join(taken), size)
                 del lines[: len(taken)]
 
     def read_answered(self, identify: Identify) -> AnsweredRequests:
@@ -73,10 +75,15 @@ class Answers:
             path.unlink(missing_ok=True)
 
 
-def append_whole(path: Path, data: bytes) -> None:
-    """Append ``data`` and sync it to disk. If that raises OSError, append nothing."""
+def append_whole(path: Path, data: bytes, size: int) -> int:
+    """Append ``data`` to the first ``size`` bytes, sync it to disk, and return the new size.
+
+    If that raises OSError, nothing is appended, or the next call removes it.
+    """
     with path.open("ab", buffering=0) as file:
-        size, rest = file.tell(), memoryview(data)
+        if file.tell() > size:  # a failed call could not undo its writing
+            file.truncate(size)
+        rest = memoryview(data)
         try:
             while rest:
                 rest = rest[file.write(rest) :]
@@ -85,6 +92,7 @@ def append_whole(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+        return file.tell()
 
 
 def read_request_ids(path: Path, identify: Identify, usage: Counter[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ A batch that has ended is deleted when there are too many.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sqlite3
@@ -192,9 +193,16 @@ class BatchStore:
         return self._select(f"{query} ORDER BY created_at DESC, rowid DESC", account.name)
 
     def unfinished(self) -> list[BatchRecord]:
-        """Return the batches that have not ended, oldest first."""
+        """Return the batches that have not ended, oldest first. Damaged ones count as ended."""
         query = "SELECT id, record FROM batches WHERE NOT has_ended ORDER BY created_at, rowid"
-        return self._select(query)
+        records = self._select(query)
+        rows = self._database.rows("SELECT id FROM batches WHERE NOT has_ended")
+        if damaged := {batch_id for (batch_id,) in rows} - {record.id for record in records}:
+            with contextlib.suppress(OSError), self._database.transaction() as connection:
+                connection.executemany(
+                    "UPDATE batches SET has_ended = 1 WHERE id = ?", [(one,) for one in damaged]
+                )
+        return records
 
     def _select(self, query: str, *values: str) -> list[BatchRecord]:
         """Return the records that ``query`` finds, without damaged ones."""
@@ -202,7 +210,7 @@ class BatchStore:
         for batch_id, data in self._database.rows(query, *values):
             try:
                 records.append(msgspec.json.decode(data, type=BatchRecord))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the record of %s cannot be read: %s", batch_id, error)
         return records
 

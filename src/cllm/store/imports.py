@@ -43,7 +43,7 @@ def records_in(folder: Path, kind: type[T]) -> Iterator[tuple[Path, T]]:
         try:
             fields = msgspec.json.decode(path.read_bytes(), type=dict)
             record = msgspec.convert({**fields, "account": fields.get("owner")}, kind)
-        except (msgspec.MsgspecError, OSError) as error:
+        except (msgspec.MsgspecError, ValueError, OSError) as error:
             log.warning("%s cannot be imported: %s", path, error)
             continue
         if record.id == path.stem:

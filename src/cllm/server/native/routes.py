@@ -235,7 +235,7 @@ async def generate(request: Request) -> Response:
     if body.stream:
         return event_stream(answer)
     with answer:
-        content = await until_disconnect(request, collect(answer, body.max_tokens))
+        content = await until_disconnect(request, collect(answer))
     return JSONResponse(content, headers=answer_headers(answer))
 
 
@@ -272,7 +272,7 @@ def event_stream(answer: Answer) -> EventStream:
     return EventStream(answer, TokenEvents(answer.generation), answer_headers(answer))
 
 
-async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
+async def collect(answer: Answer) -> dict[str, Any]:
     begun = time.perf_counter()
     results: list[dict[str, Any]] = [
         {"text": "", "generated_tokens": 0, "finish_reason": ""} for _ in answer.generation.prompts
@@ -297,7 +297,7 @@ async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
         "tokens_per_second": usage.completion_tokens / seconds,
         "generated_tokens": usage.completion_tokens,
         "prompt_tokens": usage.prompt_tokens,
-        "max_tokens": max_tokens,
+        "max_tokens": answer.generation.params.max_tokens,
     }
 
 

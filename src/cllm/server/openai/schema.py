@@ -118,7 +118,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
         ``breakers``: finds the tokens that end a repetition for DRY.
         """
         limit = self.num_new_tokens()
-        if defaults.max_tokens and not self.model_fields_set & LIMITS:
+        if limit == LARGEST:  # no limit, not even the operator's
+            limit, defaults = None, defaults.model_copy(update={"max_tokens": None})
+        elif defaults.max_tokens and not self.model_fields_set & LIMITS:
             limit = None
         values = read_sampling_values(self, "openai")
         values["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
