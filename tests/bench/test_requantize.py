@@ -105,7 +105,7 @@ def test_separate_head_is_requantized(tmp_path: Path, tiny_model) -> None:
 
 
 @pytest.mark.llama
-def test_large_forms_are_skipped(tmp_path: Path) -> None:
+def test_large_quantizations_are_skipped(tmp_path: Path) -> None:
     small, large = header_of(tmp_path, "q4_k_m"), header_of(tmp_path, "q8_0")
     assert [str(form) for form in bodies_to_try(small, "Q6_K")] == ["Q4_0+Q6_K", "Q5_K_M+Q6_K"]
     assert [str(form) for form in bodies_to_try(small, "Q8_0")] == ["Q4_0+Q8_0"]
@@ -120,7 +120,7 @@ def test_large_forms_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_forms_are_read_by_name(builtin_path: Path) -> None:
+def test_quantizations_are_read_by_name(builtin_path: Path) -> None:
     header = read_header(builtin_path)
     assert read_quantization("Q8_0+Q4_K", header) == Quantization("Q8_0", "Q4_K")
     for wrong in ("Q4_0", "Q4_0+", "Q9+Q4_0", "Q4_0+F32", "Q4_0+Q4_0+Q4_0", ""):
@@ -162,7 +162,7 @@ def test_missing_disk_space_raises() -> None:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_each_form_is_measured(builtin_path: Path, tmp_path: Path) -> None:
+def test_each_quantization_is_measured(builtin_path: Path, tmp_path: Path) -> None:
     """Larger types lose less quality, and no candidate file remains."""
     params = EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
     forms = [Quantization("Q8_0", "Q6_K"), Quantization("Q4_0", "Q4_0")]

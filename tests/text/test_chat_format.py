@@ -124,14 +124,19 @@ def test_budget_that_cannot_be_enforced_is_rejected() -> None:
 
 
 def test_template_variables_of_the_client_come_first() -> None:
-    family = ChatFormat(Vocabulary(THINKING, SPECIAL))
-    assert family.variables(Chat([])) == {}
+    chat_format = ChatFormat(Vocabulary(THINKING, SPECIAL))
+    assert chat_format.variables(Chat([])) == {}
     on, off = ({"enable_thinking": value, "thinking": value} for value in (True, False))
-    assert family.variables(Chat([], thinking=False)) == off
-    assert family.variables(Chat([], effort=Effort.NONE)) == off
-    assert family.variables(Chat([], effort=Effort.MINIMAL)) == {"reasoning_effort": "low", **on}
+    assert chat_format.variables(Chat([], thinking=False)) == off
+    assert chat_format.variables(Chat([], effort=Effort.NONE)) == off
+    assert chat_format.variables(Chat([], effort=Effort.MINIMAL)) == {
+        "reasoning_effort": "low",
+        **on,
+    }
     assert (
-        family.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))["thinking"]
+        chat_format.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))[
+            "thinking"
+        ]
         is False
     )
 

@@ -277,7 +277,7 @@ STRICT_SCHEMAS = {
 
 @pytest.mark.parametrize("keyword", STRICT_SCHEMAS)
 @pytest.mark.parametrize("name", NO_JSON)
-def test_strict_is_best_effort_in_forms_without_json(name: str, keyword: str) -> None:
+def test_strict_is_best_effort_in_families_without_json(name: str, keyword: str) -> None:
     """Many clients set strict by default. A value that cannot be enforced is free; the others are
     enforced.
     """

@@ -363,7 +363,7 @@ def test_parser_is_done_after_the_maximum_number_of_calls() -> None:
         ("nothing", None, None),
     ],
 )
-def test_form_is_chosen_by_the_template(
+def test_family_is_chosen_by_the_template(
     template: str, open_mark: str | None, begin: str | None
 ) -> None:
     family = find_family(template)

@@ -43,9 +43,9 @@ def rendered(template: str, messages=TALK) -> str:
 
 def test_template_without_tools_gets_them_as_text() -> None:
     """Declarations are in the first user message. Calls and results are text, and roles alternate."""
-    family = ChatFormat(Vocabulary("{{ messages }}"))
-    assert family.capabilities == {"tools"}
-    system, question, call, result = family.messages(Chat(TALK), TOOLS)
+    chat_format = ChatFormat(Vocabulary("{{ messages }}"))
+    assert chat_format.capabilities == {"tools"}
+    system, question, call, result = chat_format.messages(Chat(TALK), TOOLS)
     assert system == TALK[0]
     assert '"get_time"' in question["content"]
     assert question["content"].endswith("\n\nWhat time is it?")
@@ -54,18 +54,18 @@ def test_template_without_tools_gets_them_as_text() -> None:
         "assistant",
         "user",
     ]
-    parser = Parser(family.family, {"get_time": {}})
+    parser = Parser(chat_format.family, {"get_time": {}})
     parts = parser.feed(call["content"]) + parser.flush()
     assert (
         "".join(part.text for part in parts if part.channel == Channel.CALL) == '{"city": "Rome"}'
     )
     assert result["content"].count("<tool_response>") == 2
-    assert family.messages(Chat(TALK[:2]), []) == TALK[:2]
+    assert chat_format.messages(Chat(TALK[:2]), []) == TALK[:2]
 
 
 def test_template_with_tools_gets_the_messages_unchanged() -> None:
-    family = ChatFormat(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
-    assert family.messages(Chat(TALK), TOOLS) == TALK
+    chat_format = ChatFormat(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
+    assert chat_format.messages(Chat(TALK), TOOLS) == TALK
     declares = declare_tools(
         TALK[:2], TOOLS, load_families()["hermes"].calls, "tool_calls", knows_results=False
     )
@@ -154,9 +154,7 @@ def test_content_is_none_for_templates_that_require_it() -> None:
         ),
     ],
 )
-def test_calls_are_written_in_the_form_if_the_template_omits_them(
-    family: str, expected: str
-) -> None:
+def test_calls_become_text_if_the_template_omits_them(family: str, expected: str) -> None:
     """The parser reads them again. Results keep their role."""
     calls = load_families()[family].calls
     function = {"name": "f", "arguments": '{"city": "Rome\\n", "deep": {"a": [true, null]}}'}

@@ -47,7 +47,7 @@ class Waiting:
         group = self.policy.group(seq)  # first, because the policy may raise
         if not self._sizes.get(group):
             self.policy.arrived(group)
-        rank = self.policy.rank(group)
+        rank = None if group in self._groups else self.policy.rank(group)
         self._next_stamp += 1
         stamp = self._stamps[seq] = self._next_stamp
         self.num_tokens += seq.num_uncached_tokens

@@ -207,8 +207,8 @@ def allows_only_the_end(matcher: LLMatcher, end_token: int) -> bool:
 def prepare(begin: list[Any]) -> Work:
     """Return the Work of a process that checks constraints.
 
-    Its input is a constraint and its param; its reply is the fields of Checked as JSON. ``begin``:
-    the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
+    Its input is a constraint and its param; its reply is the fields of CheckedGrammar as JSON.
+    ``begin``: the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
     """
     importlib.import_module("llguidance")  # now, or the first check would pay for it
     size, tokens, max_lexer_states = begin
