@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from cllm.bench.answer import Answer
 from cllm.bench.compare import Options, compare, run_of
 from cllm.bench.comparison import BOUND, CLLM, ENGINE, LLAMA_SERVER
 from cllm.bench.dialects import Usage
-from cllm.bench.load import Answer, Outcome
+from cllm.bench.load import Outcome
 from cllm.bench.peers import FOLDER, find
 from cllm.bench.targets import figures, success
 from cllm.bench.workload import Task

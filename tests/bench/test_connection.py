@@ -16,8 +16,9 @@ from conftest import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.bench.answer import Answer
 from cllm.bench.connection import Connection, Connections, Response
-from cllm.bench.load import Answer, Client, Target, connections, find_model
+from cllm.bench.load import Client, Target, connections, find_model
 from cllm.bench.workload import Task
 from cllm.errors import StartupError
 
@@ -119,7 +120,9 @@ def sends(*pieces: bytes, then: float = 0.0) -> Script:
 async def ask(url: str, task: Task | None = None, **options: float) -> Answer:
     target = Target(url, **options)
     with closing(connections(target)) as server:
-        return await Client(server, target).ask(task or Task(b"{}", 2, "ab"))
+        answer = Answer(task or Task(b"{}", 2, "ab"), 0.0)
+        await Client(server, target).read(answer)
+        return answer
 
 
 def asked(

@@ -13,7 +13,8 @@ from itertools import pairwise
 import pytest
 from aiohttp import web
 
-from cllm.bench.load import Answer, Outcome, Target, find_model, run_load
+from cllm.bench.answer import Answer
+from cllm.bench.load import Outcome, Target, find_model, run_load
 from cllm.bench.report import Distribution, Report, remarks, results, summarize
 from cllm.bench.workload import (
     QUESTION_KINDS,

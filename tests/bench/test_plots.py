@@ -11,8 +11,9 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
+from cllm.bench.answer import Answer
 from cllm.bench.dialects import Usage
-from cllm.bench.load import Answer, Outcome
+from cllm.bench.load import Outcome
 from cllm.bench.page import diff_page, report_page
 from cllm.bench.plots import bars, checked_picture, curves, load_figure, picture
 from cllm.bench.report import Report, summarize

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.bench.answer import Answer
 from cllm.bench.dialects import Usage
-from cllm.bench.load import Answer, Outcome
+from cllm.bench.load import Outcome
 from cllm.bench.report import BINS, Report, Timeline, differences, read_report, summarize
 from cllm.bench.workload import Task
 from cllm.errors import StartupError

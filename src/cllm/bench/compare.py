@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cllm.bench.answer import Answer
 from cllm.bench.comparison import (
     BOUND,
     CLLM,
@@ -33,7 +34,7 @@ from cllm.bench.comparison import (
 )
 from cllm.bench.in_process import Found, Job, measure
 from cllm.bench.llama_bench import batched_bench, llama_bench
-from cllm.bench.load import Answer, Outcome
+from cllm.bench.load import Outcome
 from cllm.bench.peers import DEFAULT_FOLDER, needed
 from cllm.bench.report import latencies_of
 from cllm.bench.servers import MODEL, Server, load, memory_mb

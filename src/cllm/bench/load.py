@@ -13,18 +13,21 @@ packet have the same time.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import closing
 from email.utils import parsedate
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from cllm.bench.answer import DETAIL, Answer, printable
 from cllm.bench.connection import BrokenHTTP, CannotConnect, Connections
-from cllm.bench.dialects import DIALECTS, Api, Dialect, Event, Usage
-from cllm.bench.workload import Task
+from cllm.bench.dialects import DIALECTS, Api, Dialect
+from cllm.bench.workload import Group, Stage, Task, Words, word_tasks
 from cllm.errors import StartupError
+from cllm.observe.cpu_time import read_tree_cpu_seconds
 
 T = TypeVar("T")
 
@@ -32,15 +35,16 @@ Progress = Callable[[int], None]
 """Called with the number of requests that have ended, warm-up included."""
 
 REFUSALS = {429, 503}
-FINISH_REASONS = {"stop", "length"}
 FIRST_TIMEOUT = 30.0  # seconds, for the list of models
-DETAIL = 200  # characters kept of a server's message
+POLL, WATCH = 0.02, 1.0  # seconds between looks at the stage, and at the server's progress
+COMPUTED = re.compile(r" (\d+)/(\d+) seq_id=")  # computed and all tokens, in a list of cLLM
 
 
 class Target(msgspec.Struct, frozen=True):
     """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each
     request, from sending to the last byte. Without ``keep_alive``, each request has a connection of
-    its own.
+    its own. ``pid``: the server's first process, if it runs on this machine and its CPU time shall
+    be measured.
     """
 
     url: str
@@ -48,140 +52,31 @@ class Target(msgspec.Struct, frozen=True):
     timeout: float = 600.0
     keep_alive: bool = True
     api: Api = "openai"
+    pid: int = 0
 
     @property
     def dialect(self) -> Dialect:
         return DIALECTS[self.api]
 
 
-class Answer:
-    """The answer to one task, parsed as it arrives."""
+class RunningSequences(msgspec.Struct):
+    """The part of cLLM's /scheduler that the client uses."""
 
-    def __init__(self, task: Task, sent: float, dialect: Dialect = DIALECTS["openai"]) -> None:
-        self.task = task
-        self.dialect = dialect
-        self.sent = self.ended = sent
-        self.content_times: list[float] = []
-        """The arrival time of each chunk that contains text."""
-        self.finish_reason: str | None = None
-        self.usage: Usage | None = None
-        self.cancelled = False
-        """The client disconnected, as the task required."""
-        self.refused = False
-        """The server rejected the request because of overload (429 or 503). A failure unless
-        the task allows it.
-        """
-        self.failure = ""
-        """Why the request did not succeed, in a few words that all failures of the kind share.
-        Empty for a success.
-        """
-        self.detail = ""
-        self._rest = b""
-        self._content: list[bytes] = []
-
-    def feed(self, data: bytes, now: float) -> bool:
-        """Process bytes that were read at ``now``, cut anywhere.
-
-        Return True if the client must disconnect now.
-        """
-        self.ended = now
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        for line in lines:
-            if self.dialect.content.search(line):
-                self.content_times.append(now)
-                if self.task.answer is not None or self.task.follow is not None:
-                    self._content.append(line)
-            if self.dialect.last.search(line):
-                self._feed_last(line)
-        if self.task.cancel_after is not None and len(self.content_times) >= self.task.cancel_after:
-            self.cancelled = True
-        return self.cancelled
-
-    def _feed_last(self, line: bytes) -> None:
-        event = self._decode(line)
-        if event.error is not None:
-            self.fail("error in the stream", event.error)
-        self.finish_reason = event.finish_reason or self.finish_reason
-        self.usage = event.usage or self.usage
-
-    def _decode(self, line: bytes) -> Event:
-        try:
-            return self.dialect.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.fail("broken event", f"{error}: {line!r}")
-            return Event()
-
-    def fail(self, reason: str, detail: object = "") -> None:
-        """Record a failure. Only the first one counts."""
-        if not self.failure:
-            self.failure, self.detail = reason, printable(detail)
-
-    def judge(self) -> None:
-        """Record a failure if the answer is not what the task requires."""
-        tokens, wanted = self.output_tokens, self.task.num_tokens
-        if self.cancelled or self.refused:
-            return
-        if self.finish_reason is None:
-            self.fail("no finish_reason")
-        elif self.finish_reason not in FINISH_REASONS:
-            self.fail("invalid finish_reason", self.finish_reason)
-        elif self.usage is None:
-            self.fail("no usage")
-        elif tokens == 0:
-            self.fail("0 tokens")
-        elif wanted is not None and tokens != wanted and not self.stopped_early:
-            self.fail("wrong number of tokens", f"{tokens} instead of {wanted}")
-        elif self.task.answer is not None and self.text() != self.task.answer:
-            self.fail("wrong answer", f"{self.text()!r} instead of {self.task.answer!r}")
-
-    def text(self) -> str:
-        """Return the whole text. It is kept only for tasks whose text matters."""
-        return "".join(self._decode(line).text for line in self._content)
-
-    @property
-    def succeeded(self) -> bool:
-        return not (self.failure or self.cancelled or self.refused)
-
-    @property
-    def stopped_early(self) -> bool:
-        """Whether the model ended the text before the requested length, at a server that cannot
-        ignore end tokens.
-        """
-        wanted = self.task.num_tokens
-        return (
-            not self.dialect.exact_lengths
-            and wanted is not None
-            and self.output_tokens < wanted
-            and self.finish_reason == "stop"
-        )
-
-    @property
-    def output_tokens(self) -> int:
-        return self.usage.output if self.usage else 0
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.usage.prompt if self.usage else 0
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.usage.cached if self.usage else 0
-
-    @property
-    def first(self) -> float:
-        """The arrival time of the first text. A token without text is noticed only at the end."""
-        return self.content_times[0] if self.content_times else self.ended
+    running: list[str]
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """A measured run. ``wall``: seconds from the first request sent to the last byte. ``cpu``: CPU
-    seconds of this process in that time.
+    seconds of this process in that time. ``server_cpu``: of the server's processes; None if they
+    are unknown. ``progress``: times at which the server had computed more tokens of the longest
+    request, and their number.
     """
 
     answers: list[Answer]
     wall: float
     cpu: float
+    server_cpu: float | None = None
+    progress: list[tuple[float, int]] = []
 
 
 def find_model(target: Target, wanted: str | None = None) -> str:
@@ -190,6 +85,23 @@ def find_model(target: Target, wanted: str | None = None) -> str:
     Raises StartupError if the server cannot be reached or, without ``wanted``, lists none.
     """
     return _run(_find_model(target, wanted))
+
+
+def measure_tokens_per_word(target: Target, words: Words) -> float:
+    """Return how many tokens of the server's model a word of a prompt has.
+
+    Raises StartupError if the server does not count prompt tokens.
+    """
+    counts = (20, 120)
+    probe = msgspec.structs.replace(words, max_tokens=1, shared_words=0, seed=words.seed + 2)
+    tasks = [
+        word_tasks(1, msgspec.structs.replace(probe, prompt_words=count))[0] for count in counts
+    ]
+    outcome = run_load(target, tasks, concurrency=1, warmup=0, progress=lambda _: None)
+    few, many = (answer.prompt_tokens for answer in outcome.answers)
+    if few >= many:
+        _refuse(target, "it does not count the tokens of prompts")
+    return (many - few) / (counts[1] - counts[0])
 
 
 def run_load(
@@ -205,92 +117,149 @@ def run_load(
 
     The first ``warmup`` tasks are sent before the clock starts and are not part of the outcome. The
     measured tasks reuse the connections of the warm-up. With ``arrivals``, in seconds, they are
-    sent at these times, and ``concurrency`` applies to the warm-up only. A failure is an answer,
-    never an exception.
+    sent at these times, and ``concurrency`` applies to the warm-up only.
     """
-    return _run(_run_load(target, tasks, concurrency, warmup, progress, arrivals))
+    first = Group(tasks=tasks[:warmup], clients=concurrency)
+    group = Group(tasks=tasks[warmup:], clients=concurrency, arrivals=arrivals)
+    return run_stages(target, [[group]], warmup=first, progress=progress)
 
 
-async def _run_load(
-    target: Target,
-    tasks: Sequence[Task],
-    concurrency: int,
-    warmup: int,
-    progress: Progress,
-    arrivals: Sequence[float] | None,
+def run_stages(
+    target: Target, stages: Sequence[Stage], *, warmup: Group, progress: Progress
 ) -> Outcome:
-    num_ended = 0
+    """Run the stages one after the other, after the warm-up, which is not part of the outcome.
 
-    def ended() -> None:
-        nonlocal num_ended
-        num_ended += 1
-        progress(num_ended)
+    A failure is an answer, never an exception.
+    """
+    return _run(_run_stages(target, stages, warmup, progress))
 
+
+async def _run_stages(
+    target: Target, stages: Sequence[Stage], warmup: Group, progress: Progress
+) -> Outcome:
     with closing(connections(target)) as server:
-        client = Client(server, target)
-        await client.closed_loop(tasks[:warmup], concurrency, ended)
-        wall, cpu = time.perf_counter(), time.process_time()
-        if arrivals is None:
-            answers = await client.closed_loop(tasks[warmup:], concurrency, ended)
-        else:
-            answers = await client.open_loop(tasks[warmup:], arrivals, ended)
-        cpu = time.process_time() - cpu
+        client = Client(server, target, progress)
+        await client.run_stage([warmup])
+        answers: list[Answer] = []
+        wall, cpu, server_cpu = time.perf_counter(), time.process_time(), server_seconds(target)
+        for stage in stages:
+            answers += await client.run_stage(stage)
+        cpu, server_cpu = time.process_time() - cpu, server_seconds(target) - server_cpu
     wall = max((answer.ended for answer in answers), default=wall) - wall
-    return Outcome(answers, wall, cpu)
+    return Outcome(answers, wall, cpu, server_cpu if target.pid else None, client.progress)
+
+
+def server_seconds(target: Target) -> float:
+    return read_tree_cpu_seconds(target.pid) if target.pid else 0.0
+
+
+class Running:
+    """The answers of a stage: those that have begun, and those that have ended."""
+
+    def __init__(self) -> None:
+        self.begun: list[Answer] = []
+        self.ended: list[Answer] = []
+        self.num_groups = 0  # that send requests
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(answer.content_times) for answer in self.begun)
 
 
 class Client:
-    """Sends tasks to one server."""
+    """Sends tasks to one server. ``progress``: see Outcome."""
 
-    def __init__(self, server: Connections, target: Target) -> None:
+    def __init__(
+        self, server: Connections, target: Target, report: Progress = lambda _: None
+    ) -> None:
+        self.progress: list[tuple[float, int]] = []
         self._server = server
         self._dialect = target.dialect
         self._timeout = target.timeout
+        self._report = report
+        self._num_ended = 0
 
-    async def closed_loop(
-        self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]
-    ) -> list[Answer]:
-        """Send ``tasks``, ``concurrency`` at a time.
+    async def run_stage(self, stage: Stage) -> list[Answer]:
+        """Run the groups of a stage. Return the answers in the order in which they ended."""
+        running = Running()
+        async with asyncio.TaskGroup() as groups:
+            background = [
+                groups.create_task(self._run_group(group, running))
+                for group in stage
+                if group.background
+            ]
+            async with asyncio.TaskGroup() as others:
+                for group in stage:
+                    if not group.background:
+                        others.create_task(self._run_group(group, running))
+            wanted = running.num_chunks + max((group.tail for group in stage), default=0)
+            await received(running, wanted)
+            for task in background:
+                task.cancel()
+        return running.ended
 
-        Return the answers in the order in which they ended.
-        """
-        waiting = iter(tasks)
-        answers: list[Answer] = []
+    async def _run_group(self, group: Group, running: Running) -> None:
+        await received(running, group.start_after)
+        running.num_groups += 1
+        watcher = asyncio.ensure_future(self._watch()) if group.watched else None
+        try:
+            if group.arrivals is None:
+                await self._closed_loop(group, running)
+            else:
+                await self._open_loop(group.tasks, group.arrivals, running)
+        finally:
+            running.num_groups -= 1
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _closed_loop(self, group: Group, running: Running) -> None:
+        waiting = iter(group.tasks)
 
         async def take_turns() -> None:
             for task in waiting:
-                await self._talk(task, answers, ended)
+                await self._talk(task, running)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(tasks))):
-                group.create_task(take_turns())
-        return answers
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(group.clients):
+                clients.create_task(take_turns())
 
-    async def open_loop(
-        self, tasks: Sequence[Task], arrivals: Sequence[float], ended: Callable[[], None]
-    ) -> list[Answer]:
-        """Send each task at its time. Return the answers in the order in which they ended."""
-        answers: list[Answer] = []
+    async def _open_loop(
+        self, tasks: Iterable[Task], arrivals: Sequence[float], running: Running
+    ) -> None:
         begun = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as clients:
             for task, at in zip(tasks, arrivals, strict=True):
                 await asyncio.sleep(begun + at - time.perf_counter())
-                group.create_task(self._talk(task, answers, ended))
-        return answers
+                clients.create_task(self._talk(task, running))
 
-    async def _talk(self, task: Task, answers: list[Answer], ended: Callable[[], None]) -> None:
+    async def _watch(self) -> None:
+        """Record the progress of the server's longest request, until cancelled."""
+        most = -1
+        while True:
+            computed = await count_computed_tokens(self._server)
+            if computed > most:
+                most = computed
+                self.progress.append((time.perf_counter(), computed))
+            await asyncio.sleep(WATCH)
+
+    async def _talk(self, task: Task, running: Running) -> None:
         """Send ``task`` and the tasks that follow it, until one fails."""
         following: Task | None = task
         while following is not None:
-            answer = await self.ask(following)
-            answers.append(answer)
-            ended()
+            answer = Answer(following, time.perf_counter(), self._dialect)
+            running.begun.append(answer)
+            try:
+                await self.read(answer)
+            finally:
+                running.ended.append(answer)
+                self._num_ended += 1
+                self._report(self._num_ended)
             following = (
                 following.follow(answer.text()) if following.follow and not answer.failure else None
             )
 
-    async def ask(self, task: Task) -> Answer:
-        answer = Answer(task, time.perf_counter(), self._dialect)
+    async def read(self, answer: Answer) -> None:
+        """Send the answer's task and read the answer. If cancelled, the client disconnects."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._read(answer)
@@ -302,10 +271,13 @@ class Client:
             answer.fail("broken HTTP", error)
         except OSError as error:
             answer.fail("connection lost", error)
-        if answer.failure or answer.refused:
-            answer.ended = time.perf_counter()
-        answer.judge()
-        return answer
+        except asyncio.CancelledError:
+            answer.cancelled = True
+            raise
+        finally:
+            if answer.failure or answer.refused or answer.cancelled:
+                answer.ended = time.perf_counter()
+            answer.judge()
 
     async def _read(self, answer: Answer) -> None:
         response = await self._server.request(
@@ -320,6 +292,24 @@ class Client:
             retry_after := response.headers.get(b"retry-after", b"").decode(errors="replace")
         ):
             answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
+
+
+async def received(running: Running, num_chunks: int) -> None:
+    """Wait until a stage has received a number of chunks, or none of its groups is running."""
+    # an event would cost time at every chunk
+    while running.num_chunks < num_chunks and running.num_groups:  # noqa: ASYNC110
+        await asyncio.sleep(POLL)
+
+
+async def count_computed_tokens(server: Connections) -> int:
+    """Return how many tokens cLLM has computed of its longest running sequence; -1 if unknown."""
+    try:
+        response = await server.request("/scheduler?steps=1")
+        running = msgspec.json.decode(response.body, type=RunningSequences).running
+    except (OSError, msgspec.DecodeError):
+        return -1
+    counts = [match.groups() for seq in running if (match := COMPUTED.search(seq))]
+    return max(((int(total), int(done)) for done, total in counts), default=(0, -1))[1]
 
 
 def says_when(retry_after: str) -> bool:
@@ -380,10 +370,3 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(work)
-
-
-def printable(text: object) -> str:
-    """Return untrusted text, shortened, for one line of a terminal."""
-    line = " ".join(str(text)[: 2 * DETAIL].split())
-    line = "".join(character if character.isprintable() else "?" for character in line)
-    return line if len(line) <= DETAIL else line[: DETAIL - 3] + "..."

@@ -17,20 +17,23 @@ failure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
+from cllm.bench.answer import Answer, printable
 from cllm.bench.console import latency_table, number_table, print_lines
 from cllm.bench.distribution import Distribution
-from cllm.bench.load import Answer, Outcome, printable
+from cllm.bench.load import Outcome
+from cllm.bench.scenario_figures import find_figures
 from cllm.errors import StartupError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 BUSY = 0.8  # share of a core from which the client may be the bottleneck instead of the server
 
@@ -86,6 +89,33 @@ def rounded(values: np.ndarray) -> list[float]:
     return [round(float(value), 3) for value in values]
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of one part of a workload. The rate is over the time from the part's first
+    request to its last byte.
+    """
+
+    num_requests: int
+    num_succeeded: int
+    output_tokens_per_s: float
+    ttft_ms: Distribution | None
+    itl_ms: Distribution | None
+
+    @classmethod
+    def of(cls, answers: list[Answer]) -> Part:
+        good = [answer for answer in answers if answer.succeeded]
+        begun, ended = (min(a.sent for a in answers), max(a.ended for a in answers))
+        latencies = latencies_of(good)
+        return cls(
+            num_requests=len(answers),
+            num_succeeded=len(good),
+            output_tokens_per_s=round(
+                sum(answer.output_tokens for answer in good) / max(ended - begun, 1e-9), 2
+            ),
+            ttft_ms=Distribution.of(latencies["ttft"]),
+            itl_ms=Distribution.of(latencies["itl"]),
+        )
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The object that ``--json`` prints. The suffix of a name is its unit."""
 
@@ -128,6 +158,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     client_cpu_share: float
     """Share of one core. Near 1, the client was the bottleneck."""
     client_us_per_chunk: float | None
+    server_cpu_s: float | None = None
+    """CPU time of the server's processes. None if they are unknown."""
+    output_tokens_per_cpu_s: float | None = None
+    """Output tokens for each second of it."""
+    parts: dict[str, Part] = {}
+    """The parts of the workload, such as the first turns of conversations."""
+    workload_figures: dict[str, float] = {}
+    """Figures that only this workload has, by name and unit."""
     percentiles_ms: dict[str, Percentiles] = {}
     """The percentiles 0, 1 to 100 of ttft, itl, tpot and e2e. A latency without values is
     missing.
@@ -149,6 +187,9 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
     tokens = sum(answer.output_tokens for answer in good)
     wall = max(outcome.wall, 1e-9)
     latencies = {name: np.array(values) for name, values in latencies_of(good).items()}
+    parts: dict[str, list[Answer]] = {}
+    for answer in outcome.answers:
+        parts.setdefault(answer.task.part, []).append(answer)
     return Report(
         url=url,
         model=model,
@@ -173,6 +214,12 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         client_cpu_s=round(outcome.cpu, 4),
         client_cpu_share=round(outcome.cpu / wall, 3),
         client_us_per_chunk=round(outcome.cpu / chunks * 1e6, 1) if chunks else None,
+        server_cpu_s=outcome.server_cpu,
+        output_tokens_per_cpu_s=round(tokens / outcome.server_cpu, 3)
+        if outcome.server_cpu
+        else None,
+        parts={name: Part.of(answers) for name, answers in parts.items() if name},
+        workload_figures=find_figures(settings.get("workload"), outcome),
         percentiles_ms={
             name: rounded(1e3 * np.percentile(values, range(101)))
             for name, values in latencies.items()
@@ -217,7 +264,23 @@ def print_report(report: Report, console: Console) -> None:
     print_lines(console, [title, settings, "", *results(report)])
     if report.latencies:
         console.print(latency_table(report.latencies))
+    if report.parts:
+        console.print(part_table(report.parts))
     print_lines(console, remarks(report))
+
+
+def part_table(parts: Mapping[str, Part]) -> Table:
+    table = number_table("", "succeeded", "tokens/s", "mean TTFT ms", "ITL p50 ms", "ITL p99 ms")
+    for name, part in parts.items():
+        ttft, itl = part.ttft_ms, part.itl_ms
+        times = [ttft and ttft.mean, itl and itl.p50, itl and itl.p99]
+        table.add_row(
+            name,
+            f"{part.num_succeeded} of {part.num_requests}",
+            f"{part.output_tokens_per_s:,.1f}",
+            *("" if time is None else f"{time:,.1f}" for time in times),
+        )
+    return table
 
 
 def read_report(path: Path) -> Report:
@@ -269,11 +332,17 @@ def figures(report: Report) -> dict[str, float]:
         "output tokens/s": report.output_tokens_per_s,
         "requests/s": report.requests_per_s,
         "good requests/s": report.good_requests_per_s,
+        "output tokens/CPU s": report.output_tokens_per_cpu_s,
     }
     for name, values in report.latencies.items():
         found |= {
             f"{name} {which} ms": value for which, value in msgspec.structs.asdict(values).items()
         }
+    for name, part in report.parts.items():
+        found[f"{name}: output tokens/s"] = part.output_tokens_per_s
+        found[f"{name}: TTFT mean ms"] = part.ttft_ms.mean if part.ttft_ms else None
+        found[f"{name}: ITL p50 ms"] = part.itl_ms.p50 if part.itl_ms else None
+    found |= report.workload_figures
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -323,6 +392,12 @@ def remarks(report: Report) -> list[str]:
             f"core{per_chunk}"
         )
     ]
+    if report.server_cpu_s is not None:
+        lines.append(
+            f"server: {report.server_cpu_s:.2f} s CPU, {report.output_tokens_per_cpu_s or 0:,.2f} "
+            f"output tokens for each second of it"
+        )
+    lines += [f"{name}: {value:,.3f}" for name, value in report.workload_figures.items()]
     if report.client_cpu_share > BUSY:
         lines.append(
             "The client was busy nearly all the time: this may be its speed and not the server's."

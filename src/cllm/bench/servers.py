@@ -23,6 +23,7 @@ from cllm.bench.load import Outcome, Target, run_load
 from cllm.bench.peers import FOLDER
 from cllm.bench.workload import Task
 from cllm.errors import StartupError
+from cllm.observe.cpu_time import process_tree
 
 START_TIMEOUT = 180.0  # seconds
 STOP_TIMEOUT = 20.0
@@ -31,9 +32,8 @@ MODEL = "m"  # the model's name in all requests
 
 
 class Server(Target, frozen=True):
-    """A running server: its process id, and the seconds from its start until it was ready."""
+    """A running server, and the seconds from its start until it was ready."""
 
-    pid: int = 0
     start_s: float = 0.0
 
 
@@ -219,14 +219,9 @@ def memory_mb(pid: int) -> float | None:
     """
     if not Path("/proc/self/smaps_rollup").exists():
         return None
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    total = 0
+    for member in process_tree(pid):
         with contextlib.suppress(OSError):  # the process has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    family, total = [pid], 0
-    for member in family:
-        family += [child for child, parent in parents.items() if parent == member]
-        with contextlib.suppress(OSError):
             found = re.search(
                 r"^Pss: +(\d+) kB", Path(f"/proc/{member}/smaps_rollup").read_text(), re.MULTILINE
             )

@@ -23,9 +23,10 @@ import msgspec
 
 from cllm.answer import Generation
 from cllm.backends.base import Backend, Vocabulary
+from cllm.bench.answer import printable
 from cllm.bench.bare_engine import forget, step_parts
 from cllm.bench.console import number_table
-from cllm.bench.load import Target, connections, printable
+from cllm.bench.load import Target, connections
 from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.work import Size, Work
 from cllm.bench.workload import Task

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Literal
+from statistics import NormalDist
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +29,7 @@ LONGEST = 16  # largest multiple of the median, so that one request does not dec
 LONG_EVERY, LONG_TIMES = 5, 25  # in long-prefill, every fifth prompt is 25 times as long
 CANCELLED_EVERY = 2  # in cancel-storm, every second client disconnects
 TURNS = 4
+FIRST_TURNS, LATER_TURNS = "first turns", "later turns"
 SHARED = 0.75  # share of a prompt that is common in shared-prefix
 # shape of the gamma distribution of the gaps in bursty arrivals; 1 would be Poisson
 BURSTINESS = 0.25
@@ -49,12 +51,40 @@ class Task(msgspec.Struct, frozen=True):
     """429 or 503 with Retry-After is a correct answer too."""
     follow: Callable[[str], Task] | None = None
     """Returns the next request of the conversation, from the text of the answer."""
+    part: str = ""
+    """The part of the workload that the task belongs to. The report has figures for each part."""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Clients that send tasks, each its next one when its last one has ended.
+
+    arrivals: the times, in seconds from the start of the group, at which tasks are sent instead.
+    start_after: the group starts when its stage has received this number of chunks with text.
+    background: the group goes on until the other groups of its stage have ended and the stage has
+    received ``tail`` further chunks; then its clients disconnect. watched: record how far the
+    server has computed the longest request.
+    """
+
+    tasks: Iterable[Task]
+    clients: int
+    arrivals: Sequence[float] | None = None
+    start_after: int = 0
+    background: bool = False
+    tail: int = 0
+    watched: bool = False
+
+
+Stage = list[Group]
+"""Groups that run at the same time."""
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of random words. Lengths of prompts are in words, those of answers in tokens. The
     first ``shared_words`` are the same in all prompts. Each answer must have ``max_tokens``, so the
     server must support ``ignore_eos``.
+
+    spread: sigma of lognormal lengths. tokens_per_word: of the server's model. options: sent with
+    each request, in addition to those that follow from the other fields.
     """
 
     api: Api = "openai"
@@ -64,6 +94,9 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    spread: float = SPREAD
+    tokens_per_word: float = 2.5
+    options: dict[str, Any] = {}
 
 
 def word_tasks(count: int, words: Words) -> list[Task]:
@@ -75,13 +108,13 @@ def word_tasks(count: int, words: Words) -> list[Task]:
 def chat_tasks(count: int, words: Words) -> list[Task]:
     """Return tasks with lognormal lengths of prompts and answers.
 
-    The lengths in ``words`` are the medians.
+    The lengths in ``words`` are the medians. All seeds give the same lengths, in another order.
     """
     source = Source(words)
-    return [
-        source.task(source.about(words.prompt_words), source.about(words.max_tokens))
-        for _ in range(count)
-    ]
+    prompts, answers = (
+        source.lengths(count, median) for median in (words.prompt_words, words.max_tokens)
+    )
+    return [source.task(*sizes) for sizes in zip(prompts, answers, strict=True)]
 
 
 def long_prefill_tasks(count: int, words: Words) -> list[Task]:
@@ -120,21 +153,30 @@ def multi_turn_tasks(count: int, words: Words) -> list[Task]:
     Each prompt contains all earlier messages.
     """
     source = Source(words)
-    talks = [
-        [source.text(words.prompt_words) for _ in range(TURNS)] for _ in range(-(-count // TURNS))
-    ]
-    talks[-1] = talks[-1][: (count - 1) % TURNS + 1]
-    return [turn(words, [], texts) for texts in talks]
+    return conversations(words, count, TURNS, [], lambda: source.text(words.prompt_words))
 
 
-def turn(words: Words, messages: Messages, texts: list[str]) -> Task:
+def conversations(
+    words: Words, count: int, num_turns: int, messages: Messages, text: Callable[[], str]
+) -> list[Task]:
+    """Return conversations of ``num_turns`` turns, ``count`` turns in all.
+
+    messages: those before the first turn. text: returns the next message of a user.
+    """
+    talks = [[text() for _ in range(num_turns)] for _ in range(-(-count // num_turns))]
+    talks[-1] = talks[-1][: (count - 1) % num_turns + 1]
+    return [turn(words, messages, texts, FIRST_TURNS) for texts in talks]
+
+
+def turn(words: Words, messages: Messages, texts: list[str], part: str) -> Task:
     """Return the next request of a conversation. ``texts``: the user's remaining messages."""
     asked = [*messages, {"role": "user", "content": texts[0]}]
 
     def follow(answer: str) -> Task:
-        return turn(words, [*asked, {"role": "assistant", "content": answer}], texts[1:])
+        said = {"role": "assistant", "content": answer}
+        return turn(words, [*asked, said], texts[1:], LATER_TURNS)
 
-    task = task_of(words, asked, words.max_tokens)
+    task = task_of(words, asked, words.max_tokens, part)
     return msgspec.structs.replace(task, follow=follow) if len(texts) > 1 else task
 
 
@@ -164,7 +206,7 @@ WORKLOADS: dict[str, tuple[Callable[[int, Words], list[Task]], str]] = {
 }
 
 
-def num_requests(tasks: list[Task]) -> int:
+def num_requests(tasks: Iterable[Task]) -> int:
     """Return the number of requests in ``tasks``, including all that follow if every answer is a
     success.
     """
@@ -224,27 +266,35 @@ class Source:
         while True:
             yield "".join(self.random.choices(SYLLABLES, k=self.random.randint(1, LONGEST_WORD)))
 
-    def about(self, median: int) -> int:
-        return max(
-            1, round(min(self.random.lognormvariate(math.log(median), SPREAD), LONGEST * median))
-        )
+    def lengths(self, count: int, median: int) -> list[int]:
+        """Return the quantiles of a lognormal distribution in random order."""
+        normal = NormalDist(math.log(median), self._options.spread)
+        found = [math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+        self.random.shuffle(found)
+        return [max(1, round(min(length, LONGEST * median))) for length in found]
 
     def text(self, num_words: int) -> str:
         return " ".join(
             [*self._shared, *islice(self._words, max(1, num_words - len(self._shared)))]
         )
 
-    def task(self, num_words: int, num_tokens: int) -> Task:
+    def tokens(self, count: float) -> str:
+        """Return a text of about ``count`` tokens."""
+        return self.text(round(count / self._options.tokens_per_word))
+
+    def task(self, num_words: int, num_tokens: int, part: str = "") -> Task:
         return task_of(
-            self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens
+            self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens, part
         )
 
 
-def task_of(words: Words, messages: Messages, num_tokens: int) -> Task:
+def task_of(words: Words, messages: Messages, num_tokens: int, part: str = "") -> Task:
     options = {
         "max_tokens": num_tokens,
         "ignore_eos": True,
         "temperature": words.temperature,
         "seed": words.seed,
+        **words.options,
     }
-    return Task(DIALECTS[words.api].body(words.model, messages, options), num_tokens)
+    body = DIALECTS[words.api].body(words.model, messages, options)
+    return Task(body, num_tokens, part=part)

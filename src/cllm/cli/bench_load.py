@@ -12,11 +12,13 @@ import msgspec
 from cyclopts import Parameter
 
 from cllm.bench.dialects import Api
+from cllm.bench.scenarios import SCENARIOS, Sizes
 from cllm.bench.workload import (
     SHARED,
     WORKLOADS,
     Arrivals,
-    Task,
+    Group,
+    Stage,
     Words,
     arrival_times,
     num_requests,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     Workload = str
     Preset = str
 else:
-    Workload = Literal[(*WORKLOADS, "questions")]
+    Workload = Literal[(*WORKLOADS, *SCENARIOS, "questions")]
     Preset = Literal[tuple(PRESETS)]
 
 # 100 in the other workloads; many systems give a process 1024 open files
@@ -58,8 +60,9 @@ class LoadOptions:
         Workload,
         Parameter(
             help="".join(f"{name}: {text}; " for name, (_, text) in WORKLOADS.items())
+            + "".join(f"{name}: {one.text}; " for name, one in SCENARIOS.items() if name != "edit")
             + "in all of these, each answer must have exactly --max-tokens tokens (Ollama's may "
-            "be shorter). "
+            f"be shorter). edit: {SCENARIOS['edit'].text}. "
             "questions: questions for the built-in model at temperature 0; each answer must be "
             "correct."
         ),
@@ -75,7 +78,8 @@ class LoadOptions:
         int | None,
         Parameter(
             validator=Positive,
-            help="Requests to measure. [default: 100, 500 overload]",
+            help="Requests to measure. [default: 100, 500 overload; a number of their own from "
+            "agents to long-context]",
             show_default=False,
         ),
     ] = None
@@ -84,7 +88,7 @@ class LoadOptions:
         Parameter(
             validator=Positive,
             help="Concurrent requests; when one ends, the next one starts. [default: 8; "
-            "overload: all]",
+            "overload: all; a number of their own from agents to long-context]",
             show_default=False,
         ),
     ] = None
@@ -105,7 +109,8 @@ class LoadOptions:
         int | None,
         Parameter(
             validator=Positive,
-            help="Tokens of an answer. [default: 64, 320 questions]",
+            help="Tokens of an answer. [default: 64, 320 questions, 32 from agents to "
+            "long-context]",
             show_default=False,
         ),
     ] = None
@@ -120,9 +125,27 @@ class LoadOptions:
             show_default=False,
         ),
     ] = None
+    long_tokens: Annotated[
+        int | None,
+        Parameter(
+            validator=Positive,
+            help="Tokens of the long prompt. [default: 3000; long-context: 30000]",
+            show_default=False,
+        ),
+    ] = None
+    scale: Annotated[
+        float,
+        Parameter(
+            validator=AboveZero,
+            help="Factor for all numbers of prompt tokens of the workloads from agents to "
+            "long-context.",
+        ),
+    ] = 1.0
     temperature: Annotated[
         float,
-        Parameter(validator=NotNegative, help="Temperature of all workloads except questions."),
+        Parameter(
+            validator=NotNegative, help="Temperature of all workloads except questions and edit."
+        ),
     ] = 0.0
     limits: GoodputLimits = field(default_factory=GoodputLimits)
     warmup: Annotated[
@@ -152,6 +175,15 @@ class LoadOptions:
         str | None,
         Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False),
     ] = None
+    server_pid: Annotated[
+        int,
+        Parameter(
+            validator=NotNegative,
+            help="Process id of the server on this machine: also report the CPU time that it and "
+            "its child processes use.",
+            show_default=False,
+        ),
+    ] = 0
     out: Annotated[
         Path | None,
         Parameter(help="A file for the report as JSON, for cllm bench diff.", show_default=False),
@@ -171,13 +203,13 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, options: LoadOptions) -> Size:
         """Return sizes from the options, else the preset, else the workload's defaults."""
-        requests, at_once, max_tokens = (
-            PRESETS[options.preset]
-            if options.preset
-            else (REQUESTS.get(options.workload, 100), 8, MAX_TOKENS.get(options.workload, 64))
-        )
+        workload = options.workload
+        defaults = REQUESTS.get(workload, 100), 8, MAX_TOKENS.get(workload, 64)
+        if scenario := SCENARIOS.get(workload):
+            defaults = scenario.sizes.requests, scenario.sizes.clients, scenario.max_tokens
+        requests, at_once, max_tokens = PRESETS[options.preset] if options.preset else defaults
         requests, at_once = options.requests or requests, options.concurrency or at_once
-        all_at_once = options.workload == "overload" and options.concurrency is None
+        all_at_once = workload == "overload" and options.concurrency is None
         return cls(
             requests,
             requests if all_at_once else at_once,
@@ -200,7 +232,7 @@ def load(
     Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of
     overload do not count.
     """
-    from cllm.bench.load import Target, find_model
+    from cllm.bench.load import Target, find_model, measure_tokens_per_word
     from cllm.bench.report import summarize
 
     check_files(options.out, options.pictures.plot, options.pictures.html)
@@ -211,9 +243,14 @@ def load(
         options.timeout,
         options.keep_alive,
         options.api,
+        options.server_pid,
     )
     words = words_of(options, size, find_model(target, options.model))
-    outcome = send(target, make_tasks(options, size, words), options, size)
+    if options.workload in SCENARIOS:
+        words = msgspec.structs.replace(
+            words, tokens_per_word=measure_tokens_per_word(target, words)
+        )
+    outcome = send(target, *make_groups(options, size, words))
     settings = settings_of(options, size, words)
     report = summarize(outcome, url=target.url, model=words.model, settings=settings)
     show(report, options)
@@ -245,42 +282,58 @@ def words_of(options: LoadOptions, size: Size, model: str) -> Words:
     )
 
 
-def make_tasks(options: LoadOptions, size: Size, words: Words) -> list[Task]:
-    """Return the tasks of the warm-up and those to measure.
+def make_groups(options: LoadOptions, size: Size, words: Words) -> tuple[Group, list[Stage]]:
+    """Return the warm-up and the stages to measure.
 
-    Raises StartupError for inconsistent numbers of words.
+    Raises StartupError for inconsistent options.
     """
+    # the warm-up shares no prefix with the measured requests
+    strangers = msgspec.structs.replace(words, seed=words.seed + 1, shared_words=0)
+    warmup, clients = word_tasks(size.warmup, strangers), size.concurrency
+    if scenario := SCENARIOS.get(options.workload):
+        if options.rate is not None:
+            raise StartupError(f"--rate does not apply to the workload {options.workload}")
+        stages = scenario.make(words, sizes_of(options, size))
+        return Group(tasks=warmup, clients=clients), stages
     if options.workload == "questions":
-        return question_tasks(
+        tasks = question_tasks(
             size.warmup + size.requests,
             model=words.model,
             max_tokens=size.max_tokens,
             seed=options.seed,
             api=options.api,
         )
-    # the warm-up shares no prefix with the measured requests
-    strangers = msgspec.structs.replace(words, seed=words.seed + 1, shared_words=0)
-    make, _ = WORKLOADS[options.workload]
-    return word_tasks(size.warmup, strangers) + make(size.requests, words)
-
-
-def send(target: Target, tasks: list[Task], options: LoadOptions, size: Size) -> Outcome:
-    """Send the tasks, with progress on stderr."""
-    from cllm.bench.load import run_load
-
-    total, num_measured = num_requests(tasks), len(tasks) - size.warmup
+        warmup, tasks = tasks[: size.warmup], tasks[size.warmup :]
+    else:
+        tasks = WORKLOADS[options.workload][0](size.requests, words)
     arrivals = None
     if options.rate is not None:
-        share = num_measured / max(1, total - size.warmup)  # of requests that begin a conversation
-        arrivals = arrival_times(num_measured, options.rate * share, options.arrivals, options.seed)
+        share = len(tasks) / num_requests(tasks)  # of requests that begin a conversation
+        arrivals = arrival_times(len(tasks), options.rate * share, options.arrivals, options.seed)
+    group = Group(tasks=tasks, clients=clients, arrivals=arrivals)
+    return Group(tasks=warmup, clients=clients), [[group]]
+
+
+def sizes_of(options: LoadOptions, size: Size) -> Sizes:
+    usual = SCENARIOS[options.workload].sizes.long_tokens
+    long_tokens = (options.long_tokens or usual) if usual else 0
+    return Sizes(size.requests, size.concurrency, long_tokens, options.scale)
+
+
+def send(target: Target, warmup: Group, stages: list[Stage]) -> Outcome:
+    """Send the tasks, with progress on stderr."""
+    from cllm.bench.load import run_stages
+
+    groups = [warmup, *(group for stage in stages for group in stage if not group.background)]
+    total = sum(num_requests(group.tasks) for group in groups)
     with closing(open_bar("requests")) as bar:
-        return run_load(
+        return run_stages(
             target,
-            tasks,
-            concurrency=size.concurrency,
-            warmup=size.warmup,
-            progress=lambda ended: bar.update(ended / total, f"{ended} of {total} requests"),
-            arrivals=arrivals,
+            stages,
+            warmup=warmup,
+            progress=lambda ended: bar.update(
+                min(1.0, ended / total), f"{ended} of {max(ended, total)} requests"
+            ),
         )
 
 
@@ -299,7 +352,12 @@ def settings_of(options: LoadOptions, size: Size, words: Words) -> dict[str, Any
         settings |= {"rate": options.rate, "arrivals": options.arrivals}
     settings |= {"warmup": size.warmup, "keep_alive": options.keep_alive}
     settings |= {"ttft": options.limits.ttft, "tpot": options.limits.tpot}
-    if options.workload != "questions":
+    if options.workload == "edit":
+        del settings["max_tokens"]
+    elif options.workload in SCENARIOS:
+        settings["long_tokens"] = sizes_of(options, size).long_tokens or None
+        settings |= {"scale": options.scale, "temperature": words.temperature}
+    elif options.workload != "questions":
         sizes = ("prompt_words", "shared_words", "temperature")
         settings |= {name: getattr(words, name) for name in sizes}
     return {name: value for name, value in settings.items() if value is not None}
