@@ -21,6 +21,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.commands import Abort, Add, Command
 from cllm.engine.params import EngineParams
+from cllm.observe.cpu_time import decoding
 from cllm.process import child
 from cllm.process.child import PipeInbox, PipeOutbox, claim_stdout, read_frame, send_all
 from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
@@ -73,6 +74,7 @@ def test_outbox_sends_one_message_for_a_step(pipe: tuple[BinaryIO, int]) -> None
     stream, descriptor = pipe
     outbox, stats = PipeOutbox(descriptor), Stats()
     outbox.send([], stats)
+    stats = msgspec.structs.replace(stats, decode_cpu_seconds=decoding.seconds)
     outbox.send_embedded(EmbeddingOutput("E", [b"1234"]))
     assert DECODER.decode(read_frame(stream) or b"") == Stepped([], stats)
     assert DECODER.decode(read_frame(stream) or b"") == EmbeddingOutput("E", [b"1234"])

@@ -74,7 +74,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     waiting_seconds: estimated time until all waiting sequences are served. prompt_token_seconds:
     expected time per prompt token, averaged over computed and cached tokens (cached ones take
     none). step_seconds: time of a step with the present sequences. slot_seconds: estimated time
-    from one freed seq_id to the next while all are taken, 0 if unknown.
+    from one freed seq_id to the next while all are taken, 0 if unknown. decode_cpu_seconds: CPU
+    time of the engine process inside llama_decode.
     """
 
     num_running: int = 0
@@ -97,6 +98,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     step_seconds: float = 0.0
     num_embedding_tokens: int = 0
     slot_seconds: float = 0.0
+    decode_cpu_seconds: float = 0.0
 
     def add_totals(self, earlier: Stats) -> Stats:
         """Return these stats with the TOTALS of ``earlier`` added."""
@@ -112,4 +114,5 @@ TOTALS = (
     "num_guesses",
     "num_accepted",
     "num_embedding_tokens",
+    "decode_cpu_seconds",
 )

@@ -4,7 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+class CpuMeter:
+    """Adds up the CPU time of this process, of all its threads, during the calls of functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same and whose calls are measured."""
+
+        def timed(*arguments: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.process_time() - begun
+
+        return timed
+
+
+decoding = CpuMeter()
+"""The calls of llama_decode in this process."""
 
 
 def read_cpu_seconds(pid: int) -> float:

@@ -81,6 +81,10 @@ COUNTERS = {
     "num_guesses": ("spec_decode_num_draft_tokens", "draft tokens"),
     "num_accepted": ("spec_decode_num_accepted_tokens", "accepted draft tokens"),
     "num_embedding_tokens": ("embedding_tokens_computed", "tokens of texts embedded"),
+    "decode_cpu_seconds": (
+        "decode_cpu_seconds",
+        "CPU time of the engine process inside llama_decode, of all threads",
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from cllm.engine.commands import Command
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe import log
+from cllm.observe.cpu_time import decoding
 from cllm.process.messages import (
     LENGTH,
     Explained,
@@ -75,6 +76,7 @@ class PipeOutbox:
         self._descriptor = descriptor
 
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
+        stats = msgspec.structs.replace(stats, decode_cpu_seconds=decoding.seconds)
         send_all(self._descriptor, Stepped(outputs, stats))
 
     def send_embedded(self, embedded: EmbeddingOutput) -> None:

@@ -22,6 +22,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as lib
 
 from cllm.errors import StartupError
+from cllm.observe.cpu_time import decoding
 
 log = logging.getLogger("cllm.llama_cpp")
 
@@ -75,6 +76,7 @@ with contextlib.suppress(AttributeError):
     lib._lib.ggml_set_abort_callback(_abort_callback)  # noqa: SLF001  # it has no binding
 lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
 lib.llama_backend_init()
+lib.llama_decode = decoding.timing(lib.llama_decode)
 
 
 @contextlib.contextmanager
