@@ -210,7 +210,7 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tup
         operations: list[Operation] = [Trim(0, num_shared), *(Trim(i, 0) for i in range(1, 8))]
         operations += [Copy(0, i, num_shared) for i in range(1, 8)]
         rows = [Row(seq, num_shared, seq.num_tokens - num_shared, 1) for seq in wave]
-        backend.forward(Batch(rows, operations)).argmax(axis=1)
+        np.argmax(backend.forward(Batch(rows, operations)), axis=1)
         ttft += len(wave) / len(seqs) * (time.perf_counter() - sent)
         for seq in wave:
             seq.append(1)
@@ -218,7 +218,7 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tup
             logits = backend.forward(
                 Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in wave], [])
             )
-            for seq, token in zip(wave, logits.argmax(axis=1).tolist(), strict=True):
+            for seq, token in zip(wave, np.argmax(logits, axis=1).tolist(), strict=True):
                 seq.append(token)
         sent = time.perf_counter()
     return sent - begun, ttft

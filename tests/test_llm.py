@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import threading
@@ -17,7 +18,6 @@ import cllm
 from cllm import LLM, SamplingParams
 from cllm import llm as llm_module
 from cllm.engine.build import build_backend
-from cllm.engine.layout import LayoutChange
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
 from cllm.scheduler.report import collect_stats
@@ -182,22 +182,27 @@ def test_parked_sequences_keep_their_answers(known_questions):
 
 
 @pytest.mark.llama
-def test_layout_changes_keep_answers(known_questions):
-    """Every eight steps, all sequences move to the other layout and continue there."""
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_between_streams_keep_answers(known_questions, monkeypatch, seed):
+    """Before each step, sequences and idle prefixes are exchanged at random."""
     questions = known_questions(12, 11, ["counting", "stories", "copying"])
-    with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm:
-        layouts = []
+    draw = random.Random(seed)
+    with LLM(scheduler_max_num_seqs=6) as llm:
+        assert llm.info.layout == "paged"
 
-        def always(sharing, num_steps, *, unified, decoding) -> bool:
-            layouts.append(unified)
-            return True
+        def exchange(rows, running, kv_cache):
+            operations = []
+            for _ in range(draw.randrange(4)):
+                first, second = draw.sample(range(6), 2)
+                operations.append(kv_cache.swap(first, second))
+                for seq in running:
+                    seq.seq_id = {first: second, second: first}.get(seq.seq_id, seq.seq_id)
+            return operations
 
-        (layout,) = (job for job in llm._engine.side_jobs if isinstance(job, LayoutChange))
-        layout._chooser.should_change = always
+        monkeypatch.setattr("cllm.scheduler.scheduler.arrange", exchange)
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]
-        assert layouts[:4] == [False, True, False, True]
 
 
 @pytest.mark.llama

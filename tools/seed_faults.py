@@ -90,7 +90,6 @@ FAULTS = [
         "kv_cache/test_radix_tree.py",
         ("dict(node.owners)", "{}"),
         ("first if length and differing[first] else length", "first"),
-        ("max(0, left - len(node.edge))", "left"),
     ),
     *faults_in(
         "kv_cache/tiers.py",

@@ -93,7 +93,8 @@ class Model(Section):
         default=None,
         ge=2,
         le=10_000_000,
-        description="Tokens per sequence; null chooses by the model and the memory.",
+        description="Tokens per sequence; null means as many as the model was trained for or as "
+        "the KV cache holds, whichever is less.",
     )
     draft_path: Text | None = Field(
         default=None,
@@ -195,11 +196,12 @@ class Scheduler(Section):
 class KV(Section):
     """The KV cache."""
 
-    layout: Literal["auto", "partitioned", "unified"] = Field(
+    layout: Literal["auto", "paged", "partitioned", "unified"] = Field(
         default="auto",
-        description="partitioned gives each sequence its own cells and is fastest for unrelated "
-        "requests; unified is "
-        "one pool and is better for long shared prefixes; auto follows the load.",
+        description="paged takes memory page by page and shares the pages of common prefixes, but "
+        "needs Linux and a model on the CPU; partitioned gives each sequence cells for a whole "
+        "context; unified is one pool. auto is paged if possible, otherwise partitioned if the "
+        "memory is enough, otherwise unified.",
     )
     type: Literal["f16", "q8_0", "q4_0"] = Field(
         default="f16",

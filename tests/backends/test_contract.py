@@ -16,11 +16,13 @@ import pytest
 from cllm.backends.base import Backend
 from cllm.backends.fake.backend import FakeBackend
 from cllm.backends.params import BackendParams
-from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Swap, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
+from cllm.kv_cache.layouts import LAYOUTS
+from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 from cllm.sampling.grammar import Grammar
 
 NUM_SEQS = 4
@@ -39,11 +41,12 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 LLAMA = pytest.mark.llama
 # State that cannot be trimmed, such state beside attention, a sliding window.
 TINY = ("mamba", "lfm2", "gemma3")
-WHICH = ("partitioned", "unified", "q8_0", *TINY)
+WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
 LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
 UNIFIED = ["fake unified", LLAMA_KINDS[1]]
-KINDS = ["fake partitioned", "fake unified", *LLAMA_KINDS]
-CHANGEABLE = ["fake unified", pytest.param("llama.cpp auto", marks=LLAMA)]
+PAGED = ["fake paged", LLAMA_KINDS[2]]
+KINDS = ["fake partitioned", "fake unified", "fake paged", *LLAMA_KINDS]
+WITH_FILES = ["partitioned", "unified", "paged"]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,7 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
             "max_num_batched_tokens": BATCH,
         }
         if name == "fake":
-            return FakeBackend(
-                num_cells=NUM_CELLS if unified else None, num_spare_ids=6 if unified else 0, **sizes
-            )
+            return FakeBackend(layout=layout, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
         from cllm.backends.llama_cpp.backend import LlamaCppBackend
         from cllm.backends.llama_cpp.options import Options
@@ -71,6 +72,9 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
             path, layout = request.getfixturevalue("tiny_model")(layout), "unified"
         if layout == "q8_0":
             layout, sizes["kv_type"] = "partitioned", "q8_0"
+        per_token = compute_kv_bytes_per_token(read_header(path), "f16")
+        if per_token and "kv_type" not in sizes:
+            sizes |= {"kv_bytes_per_token": per_token, "kv_memory": NUM_CELLS * per_token}
         options = Options(n_threads=1, n_gpu_layers=0).model_dump()
         return LlamaCppBackend(
             BackendParams(path=str(path), layout=layout, options=options, **sizes)
@@ -149,6 +153,12 @@ class Caller:
         self.seq(target).tokens = self.seq(source).tokens[:count]
         self.operations.append(Copy(source, target, count))
 
+    def swap(self, first: int, second: int) -> None:
+        """Swap before the next batch."""
+        tokens = self.seq(first).tokens, self.seq(second).tokens
+        self.seq(second).tokens, self.seq(first).tokens = tokens
+        self.operations.append(Swap(first, second))
+
     def save(self, seq_id: int, key: int) -> None:
         """Save before the next batch."""
         self.saved[key] = len(self.seq(seq_id).tokens)
@@ -162,7 +172,7 @@ class Caller:
 
     def forward(self, *rows: Row) -> np.ndarray:
         operations, self.operations = self.operations, []
-        return self.backend.forward(Batch(list(rows), operations)).copy()
+        return np.array(self.backend.forward(Batch(list(rows), operations)))
 
     def fill(self, seq_id: int, count: int) -> None:
         """Compute ``count`` tokens, whatever they are."""
@@ -197,10 +207,10 @@ def test_info_has_the_requested_sizes(kind, backend):
     assert info.num_cells == NUM_CELLS
     assert NUM_SEQS <= info.max_num_samples <= BATCH
     recurrent = kind in ("llama.cpp mamba", "llama.cpp lfm2")
-    assert info.layout == ("unified" if "unified" in kind else "partitioned")
+    named = kind.split()[1]
+    assert info.layout == (named if named in LAYOUTS else "partitioned")
     assert (info.num_spare_ids > 0) == (info.layout == "unified")
     assert info.can_trim == (not recurrent)
-    assert not (recurrent and info.can_change_layout)
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 
@@ -236,11 +246,12 @@ def test_logits_have_one_row_per_sample(backend, caller):
         caller.row(2, TEXTS[2]),
     ]
     logits = backend.forward(Batch(rows, caller.operations))
-    assert logits.shape == (2, backend.info.vocabulary_size)
-    assert logits.dtype == np.float32
+    assert len(logits) == 2
+    assert all(row.shape == (backend.info.vocabulary_size,) for row in logits)
+    assert all(row.dtype == np.float32 for row in logits)
     assert np.isfinite(logits).all()
-    logits[1, 3] = 5
-    assert logits[1, 3] == 5
+    logits[1][3] = 5
+    assert logits[1][3] == 5
 
 
 def test_different_texts_have_different_logits(backend):
@@ -277,7 +288,7 @@ def test_rows_without_samples_leave_no_gap_in_the_logits(backend, caller):
 def test_batch_without_samples_fills_cells(backend, caller):
     """It returns no logits."""
     logits = caller.forward(caller.row(0, TEXTS[0], samples=False))
-    assert logits.shape == (0, backend.info.vocabulary_size)
+    assert len(logits) == 0
     assert_same(caller.forward(caller.row(0, [6]))[0], alone(backend, [*TEXTS[0], 6]))
 
 
@@ -402,7 +413,7 @@ def test_batch_of_operations_returns_no_logits(backend, caller):
     expected = alone(backend, [*TEXTS[0][:4], 9])
     caller.forward(caller.row(0, TEXTS[0]))
     caller.copy(0, 1, 4)
-    assert caller.forward().shape == (0, backend.info.vocabulary_size)
+    assert len(caller.forward()) == 0
     assert_same(caller.forward(caller.row(1, [9]))[0], expected)
 
 
@@ -579,38 +590,58 @@ def test_invalid_snapshot_is_an_error_on_load(backend, caller, damage):
     assert_same(caller.forward(caller.row(1, [9]))[0], expected)
 
 
-# --- changing the layout ------------------------------------------------------------------------
+# --- swapping -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CHANGEABLE)
-def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
-    """The cells are empty afterwards. Snapshots of any seq_id can be loaded into either layout."""
-    backend = make_backend(kind)
-    expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], [], TEXTS[0][:4])]
-    for layout in ("partitioned", "unified", "partitioned"):
+@pytest.mark.parametrize("kind", PAGED, indirect=True)
+def test_swapped_seq_ids_have_each_others_tokens(backend, caller):
+    """Also one that is empty, and seq_ids that share a prefix with others."""
+    expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[0], TEXTS[1], TEXTS[0][:4])]
+    caller = Caller(backend)
+    caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
+    caller.copy(0, 2, 4)
+    for first, second in ((0, 1), (2, 3), (3, 0)):
+        caller.swap(first, second)
+    assert [len(caller.seq(i).tokens) for i in range(NUM_SEQS)] == [4, 10, 0, 6]
+    logits = caller.forward(*[caller.row(i, [9]) for i in (0, 1, 3)])
+    for got, wanted in zip(logits, (expected[2], expected[0], expected[1]), strict=True):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", ["fake partitioned", LLAMA_KINDS[0], LLAMA_KINDS[1]], indirect=True
+)
+def test_other_layouts_do_not_swap(backend, caller):
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.operations.append(Swap(0, 1))
+    with pytest.raises(EngineError):
+        caller.forward()
+
+
+# --- snapshots of other layouts -------------------------------------------------------------------
+
+
+@pytest.mark.llama
+def test_snapshots_can_be_loaded_into_any_layout(make_backend):
+    """They are the same bytes, whatever the seq_id and the layout."""
+    backends = [make_backend(f"llama.cpp {layout}") for layout in WITH_FILES]
+    expected = alone(backends[0], [*TEXTS[0], 9])
+    saved = []
+    for backend in backends:
         caller = Caller(backend)
-        caller.forward(caller.row(0, TEXTS[1]), caller.row(2, TEXTS[2]), caller.row(3, TEXTS[0]))
-        caller.save(0, 0)
+        caller.forward(caller.row(0, TEXTS[1]), caller.row(3, TEXTS[0]))
         caller.save(3, 1)
         caller.forward()
-        saved = [bytes(backend.snapshot(key)) for key in (0, 1)]
-        backend.change_layout(layout)
-        assert (backend.info.layout, backend.info.num_spare_ids > 0) == (
-            layout,
-            layout == "unified",
-        )
-        assert [bytes(backend.snapshot(key)) for key in (0, 1)] == saved, (
-            "what a file holds is of no layout"
-        )
-        caller = Caller(backend)
-        caller.operations = []
-        caller.load(0, 0, TEXTS[1])
-        caller.load(1, 1, TEXTS[0])
-        caller.load(1, 3, TEXTS[0][:4])
-        assert_same(
-            caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected)
-        )
-    backend.close()
+        saved.append(bytes(backend.snapshot(1)))
+    for backend in backends:
+        for data in saved:
+            caller = Caller(backend)
+            caller.forward()
+            install_snapshot(backend, 0, data)
+            caller.saved[0] = len(TEXTS[0])
+            caller.load(0, 2, TEXTS[0])
+            assert_same(caller.forward(caller.row(2, [9]))[0], expected)
+        backend.close()
 
 
 # --- faults -------------------------------------------------------------------------------------

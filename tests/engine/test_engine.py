@@ -10,9 +10,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add, Close
-from cllm.engine.layout import LayoutChange
 from cllm.engine.params import EngineParams
-from cllm.kv_cache.layouts import LayoutChooser
 from cllm.scheduler.sequences import MAX_FAILURES
 
 
@@ -312,18 +310,3 @@ def test_failed_add_ends_all_sequences_of_request(monkeypatch):
     assert sorted(output.index for output in outputs if output.finish) == [0, 1, 2, 3]
     assert made == [0, 1, 2]
     assert not engine.has_work()
-
-
-def test_failed_layout_change_keeps_old_layout(monkeypatch):
-    """The running sequences continue in the old one, and there is no second attempt."""
-    engine = make_surviving_engine(length=9, num_cells=2048)
-    chooser, tries = LayoutChooser(0.0, 1, None), []
-    monkeypatch.setattr(chooser, "should_change", lambda *args, **kwargs: True)
-    monkeypatch.setattr(engine.backend, "change_layout", lambda layout: tries.append(1) or 1 / 0)
-    monkeypatch.setattr("cllm.engine.layout.CHOOSE_EVERY", 3)
-    engine.side_jobs.append(LayoutChange(chooser, engine.backend, engine.scheduler, engine.clock))
-    engine.handle(add("A", [1]))
-    outputs = finish(engine)
-    assert tokens([(outputs, None)], "A") == [*range(2, 11), END]
-    assert tries == [1]
-    assert engine.backend.info.layout == "unified"

@@ -12,7 +12,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.base import Match
-from cllm.kv_cache.layouts import Layout, Partitioned, Sharing, Unified
+from cllm.kv_cache.layouts import Layout, Partitioned, Unified
 from cllm.kv_cache.ledger import MIN_EVICTED_TOKENS, MIN_SHARED_TOKENS, Ledger
 from cllm.kv_cache.model_state import Recurrent
 from cllm.kv_cache.snapshots import MIN_SAVED_TOKENS
@@ -673,51 +673,6 @@ def test_idle_prefixes_are_saved_once(ram_bytes, disk_bytes):
         ledger.check()
     assert saves == [Save(2, 0), Save(1, 1), Save(0, 2)]
     assert [count_found(ledger, [i] * 100) for i in range(3)] == [90, 90, 90]
-
-
-# --- layouts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [Partitioned(), UNIFIED])
-def test_sharing_counts_distinct_tokens(layout):
-    """The running sequences, their tokens, and the distinct ones, including their outputs, in
-    either layout.
-    """
-    ledger = Ledger(400, 100, 4, layout)
-    run_and_release(ledger, [7] * 20)
-    first = start(ledger, LONG)
-    first.tokens += [1, 2, 3]
-    compute(ledger, first)
-    start(ledger, [*LONG[:30], 5, 6])
-    assert ledger.sharing() == Sharing(
-        num_seqs=2, num_tokens=43 + 32, num_distinct=43 + 2, num_idle=20
-    )
-
-
-@pytest.mark.parametrize("layout", [Partitioned(), UNIFIED])
-def test_sharing_ignores_tokens_not_computed(layout):
-    """Two that are still computing a prompt hold what they have computed."""
-    ledger = Ledger(400, 200, 2, layout)
-    start(ledger, LONGER, 40)
-    start(ledger, [*LONGER[:60], 1, 2, 3], 1)
-    assert ledger.sharing() == Sharing(2, 40 + 41, 41, 0)
-
-
-def test_new_layout_keeps_snapshots():
-    """In RAM and on disk. Cells are not taken along, so none may be in use."""
-    ledger = make_ledger_with_ram()
-    run_and_release(ledger, LONGER)
-    ledger.snapshots.add_from_file(np.full(80, 7, np.int32))
-    with pytest.raises(AssertionError, match="idle cells are left"):
-        ledger.with_layout(240, Partitioned())
-    assert ledger.make_room(120) == [Save(0, 1), Trim(0, 0)]
-    other = ledger.with_layout(240, Partitioned())
-    other.check()
-    assert str(other) == "<Ledger 240: held 0 idle 0 free 240>"
-    assert lease(other, [*LONGER, 1])[1:] == (100, [Load(1, 0, 100)])
-    assert other.match([7] * 90).source.tier is StorageTier.DISK
-    with pytest.raises(AssertionError, match="running sequences hold cells"):
-        other.with_layout(120, UNIFIED)
 
 
 # --- invariants ---------------------------------------------------------------------------------

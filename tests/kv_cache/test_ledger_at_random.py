@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.backends.fake.backend import FakeBackend
-from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Swap, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.base import KVCache, Match
-from cllm.kv_cache.layouts import Layout, Partitioned, Unified
+from cllm.kv_cache.layouts import Layout, Paged, Partitioned, Unified
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Holding, Ledger
 from cllm.kv_cache.model_state import Recurrent
 from cllm.kv_cache.naive import NaiveCache
@@ -31,7 +31,7 @@ def common(a: list[int], b: list[int]) -> int:
     )
 
 
-ACTIONS = ["admit"] * 5 + ["compute", "release", "checkpoint", "save_one_idle", "written"]
+ACTIONS = [*["admit"] * 5, "compute", "release", "checkpoint", "save_one_idle", "written", "swap"]
 COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
 
 
@@ -58,7 +58,8 @@ class LedgerMachine(RuleBasedStateMachine):
             context_length=self.cells_per_seq,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_seqs * self.cells_per_seq,
-            num_cells=self.num_cells if isinstance(self.layout, Unified) else None,
+            num_cells=self.num_cells,
+            layout=type(self.layout).__name__.lower(),
             num_spare_ids=self.layout.num_spare_ids,
             can_trim=self.can_trim,
         )
@@ -114,6 +115,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.admitted[seq.seq_id] = prompt
         self.remember(prompt)
         self.compute_tokens(seq, min(seq.num_lacking_tokens, data.draw(COUNTS)), [])
+
+    def swap(self, data: st.DataObject) -> None:
+        """Exchange two seq_ids, running or not, in a step that has no rows yet."""
+        if not self.layout.can_swap or self.rows:
+            return
+        first, second = data.draw(st.permutations(range(self.max_num_seqs)))[:2]
+        self.operations.append(self.ledger.swap(first, second))
+        places = {first: second, second: first}
+        for records in (self.running, self.admitted):
+            moved = {places.get(i, i): value for i, value in records.items()}
+            records.clear()
+            records.update(moved)
+        for seq_id, seq in self.running.items():
+            seq.seq_id = seq_id
 
     def check_lease(self, num_matched: int, num_common: int, num_idle: int, seq: Sequence) -> None:
         """Check that tokens which the seq_id happens to have are reused, too."""
@@ -257,6 +272,8 @@ class LedgerMachine(RuleBasedStateMachine):
             match operation:
                 case Trim(seq_id) | Copy(_, seq_id) | Load(_, seq_id):
                     touched.add(seq_id)
+                case Swap(first, second):
+                    touched |= {first, second}
                 case Save(_, key):
                     self.operations += self.ledger.snapshots.drop(key)
                 case Drop():
@@ -369,6 +386,13 @@ class UnifiedMachine(LedgerMachine):
     num_cells = 220
 
 
+class PagedMachine(LedgerMachine):
+    """Cells are shared, and seq_ids exchanged."""
+
+    layout = Paged()
+    num_cells = 200
+
+
 class UnifiedStateMachine(LedgerMachine):
     """Sequences share cells, but none can be trimmed."""
 
@@ -392,12 +416,27 @@ class NaiveMachine(LedgerMachine):
     def check_match(self, prompt: list[int], match: Match) -> None:
         assert match == Match()
 
+    def swap(self, data: st.DataObject) -> None:
+        """Exchange two seq_ids, running or not, in a step that has no rows yet."""
+        if not self.layout.can_swap or self.rows:
+            return
+        first, second = data.draw(st.permutations(range(self.max_num_seqs)))[:2]
+        self.operations.append(self.ledger.swap(first, second))
+        places = {first: second, second: first}
+        for records in (self.running, self.admitted):
+            moved = {places.get(i, i): value for i, value in records.items()}
+            records.clear()
+            records.update(moved)
+        for seq_id, seq in self.running.items():
+            seq.seq_id = seq_id
+
     def check_lease(self, num_matched: int, num_common: int, num_idle: int, seq: Sequence) -> None:
         assert seq.num_computed_tokens == 0
 
 
 TestPartitioned = LedgerMachine.TestCase
 TestUnified = UnifiedMachine.TestCase
+TestPaged = PagedMachine.TestCase
 TestUnifiedState = UnifiedStateMachine.TestCase
 TestState = StateMachine.TestCase
 TestNaive = NaiveMachine.TestCase

@@ -52,18 +52,6 @@ def test_match_may_end_inside_edge():
     ]
 
 
-def test_distinct_tokens_count_common_prefixes_once():
-    """A common beginning counts once, as far as one of its paths is counted."""
-    tree = make_tree(a=[1, 2, 3, 4, 5], b=[1, 2, 3, 4, 5], c=[1, 2, 9], d=[])
-    assert (
-        tree.num_distinct({"a": 5, "b": 2, "c": 3, "d": 0})
-        == tree.num_distinct({"b": 2, "c": 3, "a": 5})
-        == 6
-    )
-    assert tree.num_distinct({"a": 1, "c": 1}) == tree.num_distinct({"b": 1}) == 1
-    assert tree.num_distinct({}) == 0
-
-
 def test_removed_path_is_not_found():
     """It leaves no owner and no node behind."""
     tree = make_tree(a=[1, 2, 3], b=[1, 2, 4])
@@ -160,13 +148,6 @@ class TreeMachine(RuleBasedStateMachine):
         shared = {owner: count_common(path, tokens) for owner, path in self.paths.items()}
         assert sorted(found) == sorted((owner, count) for owner, count in shared.items() if count)
         assert [count for _, count in found] == sorted((count for _, count in found), reverse=True)
-
-    @rule(data=st.data(), lengths=st.lists(st.integers(0, 12), min_size=10, max_size=10))
-    def num_distinct(self, data: st.DataObject, lengths: list[int]) -> None:
-        owners = data.draw(st.sets(st.sampled_from(sorted(self.paths)))) if self.paths else set()
-        prefixes = [tuple(self.paths[owner][: lengths[owner]]) for owner in owners]
-        distinct = {path[:count] for path in prefixes for count in range(1, len(path) + 1)}
-        assert self.tree.num_distinct({owner: lengths[owner] for owner in owners}) == len(distinct)
 
     @invariant()
     def keeps_invariants(self) -> None:

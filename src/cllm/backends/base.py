@@ -13,7 +13,7 @@ from cllm.core.model_info import ModelInfo
 if TYPE_CHECKING:  # importing it takes 0.1 s
     from llguidance import LLTokenizer
 
-Logits = npt.NDArray[np.float32]
+Logits = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
 Vectors = npt.NDArray[np.float32]
 
 
@@ -45,8 +45,8 @@ class Backend(Protocol):
     def forward(self, batch: Batch) -> Logits:
         """Carry out the operations, then compute the rows.
 
-        Returns the logits of the sampled positions in batch order, shape (num_samples,
-        vocabulary_size): a view that is valid until the next call and that the caller may modify.
+        Returns the logits of the sampled positions in batch order: num_samples rows of
+        vocabulary_size, which are valid until the next call and which the caller may modify.
         Raises EngineError if the backend fails. It is then unknown which operations were carried
         out, and what the seq_ids of the batch contain.
         """
@@ -82,16 +82,6 @@ class Backend(Protocol):
 
     def install_snapshot(self, key: int, filled: StateBuffer) -> None:
         """Store the content of a filled blank as the snapshot ``key``."""
-        ...
-
-    def change_layout(self, layout: str) -> None:
-        """Lay out the cells anew, all of them empty.
-
-        ``info`` changes; snapshots are kept. Requires can_change_layout.
-
-        Raises EngineError if the layout could not be changed, and StartupError if the backend is no
-        longer usable.
-        """
         ...
 
     def close(self) -> None:

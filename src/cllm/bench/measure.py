@@ -34,8 +34,9 @@ from cllm.errors import CLLMError, StartupError
 from cllm.process.launch import build_engine_environment
 
 if TYPE_CHECKING:
-    from cllm.backends.base import Backend, Logits
+    from cllm.backends.base import Backend
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
+    from cllm.bench.quality import Logits
 
 WINDOW = 512  # tokens of a text that attend to each other
 # seconds; multiple of the longest measurement so far
@@ -284,7 +285,7 @@ def logits_of(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits
             batch = Batch(
                 [Row(seq, start, 1, 1 + len(draft), draft)], [] if start else [Trim(0, 0)]
             )
-            yield window + start, backend.forward(batch)
+            yield window + start, np.asarray(backend.forward(batch))
 
 
 if __name__ == "__main__":

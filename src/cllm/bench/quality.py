@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backends.base import Logits
-
+Logits = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float64]
 
 TEXT = """\

@@ -66,6 +66,16 @@ class Copy(NamedTuple):
         return f"{self.source} -> {self.target} {self.num_tokens}"
 
 
+class Swap(NamedTuple):
+    """Exchange all cells of two seq_ids; paged layout only."""
+
+    first: int
+    second: int
+
+    def __str__(self) -> str:
+        return f"{self.first} <-> {self.second}"
+
+
 class Save(NamedTuple):
     """Copy all cells of ``seq_id`` to RAM, under the key ``snapshot``."""
 
@@ -108,7 +118,7 @@ class Chunk(NamedTuple):
 
 
 MAX_CHUNKS = 32  # in one call of Backend.embed
-Operation = Trim | Copy | Save | Load | Drop
+Operation = Trim | Copy | Swap | Save | Load | Drop
 
 
 class Batch(NamedTuple):

@@ -9,9 +9,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The properties of a loaded model.
 
     context_length: maximum tokens of one sequence. num_cells: capacity of the KV cache in tokens.
-    layout: "unified" (all sequences share one pool and can share cells) or "partitioned" (each has
-    its own cells). can_trim: whether a sequence can free some of its last cells; recurrent state is
-    kept or lost as a whole. layout_seconds: time to change the layout while the cells are empty.
+    layout: "paged" (sequences can share cells, and each has a stream of its own, whose memory is
+    taken page by page), "unified" (all sequences share one pool and can share cells) or
+    "partitioned" (each has its own cells). can_trim: whether a sequence can free some of its last
+    cells; recurrent state is kept or lost as a whole.
     tile: prompt tokens that are computed together; part of a tile costs nearly as much as a whole
     one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens but not be computed.
     kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n tokens
@@ -41,8 +42,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tile: int = 16
     can_trim: bool = True
     num_spare_ids: int = 0
-    can_change_layout: bool = False
-    layout_seconds: float = 0.0
     model_bytes: int = 0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0

@@ -16,10 +16,9 @@ from cllm.engine.draft_model import DraftModel
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.engine import Engine
 from cllm.engine.grammars import Grammars
-from cllm.engine.layout import LayoutChange, make_layout
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
-from cllm.kv_cache.layouts import LayoutChooser
+from cllm.kv_cache.layouts import make_layout
 from cllm.kv_cache.ledger import Ledger
 from cllm.kv_cache.tiers import Tiers
 from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget
@@ -91,10 +90,7 @@ def build_engine(
     grammars = Grammars(
         lambda: backend.vocabulary.grammar_tokenizer(info.end_tokens), scheduler, embeddings
     )
-    layout = disk = None
-    if info.can_change_layout:
-        chooser = LayoutChooser(info.layout_seconds, info.kv_bytes_per_token, params.target_itl)
-        layout = LayoutChange(chooser, backend, scheduler, clock)
+    disk = None
     if params.disk_cache:
         files = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
         disk = DiskTier(files, backend, scheduler, clock)
@@ -105,7 +101,6 @@ def build_engine(
         clock,
         grammars,
         embeddings,
-        layout,
         disk,
         check=params.check,
     )

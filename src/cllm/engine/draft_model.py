@@ -46,7 +46,7 @@ class DraftModel:
             best = dict(
                 zip(
                     (row.seq.seq_id for row in self._select_sampling(rows)),
-                    logits.argmax(axis=1),
+                    (row.argmax() for row in logits),
                     strict=True,
                 )
             )

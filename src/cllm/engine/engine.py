@@ -16,7 +16,6 @@ from cllm.engine.commands import Abort, Add, Close, Command, Embed, Explain
 from cllm.engine.disk import DiskTier
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.grammars import Grammars
-from cllm.engine.layout import LayoutChange
 from cllm.engine.side_jobs import SideJob
 from cllm.errors import EngineError, StartupError
 from cllm.sampling.pipeline import Sampler
@@ -63,7 +62,6 @@ class Engine:
         clock: Callable[[], float],
         grammars: Grammars,
         embeddings: Embeddings,
-        layout: LayoutChange | None = None,
         disk: DiskTier | None = None,
         *,
         check: bool = False,
@@ -79,7 +77,7 @@ class Engine:
         self._grammars = grammars
         self._disk = disk
         # grammars and embeddings join when a request needs them, and cost nothing before
-        self.side_jobs: list[SideJob] = [job for job in (disk, layout) if job is not None]
+        self.side_jobs: list[SideJob] = [] if disk is None else [disk]
         self._batch: Batch | None = None  # being computed
         self._check = check
 

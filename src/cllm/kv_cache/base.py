@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cllm.core.batch import Copy, Drop, Load, Operation, Save, Trim
+from cllm.core.batch import Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cells import Cells
-from cllm.kv_cache.layouts import Layout, Partitioned, Sharing
+from cllm.kv_cache.layouts import Layout, Partitioned
 from cllm.kv_cache.model_state import Prefix
 from cllm.kv_cache.radix_tree import RadixTree, Tokens
 from cllm.kv_cache.seq_id_pool import SeqIdPool
@@ -133,6 +133,13 @@ class KVCache(ABC):
         ``soon``: evict this prefix first, because it was released to free its cells.
         """
 
+    def swap(self, first: int, second: int) -> Operation:
+        """Exchange all tokens of two seq_ids, leased or not.
+
+        Requires ``layout.can_swap``.
+        """
+        raise NotImplementedError
+
     # --- saving and forgetting -------------------------------------------------------------------
 
     @abstractmethod
@@ -157,6 +164,8 @@ class KVCache(ABC):
             match operation:
                 case Trim(seq_id) | Copy(_, seq_id):
                     seq_ids.add(seq_id)
+                case Swap(first, second):
+                    seq_ids |= {first, second}
                 case Load(key, seq_id):
                     seq_ids.add(seq_id)
                     dropped += self.snapshots.drop(key)
@@ -175,32 +184,18 @@ class KVCache(ABC):
         empty them.
         """
 
-    # --- layouts and checks ----------------------------------------------------------------------
-
-    @abstractmethod
-    def sharing(self) -> Sharing:
-        """Return how many cells the running sequences use and share."""
+    # --- checks ----------------------------------------------------------------------------------
 
     @abstractmethod
     def idle_prefixes(self) -> dict[int, Tokens]:
         """Return the tokens that free seq_ids keep, least recently used first."""
 
-    def with_layout(self, num_cells: int, layout: Layout) -> KVCache:
-        """Return a cache for new cells with the same snapshots.
-
-        This cache must have no leased or idle cells.
-        """
-        assert not self.seq_ids.num_leased, "running sequences hold cells"
-        assert not self.cells.num_idle, "idle cells are left"
-        return self._rebuild(num_cells, layout)
-
     def without_cells(self) -> KVCache:
         """Return a cache with the same snapshots that regards all cells as free."""
-        return self._rebuild(self.cells.size, self.layout)
-
-    def _rebuild(self, num_cells: int, layout: Layout) -> KVCache:
         tiers = self.snapshots.tiers
-        return type(self)(num_cells, self.cells_per_seq, self.seq_ids.size, layout, tiers)
+        return type(self)(
+            self.cells.size, self.cells_per_seq, self.seq_ids.size, self.layout, tiers
+        )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

@@ -20,11 +20,10 @@ from typing import cast
 
 import numpy as np
 
-from cllm.core.batch import Copy, Load, Operation, Save, Trim
+from cllm.core.batch import Copy, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.cells import Chain
-from cllm.kv_cache.layouts import Sharing
 from cllm.kv_cache.radix_tree import Tokens, common_prefix
 from cllm.kv_cache.tiers import Snapshot, StorageTier
 
@@ -181,7 +180,7 @@ class Ledger(KVCache):
         ``seq_id`` and copy or load them; None if they do not fit.
         """
         if isinstance(source, Snapshot):
-            room = len(source.tokens)  # it is loaded as a whole, then trimmed
+            room = self.layout.num_loaded_cells(len(source.tokens), count)
         else:
             room = self.layout.num_copied_cells(count)
         if room > self.num_available:
@@ -322,6 +321,16 @@ class Ledger(KVCache):
                 self._idle.move_to_end(seq_id, last=False)
             self._tree.insert(holding.path, holding, holding.salt)
 
+    def swap(self, first: int, second: int) -> Operation:
+        moved = {first: second, second: first}
+        self._leased = {moved.get(i, i): holding for i, holding in self._leased.items()}
+        self._idle = OrderedDict((moved.get(i, i), idle) for i, idle in self._idle.items())
+        for seq_id in (first, second):
+            if (holding := self._leased.get(seq_id) or self._idle.get(seq_id)) is not None:
+                holding.seq_id = seq_id
+        self.seq_ids.swap(first, second)
+        return Swap(first, second)
+
     # --- saving and forgetting -------------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
@@ -364,18 +373,6 @@ class Ledger(KVCache):
             self.cells.cut(holding.chain, 0)
             self._forget_idle(holding)
         return [Trim(seq_id, 0) for seq_id in sorted(seq_ids)]
-
-    # --- layouts ---------------------------------------------------------------------------------
-
-    def sharing(self) -> Sharing:
-        leased = list(self._leased.values())
-        total = sum(holding.chain.length for holding in leased)
-        # not in the tree yet
-        own = sum(max(0, holding.chain.length - len(holding.path)) for holding in leased)
-        distinct = own + self._tree.num_distinct(
-            {holding: holding.chain.length for holding in leased}
-        )
-        return Sharing(len(leased), total, distinct, self.cells.num_idle)
 
     def idle_prefixes(self) -> dict[int, Tokens]:
         return {seq_id: holding.path for seq_id, holding in self._idle.items()}

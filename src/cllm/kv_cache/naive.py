@@ -8,7 +8,6 @@ from cllm.core.batch import Operation, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.cells import Chain
-from cllm.kv_cache.layouts import Sharing
 from cllm.kv_cache.radix_tree import Tokens
 
 
@@ -79,10 +78,6 @@ class NaiveCache(KVCache):
         for seq_id in seq_ids & self._idle.keys():
             self._empty(seq_id)
         return [Trim(seq_id, 0) for seq_id in sorted(seq_ids)]
-
-    def sharing(self) -> Sharing:
-        total = self.cells.num_held
-        return Sharing(len(self._leased), total, total, self.cells.num_idle)
 
     def idle_prefixes(self) -> dict[int, Tokens]:
         return {seq_id: tokens for seq_id, (_, tokens) in self._idle.items()}

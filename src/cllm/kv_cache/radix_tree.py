@@ -8,7 +8,7 @@ to be merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -111,22 +111,6 @@ class RadixTree(Generic[Owner]):
                 if owner not in seen:
                     seen.add(owner)
                     yield owner, depth
-
-    def num_distinct(self, lengths: Mapping[Owner, int]) -> int:
-        """Count the first ``lengths[owner]`` tokens of the owners' paths; tokens of common prefixes
-        count once.
-        """
-        counts: dict[int, int] = {}
-        for owner, length in lengths.items():
-            node, nodes = self._ends[owner], []
-            while node.parent is not None:
-                nodes.append(node)
-                node = node.parent
-            left = length
-            for node in reversed(nodes):
-                counts[id(node)] = max(counts.get(id(node), 0), min(left, len(node.edge)))
-                left = max(0, left - len(node.edge))
-        return sum(counts.values())
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

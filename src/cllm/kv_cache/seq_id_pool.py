@@ -35,6 +35,12 @@ class SeqIdPool:
         self._leased.remove(seq_id)
         self.free.add(seq_id)
 
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the states of two seq_ids."""
+        if self.is_leased(first) != self.is_leased(second):
+            self.free ^= {first, second}
+            self._leased ^= {first, second}
+
     def check(self) -> None:
         """Raise AssertionError if a seq_id is lost or duplicated."""
         if sorted([*self.free, *self._leased]) != list(range(self.size)):

@@ -32,6 +32,8 @@ from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.thinking import forced_token, is_closed
 from cllm.sampling.top_k import Ids, Row, top_k
 
+Rows = npt.NDArray[np.float32] | list[Row]
+
 log = logging.getLogger("cllm.sampling")
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
@@ -54,8 +56,8 @@ class Sampler:
         # from the last call, by row of the logits; if requested
         self.logprobs: dict[int, Logprobs] = {}
 
-    def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
-        """Return a token for each row of ``logits``, shape (num_samples, vocabulary).
+    def sample(self, batch: Batch, logits: Rows) -> list[int]:
+        """Return a token for each of the ``num_samples`` rows of ``logits``, shape (vocabulary,).
 
         Modifies ``logits``.
 
@@ -80,7 +82,7 @@ class Sampler:
                 tokens[begun:] = [FAILED] * row.num_samples
         return tokens
 
-    def _sample(self, row: BatchRow, logits: npt.NDArray[np.float32], tokens: list[int]) -> None:
+    def _sample(self, row: BatchRow, logits: Rows, tokens: list[int]) -> None:
         """Append the tokens of one row to ``tokens``, the tokens of the rows before it."""
         seq, position = row.seq, row.seq.num_tokens
         if row.num_prompt_logprobs:
@@ -96,9 +98,7 @@ class Sampler:
                 tokens.append(self._choose(logits[at], seq, position, at, row.draft))
             position += 1
 
-    def _follow(
-        self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int
-    ) -> list[int]:
+    def _follow(self, row: BatchRow, matcher: Matcher, logits: Rows, at: int) -> list[int]:
         """Return the tokens of a sequence with a grammar: the next one, and one more after each
         correct draft token.
 
@@ -114,13 +114,13 @@ class Sampler:
         matcher.rollback(len(tokens) - 1)
         return tokens + [NO_TOKEN] * (len(row.draft) + 1 - len(tokens))
 
-    def _score(self, row: BatchRow, logits: npt.NDArray[np.float32], at: int) -> list[int]:
+    def _score(self, row: BatchRow, logits: Rows, at: int) -> list[int]:
         """Return the next tokens of the prompt, and keep their logprobs."""
         position = row.start + row.num_tokens - row.num_samples + 1
         tokens = row.seq.tokens[position : position + row.num_prompt_logprobs]
         num_top = row.seq.request.params.prompt_logprobs or 0
         for i, token in enumerate(tokens, at):
-            self.logprobs[i] = distribution(logits[i], num_top).of(logits[i, token])
+            self.logprobs[i] = distribution(logits[i], num_top).of(logits[i][token])
         return tokens
 
     def _choose(

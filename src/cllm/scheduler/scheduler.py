@@ -18,6 +18,7 @@ from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.length_estimates import LengthEstimates
+from cllm.scheduler.placement import arrange
 from cllm.scheduler.policy import Policy, split_prefill_budget
 from cllm.scheduler.reasons import (
     AllSeqIdsInUse,
@@ -112,6 +113,8 @@ class Scheduler(Sequences):
         self._suspects = ()
         if not rows and not operations:
             return None
+        if self.kv_cache.layout.can_swap:
+            operations += arrange(rows, self.running, self.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
 

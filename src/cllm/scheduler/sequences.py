@@ -17,7 +17,6 @@ from cllm.core.batch import Batch, Drop, Operation, Save
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache
-from cllm.kv_cache.layouts import Layout
 from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expiries import Expiries
@@ -129,10 +128,6 @@ class Sequences:
             *self.drain_pending_operations(),
             *(self.kv_cache.make_room(self.kv_cache.cells.size) or ()),
         ]
-
-    def change_layout(self, num_cells: int, layout: Layout) -> None:
-        """Use new cells. The old ones must be empty; see ``empty_cells``."""
-        self.kv_cache = self.kv_cache.with_layout(num_cells, layout)
 
     def drain_pending_operations(self) -> list[Operation]:
         """Return and clear the operations that must run before all others."""

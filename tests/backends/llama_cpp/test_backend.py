@@ -10,20 +10,17 @@ import numpy as np
 import pytest
 
 from cllm import LLM
-from cllm.backends.llama_cpp.backend import (
-    PADDED,
-    PADDED_CONTEXT,
-    TILE,
-    LlamaCppBackend,
-)
+from cllm.backends.llama_cpp.backend import LlamaCppBackend
 from cllm.backends.llama_cpp.library import log_lines
 from cllm.backends.llama_cpp.options import Options
+from cllm.backends.llama_cpp.passes import PADDED, PADDED_CONTEXT, TILE
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import StartupError
+from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 
 pytestmark = pytest.mark.llama
 
@@ -33,9 +30,10 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 ONE_THREAD = Options(n_threads=1).model_dump()
 
 
-@pytest.fixture(scope="module", params=["unified", "partitioned"])
+@pytest.fixture(scope="module", params=["partitioned", "paged"])
 def backend(request, builtin_path: Path):
     params = BackendParams(
+        kv_bytes_per_token=compute_kv_bytes_per_token(read_header(builtin_path), "f16") or 0,
         path=str(builtin_path),
         context_length=CONTEXT,
         max_num_seqs=3,
@@ -77,23 +75,22 @@ def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
     backend.forward(Batch([Row(short, 0, 20, 0)], [Trim(i, 0) for i in range(3)]))
     for start in range(0, START, 256):
         backend.forward(Batch([Row(long, start, min(256, START - start), 0)], []))
-    first = backend.forward(Batch([Row(long, START, size, 1), Row(short, 20, 1, 1)], [])).copy()
-    second = backend.forward(
-        Batch([Row(long, START + size, 1, 1), Row(short, 21, 1, 1)], [])
-    ).copy()
+    first = backend.forward(Batch([Row(long, START, size, 1), Row(short, 20, 1, 1)], []))
+    first = np.array(first)
+    second = backend.forward(Batch([Row(long, START + size, 1, 1), Row(short, 21, 1, 1)], []))
     return np.concatenate([first, second])
 
 
 @pytest.mark.parametrize("size", [PADDED + 1, TILE - 2])
 def test_padding_a_tile_does_not_change_logits(backend, monkeypatch, size):
-    monkeypatch.setattr(backend, "_pads", False)
-    expected = logits_of(backend, size)
-    monkeypatch.setattr(backend, "_pads", True)
+    """The prompt and the decoding row are computed in two passes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_in_passes", False)
+        expected = logits_of(backend, size)
     sizes = decoded_sizes(backend, monkeypatch)
     logits = logits_of(backend, size)
     assert np.abs(logits - expected).max() < TOLERANCE * expected.std()
-    apart = 2 if backend.info.layout == "partitioned" else 0  # the first token of each
-    assert sizes[-2:] == [TILE + apart, 2]
+    assert sizes[-3:] == [TILE, 1, 2] or sizes[-3:] == [1, TILE, 2]
 
 
 def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
@@ -101,9 +98,9 @@ def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
     sizes = decoded_sizes(backend, monkeypatch)
     logits_of(backend, PADDED - 8)
     logits_of(backend, TILE + 2)
-    assert [size for size in sizes if size not in (2, 20, 256, START - 512)] == [
-        PADDED - 7,
-        TILE + 3,
+    assert [size for size in sizes if size not in (1, 2, 20, 256, START - 512)] == [
+        PADDED - 8,
+        TILE + 2,
     ]
     long = sequence(0, CONTEXT)
     for start in range(0, CONTEXT - 50, 256):
@@ -114,28 +111,6 @@ def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
     logits = backend.forward(Batch([Row(long, CONTEXT - 50, 50, 1)], []))
     assert sizes == [50]
     assert np.isfinite(logits).all()
-
-
-def test_batch_without_free_cells_is_computed_unpadded(builtin_path: Path, monkeypatch):
-    params = BackendParams(
-        path=str(builtin_path),
-        context_length=768,
-        max_num_seqs=2,
-        layout="unified",
-        kv_memory=768,
-        kv_bytes_per_token=1,
-        options=ONE_THREAD,
-    )
-    backend = LlamaCppBackend(params)
-    assert backend.info.num_cells == 768
-    long, short = sequence(0, 700), sequence(1, 200)
-    backend.forward(Batch([Row(long, 0, 512, 0)], []))
-    backend.forward(Batch([Row(short, 0, 200, 0)], []))
-    sizes = decoded_sizes(backend, monkeypatch)
-    logits = backend.forward(Batch([Row(long, 512, 56, 1)], []))
-    assert sizes == [TILE, 56]
-    assert np.isfinite(logits).all()
-    backend.close()
 
 
 def test_q8_0_cells_are_smaller_and_keep_answers(builtin_path: Path, tiny_model, known_questions):

@@ -15,7 +15,7 @@ import numpy as np
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.fake.vocabulary import END, VOCABULARY_SIZE, FakeVocabulary
-from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
+from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError
 
@@ -60,7 +60,8 @@ class Cell:
 class FakeBackend:
     """Implements the contract of backends/base.py and checks that its caller keeps it, too.
 
-    ``sleep`` spends a step's cost: time.sleep, or the advance of a simulated clock.
+    ``layout``: if "", unified with ``num_cells`` and otherwise partitioned. ``sleep`` spends a
+    step's cost: time.sleep, or the advance of a simulated clock.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FakeBackend:
         context_length: int = 1024,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
+        layout: str = "",
         num_cells: int | None = None,
         num_spare_ids: int = 0,
         can_trim: bool = True,
@@ -88,7 +90,7 @@ class FakeBackend:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_samples=max_num_batched_tokens,
             num_cells=num_cells or context_length * max_num_seqs,
-            layout="unified" if num_cells else "partitioned",
+            layout=layout or ("unified" if num_cells else "partitioned"),
             end_tokens=[END],
             can_trim=can_trim,
             num_spare_ids=num_spare_ids,
@@ -98,7 +100,6 @@ class FakeBackend:
             max_embedding_tokens=context_length,
         )
         self.vocabulary = FakeVocabulary()
-        self._num_spare_ids = num_spare_ids
         self._length = length
         self._costs = costs
         self._faults = faults
@@ -175,6 +176,13 @@ class FakeBackend:
                 if self.info.layout == "partitioned":
                     cells = [Cell(cell.token) for cell in cells]
                 self._cells[target] = cells
+            case Swap(first, second):
+                if self.info.layout != "paged":
+                    raise EngineError("only paged cells can be swapped")
+                self._cells[first], self._cells[second] = (
+                    self._cells_of(second),
+                    self._cells_of(first),
+                )
             case Save(seq_id, key):
                 self._snapshots[key] = msgspec.msgpack.encode(
                     [cell.token for cell in self._cells_of(seq_id)]
@@ -185,6 +193,8 @@ class FakeBackend:
                     raise EngineError(f"snapshot {key} has {len(tokens)} tokens, not {count}")
                 cells = self._cells_of(seq_id)
                 cells[:] = map(Cell, tokens)
+                if self.info.layout == "paged":
+                    del cells[count:]
                 self._check_num_cells()
                 del cells[count:]
             case Drop(key):
@@ -225,10 +235,7 @@ class FakeBackend:
             raise EngineError(
                 f"sequence {seq_id} holds {len(cells)} tokens, but the row starts at {start}"
             )
-        if (
-            self.info.layout == "partitioned"
-            and len(cells) + len(tokens) > self.info.context_length
-        ):
+        if self.info.layout != "unified" and len(cells) + len(tokens) > self.info.context_length:
             raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
             raise EngineError("a token outside the vocabulary")
@@ -241,11 +248,6 @@ class FakeBackend:
 
     def snapshot(self, key: int) -> memoryview:
         return memoryview(self._snapshots[key])
-
-    def change_layout(self, layout: str) -> None:
-        self._cells.clear()
-        num_spare_ids = self._num_spare_ids if layout == "unified" else 0
-        self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
 
     def new_state_buffer(self, num_bytes: int) -> StateBuffer:
         data = bytearray(num_bytes)

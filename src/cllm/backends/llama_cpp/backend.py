@@ -8,21 +8,30 @@ logits are read through another view.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
+from cllm.backends.llama_cpp.cells import Cells
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
-from cllm.backends.llama_cpp.fit import fit, max_samples
+from cllm.backends.llama_cpp.fit import (
+    MIN_SEQS,
+    USUAL_CONTEXT,
+    Fit,
+    fit,
+    max_samples,
+    pad_context,
+)
+from cllm.backends.llama_cpp.ggml_memory import is_supported
 from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
     check_pointer,
@@ -31,10 +40,11 @@ from cllm.backends.llama_cpp.library import (
     supports_gpu_offload,
     system_info,
 )
-from cllm.backends.llama_cpp.states import Bytes, States
+from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
+from cllm.backends.llama_cpp.passes import TILE, Pass, plan_passes
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.backends.params import BackendParams
-from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
+from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import compute_fingerprint
@@ -42,14 +52,8 @@ from cllm.models.gguf import compute_fingerprint
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options
 
-NOTHING = np.zeros(0, np.uint8)
-# libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
-MAX_SEQ_IDS = 256
-SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
-TILE = 64  # queries of the attention kernel for prompts; the one for fewer takes twice as long each
-PADDED, PADDED_CONTEXT = 48, 512  # tokens in a tile, and before it, from which on padding pays off
-NO_CELLS = 1  # llama_decode's return value if a batch does not fit; nothing has changed then
-USUAL_BANDWIDTH = 2e9  # bytes per second at which memory is laid out
+log = logging.getLogger("cllm.llama_cpp")
+
 WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the first progress report
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
@@ -102,7 +106,6 @@ class LlamaCppBackend:
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
         self._context: Any = None
-        self._num_ids = 0
         self._open(params)
 
     def reopen(self, params: BackendParams) -> None:
@@ -111,8 +114,7 @@ class LlamaCppBackend:
         Raises StartupError if that fails; there is no context then.
         """
         self._embedder.close()
-        lib.llama_free(self._context)
-        self._context = None  # so it is not freed again if the next line fails
+        self._close_context()
         self._open(params)
 
     def _open(self, params: BackendParams) -> None:
@@ -128,25 +130,15 @@ class LlamaCppBackend:
             or lib.llama_model_is_hybrid(self._model)
             or windowed
         )
-        sizes = fit(params, trained, plain=plain, on_gpu=on_gpu)
-        self._params, self._options, self._sizes, self._plain = params, options, sizes, plain
-        self._pads = plain and not on_gpu
-        self._portable = plain
-        self._snapshots: dict[int, Bytes] = {}
-        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
-        begun = time.perf_counter()
-        self._open_context(sizes.layout)
-        # Memory that was never used may be slow to get. The next layout gets used memory, so the
-        # time is capped.
-        size = sizes.num_cells * params.kv_bytes_per_token
-        layout_seconds = min(time.perf_counter() - begun, size / USUAL_BANDWIDTH)
+        pages = plain and not on_gpu and params.kv_bytes_per_token > 0 and is_supported()
+        self._params, self._options, self._plain = params, options, plain
+        sizes, probed = self._open_fitting(params, trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
-        probed = self._probe() if generates else Probed(True, 0, 0)
         vectors = facts_of(self._model, self._context, vocabulary_size)
         if not generates:  # an encoder keeps no state between texts
-            lib.llama_free(self._context)
-            self._context = None
-        max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens)
+            self._close_context()
+        room = max(USUAL_CONTEXT, sizes.num_cells // MIN_SEQS)  # it has cells of its own
+        max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens, room)
         threads = options.n_threads_batch or options.n_threads
         self._embedder = Embedder(self._model, vectors, max_embedding_tokens, threads)
         self.info = ModelInfo(
@@ -168,9 +160,7 @@ class LlamaCppBackend:
             on_gpu=on_gpu,
             tile=TILE,
             can_trim=probed.can_trim,
-            num_spare_ids=self._num_ids - sizes.max_num_seqs,
-            can_change_layout=generates and sizes.can_change and probed.can_trim and self._portable,
-            layout_seconds=layout_seconds,
+            num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
             generates=generates,
             embedding_size=vectors.size,
             pooling=vectors.pooling,
@@ -180,33 +170,60 @@ class LlamaCppBackend:
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
             fingerprint=f"{compute_fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
-            f"{'' if self._portable else sizes}",
+            f"{'' if plain else sizes}",
         )
 
-    def _open_context(self, layout: str) -> None:
-        self._context = self._make_context(layout)
+    def _open_fitting(
+        self, params: BackendParams, trained: int, *, pages: bool, on_gpu: bool
+    ) -> tuple[Fit, Probed]:
+        """Open a context of the size that fits; if it cannot have paged memory, one without.
+
+        Raises StartupError if that fails, or if paged memory was asked for.
+        """
+        sizes = fit(params, trained, plain=self._plain, pages=pages)
+        self._sizes = sizes
+        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
+        # on a GPU, a call with all rows is the fastest
+        self._in_passes = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
+        try:
+            self._open_context()
+            probed = self._probe() if self._memory else Probed(True, 0, 0)
+        except NotPaged as reason:
+            self._close_context()
+            if params.layout == "paged":
+                raise StartupError(f"kv.layout cannot be paged: {reason}") from None
+            log.warning("the KV cache has no paged memory: %s", reason)
+            return self._open_fitting(params, trained, pages=False, on_gpu=on_gpu)
+        return sizes, probed
+
+    def _open_context(self) -> None:
+        """Raises NotPaged if llama.cpp does not use the paged memory."""
+        sizes = self._sizes
+        self._pages: PagedMemory | None = None
+        if sizes.layout == "paged":
+            num_tokens = pad_context(sizes.context_length) * sizes.max_num_seqs
+            self._pages = PagedMemory(
+                sizes.max_num_seqs,
+                num_tokens * self._params.kv_bytes_per_token,
+                self._params.kv_memory,
+            )
+            with self._pages.intercept():
+                self._context = self._make_context()
+            if not self._pages.open():
+                raise NotPaged("llama.cpp does not allocate it as expected")
+        else:
+            self._context = self._make_context()
         self._memory = lib.llama_get_memory(self._context)
         self._logits_address = 0
-        if not self._memory:
-            self._num_ids = self._sizes.max_num_seqs
-            return
-        self._num_ids = max(
-            self._sizes.max_num_seqs, SCRATCH_ID if layout == "unified" and self._plain else 0
-        )
-        self._states = States(
-            self._context, self._sizes.max_num_seqs, layout, portable=self._portable
-        )
+        if self._memory:
+            self._cells = Cells(self._context, sizes, self._pages, plain=self._plain)
 
-    def change_layout(self, layout: str) -> None:
+    def _close_context(self) -> None:
         lib.llama_free(self._context)
-        self._context = None
-        try:
-            self._open_context(layout)
-        except StartupError as error:
-            self._open_context(self.info.layout)
-            raise EngineError(f"the KV layout stays {self.info.layout}: {error}") from None
-        num_spare_ids = self._num_ids - self._sizes.max_num_seqs
-        self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
+        self._context = None  # so it is not freed again
+        if self._pages:
+            self._pages.close()
+            self._pages = None
 
     def _probe(self) -> Probed:
         """Find out by trying what this model's memory supports and how big its states are.
@@ -232,9 +249,11 @@ class LlamaCppBackend:
 
         count = min(4, len(self._token))
         first = decode(0, 1)
+        self._cells.check_paged()
         per_token = (decode(1, count) - first) // count
         can_trim = bool(lib.llama_memory_seq_rm(self._memory, 0, 1, -1))
         lib.llama_memory_clear(self._memory, False)
+        self._cells.can_trim = can_trim
         return Probed(can_trim, first - per_token, per_token)
 
     def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
@@ -273,11 +292,13 @@ class LlamaCppBackend:
             raise failed[0]
         return check_pointer(model, f"cannot load {self._path}")
 
-    def _make_context(self, layout: str) -> Any:
+    def _make_context(self) -> Any:
         params, options, sizes = self._params, self._options, self._sizes
         threads = options.n_threads or os.cpu_count() or 1
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
+        if sizes.layout == "paged":
+            c_params.n_ctx = pad_context(sizes.context_length) * sizes.max_num_seqs
         c_params.n_batch = params.max_num_batched_tokens
         c_params.n_ubatch = min(options.n_ubatch, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
@@ -287,7 +308,7 @@ class LlamaCppBackend:
         c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
         if params.kv_type != "f16":  # llama.cpp reads quantized values only so
             c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        c_params.kv_unified = layout == "unified"
+        c_params.kv_unified = sizes.layout == "unified"
         c_params.no_perf = True
         context = lib.llama_init_from_model(self._model, c_params)
         what = (
@@ -314,6 +335,7 @@ class LlamaCppBackend:
         return buffer.value.decode("utf-8", "replace")
 
     def _make_batch(self, size: int, max_num_seqs: int) -> None:
+        self._batch_size = size
         arrays = self._arrays = BatchArrays(size, max_num_seqs)
         self._token, self._position, self._wants_logits = (
             arrays.token,
@@ -327,25 +349,37 @@ class LlamaCppBackend:
         """Raises EngineError if llama_decode fails."""
         if not self.info.generates:
             raise EngineError("this model does not generate")
-        copied: tuple[int, Bytes] = (-1, NOTHING)
-        for operation in batch.operations:
-            copied = self._operate(operation, copied)
+        self._cells.operate(batch.operations)
         if not batch.rows:
-            return np.zeros((0, self.info.vocabulary_size), np.float32)
-        self._fill(batch)
-        num_tokens = self._batch.n_tokens
-        padded = self._pad(batch) if self._pads else None
+            return []
+        self._check(batch)
+        if not self._in_passes:
+            return self._decode(Pass(batch.rows))
+        passes = plan_passes(batch.rows, self._batch_size, self.info.context_length)
+        if len(passes) == 1:
+            return self._decode(passes[0])
+        # The next pass overwrites the logits. Those of the last one need not be copied.
+        passes.sort(key=lambda each: sum(row.num_samples for row in each.rows))
+        logits: dict[int, list[Any]] = {}
+        for each in passes:
+            found = iter(self._decode(each))
+            for row in each.rows:
+                rows = [next(found) for _ in range(row.num_samples)]
+                logits[row.seq.seq_id] = rows if each is passes[-1] else [r.copy() for r in rows]
+        return [each for row in batch.rows for each in logits[row.seq.seq_id]]
+
+    def _decode(self, rows: Pass) -> Logits:
+        self._fill(rows)
         code = lib.llama_decode(self._context, self._batch)
-        if code == NO_CELLS and padded is not None:
-            self._batch.n_tokens, padded = num_tokens, None
-            code = lib.llama_decode(self._context, self._batch)
-        if padded is not None:
-            self._trim(padded.seq.seq_id, padded.start + padded.size)
+        if rows.size:
+            for row in rows.rows:
+                if row.size < rows.size:  # the padding
+                    lib.llama_memory_seq_rm(self._memory, row.seq.seq_id, row.start + row.size, -1)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
-        return self._read_logits()[: batch.num_samples]
+        return list(self._read_logits()[: sum(row.num_samples for row in rows.rows)])
 
-    def _read_logits(self) -> Logits:
+    def _read_logits(self) -> npt.NDArray[np.float32]:
         """Return a view of llama.cpp's whole logits buffer.
 
         It is kept until the buffer moves: making one is slow.
@@ -359,142 +393,56 @@ class LlamaCppBackend:
             )
         return self._logits
 
-    def _fill(self, batch: Batch) -> None:
+    def _check(self, batch: Batch) -> None:
+        """Raises EngineError for what would abort the process."""
+        for row in batch.rows:
+            self._cells.check_seq_id(row.seq.seq_id, len(self._ids))
+        if batch.num_tokens > self._batch_size:
+            raise EngineError(f"a batch of more than {self._batch_size} tokens")
+        if batch.num_tokens == 0:
+            raise EngineError("an empty batch")
+        if batch.num_samples > self.info.max_num_samples:
+            raise EngineError(f"a batch of more than {self.info.max_num_samples} samples")
+
+    def _fill(self, rows: Pass) -> None:
         """Write the rows into the arrays of the llama_batch.
 
-        Raises EngineError for what would abort the process.
+        Padding comes after all needed tokens, so it changes no result.
         """
-        at = num_samples = 0
-        for row in batch.rows:
-            seq_id, count = row.seq.seq_id, row.size
-            self._check_seq_id(seq_id, len(self._ids))
-            end = at + count
-            if end > len(self._token):
-                raise EngineError(f"a batch of more than {len(self._token)} tokens")
+        at = 0
+        for row in rows.rows:
+            address, start, count = self._first_id + 4 * row.seq.seq_id, row.start, row.size
             if count == 1:
-                self._token[at] = row.seq.tokens[row.start]
-                self._position[at] = row.start
-                self._id_address[at] = self._first_id + 4 * seq_id
-            else:
-                self._token[at:end] = row.tokens
-                self._position[at:end] = range(row.start, row.start + count)
-                self._id_address[at:end] = self._first_id + 4 * seq_id
-                self._wants_logits[at:end] = 0
-            self._wants_logits[end - max(1, row.num_samples) : end] = row.num_samples > 0
-            num_samples += row.num_samples
-            at = end
-        if at == 0:
-            raise EngineError("an empty batch")
-        if num_samples > self.info.max_num_samples:
-            raise EngineError(f"a batch of more than {self.info.max_num_samples} samples")
+                self._token[at] = row.seq.tokens[start]
+                self._position[at] = start
+                self._id_address[at] = address
+                self._wants_logits[at] = row.num_samples
+                at += 1
+                continue
+            end = at + count
+            stop = at + max(count, rows.size)
+            self._token[at:end] = row.tokens
+            self._token[end:stop] = 0
+            self._position[at:stop] = range(start, start + stop - at)
+            self._id_address[at:stop] = address
+            self._wants_logits[at:stop] = 0
+            self._wants_logits[end - row.num_samples : end] = 1
+            at = stop
         self._batch.n_tokens = at
-
-    def _pad(self, batch: Batch) -> Row | None:
-        """Fill a nearly full tile with padding tokens after one row and return that row; None if it
-        does not pay off.
-
-        The padding comes after all needed tokens, so it changes no result. The caller must trim it.
-        """
-        row = max(batch.rows, key=lambda row: row.size)
-        count = self._batch.n_tokens
-        # the first token of each row is computed first, then the rest of each
-        if self.info.layout == "partitioned":
-            if sum(row.size > 1 for row in batch.rows) > 1:
-                return None
-            count = row.size - (len(batch.rows) > 1)
-        at, end = self._batch.n_tokens, row.start + row.size
-        missing = TILE - count
-        if not (PADDED <= count < TILE and row.start >= PADDED_CONTEXT):
-            return None
-        if at + missing > len(self._token) or end + missing > self.info.context_length:
-            return None
-        self._token[at : at + missing] = 0
-        self._position[at : at + missing] = range(end, end + missing)
-        self._id_address[at : at + missing] = self._first_id + 4 * row.seq.seq_id
-        self._wants_logits[at : at + missing] = 0
-        self._batch.n_tokens = at + missing
-        return row
-
-    def _operate(self, operation: Operation, copied: tuple[int, Bytes]) -> tuple[int, Bytes]:
-        """Carry out one operation.
-
-        If it copies a saved state, return the source's seq_id and state, which the next call gets
-        as ``copied``.
-        """
-        match operation:
-            case Trim(seq_id, keep):
-                self._trim(seq_id, keep)
-            case Copy(source, target, count) if self.info.layout == "unified":
-                self._check_seq_id(source, self._num_ids)
-                self._trim(target, 0)
-                lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
-            case Copy(source, target, count):
-                # seq_cp would copy whole streams in the next decode, which costs more
-                self._check_seq_id(source, self._num_ids)
-                state = copied[1] if copied[0] == source else self._state(source)
-                self._restore(target, state, count)
-                return source, state
-            case Save(seq_id, key):
-                self._snapshots[key] = self._state(seq_id)
-            case Load(key, seq_id, count):
-                if key not in self._snapshots:
-                    raise EngineError(f"there is no snapshot {key}")
-                self._restore(seq_id, self._snapshots[key], count)
-            case Drop(key):
-                self._snapshots.pop(key, None)
-        return -1, NOTHING
-
-    def _trim(self, seq_id: int, keep: int) -> None:
-        self._check_seq_id(seq_id, self._num_ids)
-        if not lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1):
-            raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
-
-    def _state(self, seq_id: int) -> Bytes:
-        """Return the state of ``seq_id``."""
-        self._check_seq_id(seq_id, self._num_ids)
-        # libllama saves no owners for these ids, so 0 owns the cells meanwhile
-        if seq_id >= len(self._ids):
-            self._move(0, SCRATCH_ID)
-            lib.llama_memory_seq_cp(self._memory, seq_id, 0, -1, -1)
-            try:
-                return self._state(0)
-            finally:
-                self._trim(0, 0)
-                self._move(SCRATCH_ID, 0)
-        return self._states.save(seq_id)
-
-    def _move(self, source: int, target: int) -> None:
-        lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-        lib.llama_memory_seq_rm(self._memory, source, -1, -1)
-
-    def _restore(self, seq_id: int, state: Bytes, count: int) -> None:
-        self._check_seq_id(seq_id, self._num_ids)
-        try:
-            self._states.load(seq_id, state)
-        except EngineError:
-            self._trim(seq_id, 0)
-            raise
-        if self.info.can_trim:
-            self._trim(seq_id, count)
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
         return self._embedder.embed(chunks)
 
     def snapshot(self, key: int) -> memoryview:
-        return self._states.saved_part(self._snapshots[key])
+        return self._cells.snapshot(key)
 
     def new_state_buffer(self, num_bytes: int) -> StateBuffer:
-        state = self._states.new_state_buffer(num_bytes)
-        return StateBuffer(self._states.saved_part(state), state)
+        return self._cells.new_state_buffer(num_bytes)
 
     def install_snapshot(self, key: int, filled: StateBuffer) -> None:
-        self._snapshots[key] = filled.state
-
-    def _check_seq_id(self, seq_id: int, limit: int) -> None:
-        if not 0 <= seq_id < limit:
-            raise EngineError(f"sequence id {seq_id} is not below {limit}")
+        self._cells.install_snapshot(key, filled)
 
     def close(self) -> None:
         self._embedder.close()
-        lib.llama_free(self._context)
+        self._close_context()
         lib.llama_model_free(self._model)

@@ -10,35 +10,53 @@ from cllm.errors import StartupError
 MIN_SAMPLES = 16  # room for draft tokens when few sequences run
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
+MIN_SEQS = 4  # that each have cells for a whole context of more than USUAL_CONTEXT
+PAD = 256  # llama.cpp makes streams a multiple of this many tokens long
 
 
 class Fit(NamedTuple):
-    """The KV cache: tokens per sequence, number of sequences, tokens in total, layout, and whether
-    that can change.
-    """
+    """The KV cache: tokens per sequence, number of sequences, tokens in total, and layout."""
 
     context_length: int
     max_num_seqs: int
     num_cells: int
     layout: str
-    can_change: bool = False
+
+
+def pad_context(num_tokens: int) -> int:
+    """Return the length of the stream that llama.cpp makes for ``num_tokens`` tokens."""
+    return -(-num_tokens // PAD) * PAD
 
 
 def fit(
-    params: BackendParams, trained_context_length: int, *, plain: bool = True, on_gpu: bool = False
+    params: BackendParams,
+    trained_context_length: int,
+    *,
+    plain: bool = True,
+    pages: bool = False,
 ) -> Fit:
-    """Divide kv_memory: first the requested context (or the usual one), then as many sequences of
-    it as fit.
+    """Divide kv_memory into cells and sequences.
 
-    ``plain``: the model's only memory is attention to all tokens; other models cannot be unified.
-    ``auto`` starts partitioned and may change, except on a GPU, where partitioned is far faster. If
-    the memory cannot hold a whole context for each sequence, ``auto`` starts unified, because only
-    then can all of them run. Raises StartupError, with the sizes, if not even one sequence fits.
+    ``plain``: the model's only memory is attention to all tokens; others cannot be unified.
+    ``pages``: paged memory can be used. A sequence may be as long as the model was trained for, or
+    as kv_memory. Without paged memory, ``auto`` is partitioned if there are cells for a whole
+    context of each sequence, otherwise unified. A model that cannot be unified gets shorter
+    sequences, so that MIN_SEQS of them have a whole context. Raises StartupError, with the sizes,
+    if not even one sequence fits.
     """
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
-    context = params.context_length or max(
-        MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable)
-    )
+    layout = params.layout
+    if layout == "paged" and not pages:
+        raise StartupError(
+            "kv.layout is paged, which needs Linux, a model on the CPU, and keys and values of "
+            "all tokens: use auto"
+        )
+    if layout == "auto" or not plain:
+        layout = "paged" if pages else ""
+    longest = min(trained_context_length, affordable)
+    if layout not in ("paged", "unified") and not plain:
+        longest = min(longest, max(USUAL_CONTEXT, affordable // MIN_SEQS))
+    context = params.context_length or max(MIN_CONTEXT, longest)
     if context > affordable:
         need = context * params.kv_bytes_per_token
         raise StartupError(
@@ -46,17 +64,13 @@ def fit(
             f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or "
             f"raise kv.max_memory_mb"
         )
-    layout = params.layout
     wanted = params.max_num_seqs * context
-    follows_load = layout == "auto" and plain and not on_gpu
-    if layout == "auto" or not plain:
-        layout = "unified" if follows_load and wanted > affordable else "partitioned"
-    if layout == "unified":
+    if not layout:
+        layout = "unified" if plain and wanted > affordable else "partitioned"
+    if layout != "partitioned":
         return Fit(context, params.max_num_seqs, min(affordable, wanted), layout)
     num_seqs = min(params.max_num_seqs, affordable // context)
-    return Fit(
-        context, num_seqs, num_seqs * context, layout, can_change=follows_load and num_seqs > 1
-    )
+    return Fit(context, num_seqs, num_seqs * context, layout)
 
 
 def max_samples(params: BackendParams, sizes: Fit) -> int:

@@ -11,25 +11,32 @@ test loads states across layouts.)
 from __future__ import annotations
 
 import ctypes
+import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
+from cllm.backends.llama_cpp.ggml_memory import MAP_NORESERVE
 from cllm.backends.llama_cpp.library import last_error
+from cllm.backends.llama_cpp.paged_memory import PagedMemory, Rows
 from cllm.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
 WORD = 4  # bytes of a count
 HEAD = 3 * WORD
+CELL = 3 * WORD  # position, number of owners, owner
+KEYS = b"cache_k"  # begins the names of libllama's tensors of keys
 
 
 class States:
     """Saves and loads the states of one context.
 
     A portable saved state is one array: a head, the sequence's count and cells, and zeros for the
-    other streams. Any other saved state is what libllama wrote.
+    other streams. Any other saved state is what libllama wrote. ``head``, and ``tail``: the number
+    of bytes of these zeros.
     """
 
     def __init__(self, context: Any, max_num_seqs: int, layout: str, *, portable: bool) -> None:
@@ -37,12 +44,12 @@ class States:
         self._context = context
         self._num_seqs = max_num_seqs
         self._num_streams = 1 if layout == "unified" else max_num_seqs
-        self._tail = WORD * (max_num_seqs - 1) if portable else 0
+        self.tail = WORD * (max_num_seqs - 1) if portable else 0
         self._portable = portable
         size = int(lib.llama_state_seq_get_size(context, 0))
         empty = np.empty(size, np.uint8)
         lib.llama_state_seq_get_data(context, pointer_to(empty), size, 0)
-        self._head = empty[:HEAD]
+        self.head = empty[:HEAD].tobytes()
 
     def save(self, seq_id: int) -> Bytes:
         """Return the state of ``seq_id``. Raises EngineError if libllama does not save it."""
@@ -51,7 +58,7 @@ class States:
         before = WORD * seq_id if self._portable and self._num_streams > 1 else 0
         # and of those after
         behind = WORD * (self._num_streams - 1) - before if self._portable else 0
-        state = np.empty(size - behind + self._tail, np.uint8)
+        state = np.empty(size - behind + self.tail, np.uint8)
         if lib.llama_state_seq_get_data(self._context, pointer_to(state), size, seq_id) != size:
             raise EngineError(f"the state of sequence id {seq_id} cannot be saved")
         state[size - behind :] = 0
@@ -64,8 +71,8 @@ class States:
         """
         size = len(state)
         if self._portable:
-            state[:HEAD] = self._head
-            size -= self._tail - WORD * (self._num_streams - 1)
+            state[:HEAD] = np.frombuffer(self.head, np.uint8)
+            size -= self.tail - WORD * (self._num_streams - 1)
         if lib.llama_state_seq_set_data(self._context, pointer_to(state), size, seq_id) != size:
             raise EngineError(
                 f"the state for sequence id {seq_id} cannot be loaded: "
@@ -74,12 +81,73 @@ class States:
 
     def saved_part(self, state: Bytes) -> memoryview:
         """Return the part of ``state`` that is saved to a file, which never changes."""
-        return state[HEAD : len(state) - self._tail].data if self._portable else state.data
+        return state[HEAD : len(state) - self.tail].data if self._portable else state.data
 
     def new_state_buffer(self, num_bytes: int) -> Bytes:
         """Return a state with an unfilled ``saved_part`` of ``num_bytes`` bytes."""
-        state = np.empty((HEAD if self._portable else 0) + num_bytes + self._tail, np.uint8)
-        state[len(state) - self._tail :] = 0
+        state = np.empty((HEAD if self._portable else 0) + num_bytes + self.tail, np.uint8)
+        state[len(state) - self.tail :] = 0
+        return state
+
+
+class PagedStates:
+    """Makes states for a context whose cells are in paged memory, without libllama's help.
+
+    libllama finds a token's cell by the positions that it keeps for each stream. When a stream gets
+    a prefix in paged memory, it gets the positions from a state whose rows are not read.
+    """
+
+    def __init__(self, context: Any, states: States, memory: PagedMemory, max_tokens: int) -> None:
+        self._context = context
+        self._states = states
+        self._memory = memory
+        keys = [rows for rows in memory.tensors if rows.name.startswith(KEYS)]
+        self._tensors = [*keys, *(rows for rows in memory.tensors if rows not in keys)]
+        self._num_layers = len(keys)
+        # only the pages that are written take memory
+        self._scratch = mmap.mmap(
+            -1,
+            self._compute_size(max_tokens),
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE,
+        )
+        self._pointer = ctypes.pointer(ctypes.c_uint8.from_buffer(self._scratch))
+
+    def _compute_size(self, num_tokens: int) -> int:
+        layers = sum(CELL + num_tokens * rows.row_bytes for rows in self._tensors)
+        return HEAD + WORD + num_tokens * CELL + 2 * WORD + layers + self._states.tail
+
+    def _describe(self, num_tokens: int) -> Iterator[tuple[int, bytes, Rows]]:
+        """Yield what libllama writes before the rows of each tensor, its offset, and the tensor."""
+        cells = np.zeros((num_tokens, 3), np.int32)
+        cells[:, 0], cells[:, 1] = np.arange(num_tokens), 1
+        layers = np.array([0, self._num_layers], np.uint32)  # 0: the values are not transposed
+        before = self._states.head + np.uint32(num_tokens).tobytes()
+        before += cells.tobytes() + layers.tobytes()
+        at = 0
+        for rows in self._tensors:
+            before += np.int32(rows.type).tobytes() + np.uint64(rows.row_bytes).tobytes()
+            yield at, before, rows
+            at, before = at + len(before) + num_tokens * rows.row_bytes, b""
+
+    def set_positions(self, seq_id: int, num_tokens: int) -> None:
+        """Make ``seq_id`` have the positions 0 to ``num_tokens`` - 1, and its memory as it is."""
+        for at, before, _ in self._describe(num_tokens):
+            self._scratch[at : at + len(before)] = before
+        size = self._compute_size(num_tokens)
+        with self._memory.without_data():
+            done = lib.llama_state_seq_set_data(self._context, self._pointer, size, seq_id)
+        self._scratch.madvise(mmap.MADV_DONTNEED)  # all zeros again
+        if done != size:
+            raise EngineError(f"cannot set the positions of sequence id {seq_id}: {last_error('')}")
+
+    def make(self, key: int) -> Bytes:
+        """Return the state of the snapshot ``key`` of the memory, as ``States.save`` would."""
+        num_tokens = self._memory.count_saved(key) or 0
+        state = np.zeros(self._compute_size(num_tokens), np.uint8)
+        for at, before, rows in self._describe(num_tokens):
+            begin = at + len(before)
+            state[at:begin] = np.frombuffer(before, np.uint8)
+            self._memory.read(key, rows, state[begin : begin + num_tokens * rows.row_bytes].data)
         return state
 
 
