@@ -42,6 +42,7 @@ from cllm.process.launch import enable_huge_pages
 from cllm.scheduler.report import collect_stats
 
 LAYOUTS = ("unified", "partitioned")
+THREADS = ("-t", os.cpu_count())  # of llama-server
 # random weights repeat themselves, so speculation would gain too much
 NO_GUESSES = ("--scheduler.speculation", "off")
 
@@ -125,7 +126,7 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
         print(f"  round {i + 1}: cLLM {ours[-1]}, the backend alone {limits[-1]}", flush=True)
         best = None
         for name, flags in peers.items() if i == 0 else [(winner, peers[winner])]:
-            with llama_server(options.model, *flags) as target:
+            with llama_server(options.model, *flags, *THREADS) as target:
                 load(target, words(1, options, seed=99 + i), 1)
                 outcome = load(target, tasks, 8)
             print(
@@ -251,7 +252,9 @@ def long_prompt(options: argparse.Namespace, report: Report) -> None:
                     *options.flags,
                 )
             else:
-                server = llama_server(options.model, "-np", 8, "-c", 8 * 4096, *name.split())
+                server = llama_server(
+                    options.model, "-np", 8, "-c", 8 * 4096, *name.split(), *THREADS
+                )
             with server as target:
                 found.append(streams_and_a_long_one(target, options, i))
         print(
@@ -343,7 +346,9 @@ def small_pool(options: argparse.Namespace, report: Report) -> None:
             ours.append(sum(not answer.failure for answer in outcome.answers) / 16)
             parked.append(metric(target, "cllm:parked_total"))
         for cells, found in ((512, theirs), (16 * 512, ample)):
-            with llama_server(BUILTIN, "-np", 16, "-kvu", "-c", cells, "--jinja") as target:
+            with llama_server(
+                BUILTIN, "-np", 16, "-kvu", "-c", cells, "--jinja", *THREADS
+            ) as target:
                 outcome = load(target, tasks, 16, may_fail=True)
                 found.append(sum(not answer.failure for answer in outcome.answers) / 16)
                 print(f"  llama-server, {cells} cells:", Counter(failures(outcome)), flush=True)

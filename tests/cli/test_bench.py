@@ -283,16 +283,18 @@ def test_stages_measures_every_stage(cllm, builtin_path: Path, tmp_path: Path) -
 
 def test_compare_rejects_invalid_options_before_measuring(cllm, tmp_path: Path) -> None:
     """Each error is one line."""
-    here = ("--out", tmp_path)
-    (tmp_path / "wrong.json").write_text("[]")
+    here = ("--out", tmp_path, "--store", tmp_path / "store.jsonl")
+    (tmp_path / "wrong.json").write_text("[]\n")
     for options, word in (
         ((tmp_path / "none.gguf", *here), "none.gguf"),
-        (("--rounds", "2", *here), "rounds"),
-        (("--concurrency", "0", *here), "concurrency"),
+        (("--rounds", "0", *here), "rounds"),
+        (("--rows", "none", *here), "rows"),
+        (("--minutes", "0", *here), "minutes"),
         (("--out", tmp_path / "none" / "page.md"), "does not exist"),
-        (("--json", tmp_path / "none" / "a.json", *here), "does not exist"),
+        (("--store", tmp_path / "none" / "a.jsonl", "--out", tmp_path), "does not exist"),
+        (("--store", tmp_path / "wrong.json", "--out", tmp_path), "no rounds"),
         (("--from", tmp_path / "none.json", *here), "cannot be read"),
-        (("--from", tmp_path / "wrong.json", *here), "no results"),
+        (("--from", tmp_path / "wrong.json", *here), "no rounds"),
         (("--build", "--peers", tmp_path, *here), "cannot be combined with --peers"),
     ):
         code, out, err = cllm("bench", "compare", *options)
@@ -303,37 +305,29 @@ def test_compare_rejects_invalid_options_before_measuring(cllm, tmp_path: Path) 
 
 @pytest.mark.llama
 def test_compare_reports_missing_peers(
-    cllm, builtin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, out, err = cllm("bench", "compare", builtin_path, "--peers", tmp_path, "--out", tmp_path)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert "llama-batched-bench is neither in" in err
-    assert "--build" in err
+    here = ("--peers", tmp_path, "--out", tmp_path, "--store", tmp_path / "a.jsonl")
+    for row, program in (("agents", "llama-server"), ("engine-1", "llama-batched-bench")):
+        code, out, err = cllm("bench", "compare", "--rows", row, *here)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert f"{program} is neither in" in err
+        assert "--build" in err
 
 
-def test_compare_rewrites_page_from_results(cllm, tmp_path: Path) -> None:
-    """The page follows from the stored numbers, and missed targets are marked."""
-    run = {"num_seqs": 8, "round": 0, "num_requests": 16, "num_succeeded": 16}
+def test_compare_rewrites_page_from_rounds(cllm, tmp_path: Path) -> None:
+    """The page follows from the stored rounds, and missed targets are marked."""
+    store = tmp_path / "rounds.jsonl"
     runs = [
-        run | {"system": name, "output_tokens_per_s": speed}
+        {"row": "unrelated-8", "round": 0, "system": name, "values": {"output tokens/s": speed}}
         for name, speed in (("cLLM", 9), ("llama-server", 10))
     ]
-    sizes = (
-        "model_bytes",
-        "prompt_words",
-        "prompt_tokens",
-        "max_tokens",
-        "context",
-        "threads",
-        "rounds",
-    )
-    setup = dict.fromkeys(sizes, 3) | {"model": "m", "concurrency": [8]}
-    (tmp_path / "a.json").write_text(
-        json.dumps({"date": "d", "machine": {}, "setup": setup, "runs": runs})
-    )
-    code, out, _ = cllm("bench", "compare", "--from", tmp_path / "a.json", "--out", tmp_path)
+    store.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    code, out, _ = cllm("bench", "compare", "--from", store, "--out", tmp_path)
     assert code == 0
     assert out.splitlines()[0] == str(tmp_path / "performance.md")
-    assert "missed: output tokens/s, cLLM / llama-server, 8: 0.900, target 1.05" in out
+    line = "missed: unrelated-8: output tokens/s, cLLM / llama-server: 0.900, target 1.05"
+    assert line in out
     assert "**missed** by 14.3%" in (tmp_path / "performance.md").read_text()
+    assert store.read_text().count("\n") == 2

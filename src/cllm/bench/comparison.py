@@ -1,9 +1,8 @@
-"""The results of ``cllm bench compare``: what was measured of each system."""
+"""The stored rounds of ``cllm bench compare``: one line of JSON for each run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,80 +15,108 @@ CLLM, ENGINE, BOUND, LLAMA_SERVER = (
     "llama-server",
 )
 DEFAULT_SERVER = "llama-server, default build"
+FIXED = "cLLM with a fixed layout"
 OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
+BUILD, DEFAULT_BUILD = "cLLM's compiler switches", "default build"
+
+MACHINE = ("CPU", "build")
+"""What must be equal for rounds to be combined."""
+MOST_OTHERS = 0.02  # share of the CPU that other processes may take
 
 
-class Run(msgspec.Struct, kw_only=True):
-    """One system at one concurrency in one round. Rates and latencies are those of successful
-    requests. None: not measured.
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One system with one setting on one row in one round.
 
-    output_tokens_per_s: over the time from the first prompt to the last token. decode_tokens_per_s:
-    of steps in which all sequences decode. load_s: loading the model alone. memory_mb: PSS of all
-    the system's processes after the work. cpu_us_per_token: CPU time of cLLM's API process.
+    work: everything that is sent, and the model; only runs with the same work are compared. at: the
+    time in ISO format. values: by name and unit. others: share of the CPU that other processes took
+    meanwhile.
     """
 
+    row: str
     system: str
     settings: str = ""
-    num_seqs: int
     round: int
-    num_requests: int
-    num_succeeded: int
+    work: str = ""
+    machine: dict[str, str] = {}
+    at: str = ""
+    values: dict[str, float] = {}
+    num_requests: int = 0
+    num_succeeded: int = 0
     failures: dict[str, int] = {}
-    output_tokens_per_s: float
-    decode_tokens_per_s: float | None = None
-    ttft_ms: float | None = None
-    itl_p50_ms: float | None = None
-    itl_p99_ms: float | None = None
-    start_s: float | None = None
-    load_s: float | None = None
-    memory_mb: float | None = None
-    cpu_us_per_token: float | None = None
+    others: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, str, int, str]:
+        return self.row, self.system, self.settings, self.round, self.work
+
+    @property
+    def noisy(self) -> bool:
+        return self.others > MOST_OTHERS
 
 
-class Parts(msgspec.Struct):
-    """Microseconds of a decoding step of the engine, by part."""
+class Rounds:
+    """The runs in a file, and those that are added to it.
 
-    num_seqs: int
-    step_us: dict[str, float]
+    ``machine``: only its runs are used; None: those of the machine of the last run.
+    """
+
+    def __init__(self, path: Path | None, machine: dict[str, str] | None = None) -> None:
+        """Raises StartupError if the file cannot be read or contains something else."""
+        self._path = path
+        runs, self._num_bytes = (
+            read_runs(path) if path is not None and path.exists() else (list[Run](), 0)
+        )
+        self.machine = machine if machine is not None else runs[-1].machine if runs else {}
+        own = [run for run in runs if identity(run.machine) == identity(self.machine)]
+        self.num_foreign = len(runs) - len(own)
+        self._runs: dict[tuple[str, str, str, int, str], list[Run]] = {}
+        for run in own:
+            self._runs.setdefault(run.key, []).append(run)
+
+    def add(self, run: Run) -> None:
+        """Raises StartupError if the file cannot be written."""
+        self._runs.setdefault(run.key, []).append(run)
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a+b") as file:
+                file.truncate(self._num_bytes)  # drops a line that was not written completely
+                self._num_bytes += file.write(msgspec.json.encode(run) + b"\n")
+        except OSError as error:
+            raise StartupError(f"cannot write {self._path}: {error.strerror}") from None
+
+    def attempts(self, run: Run) -> list[Run]:
+        """Return the runs with the same key."""
+        return self._runs.get(run.key, [])
+
+    def of(self, row: str, work: str | None = None) -> list[Run]:
+        """Return the runs of a row in order of rounds, of several attempts the quietest one.
+
+        work: None means the work of the last run.
+        """
+        attempts = [runs for runs in self._runs.values() if runs[0].row == row]
+        if work is None and attempts:
+            work = max((runs[-1] for runs in attempts), key=lambda run: run.at).work
+        found = [min(runs, key=lambda run: run.others) for runs in attempts if runs[0].work == work]
+        return sorted(found, key=lambda run: run.round)
 
 
-class Depth(msgspec.Struct, kw_only=True):
-    """Speeds in tokens/s after ``context`` tokens. Decoding speed is by number of sequences."""
-
-    system: str
-    context: int
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: dict[int, float]
+def identity(machine: dict[str, str]) -> list[str]:
+    return [machine.get(name, "") for name in MACHINE]
 
 
-class Results(msgspec.Struct, kw_only=True):
-    """All measurements, as ``--json`` writes and ``--from`` reads them."""
+def read_runs(path: Path) -> tuple[list[Run], int]:
+    """Return the runs in a file, without a last line that was not written completely, and the size
+    of these runs in bytes.
 
-    date: str
-    machine: dict[str, str]
-    setup: dict[str, Any]
-    skipped: dict[str, str] = {}
-    """System -> why it was not measured."""
-    llama_bench: dict[str, list[float]] = {}
-    """Test -> tokens/s of each round, for the build with cLLM's compiler switches."""
-    default_bench: dict[str, list[float]] = {}
-    """The same for llama.cpp's default build."""
-    trials: list[Run] = []
-    runs: list[Run] = []
-    kept: list[Run] = []
-    """Runs over kept-alive connections."""
-    shared: list[Run] = []
-    """Runs whose prompts share a prefix."""
-    curve: list[Run] = []
-    parts: list[Parts] = []
-    depths: list[Depth] = []
-
-
-def read_results(path: Path) -> Results:
-    """Return the results in a file. Raises StartupError with a message of one line."""
+    Raises StartupError with a message of one line.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Results)
+        data = path.read_bytes()
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    size = data.rfind(b"\n") + 1
+    try:
+        return msgspec.json.Decoder(Run).decode_lines(data[:size]), size
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} holds no results of cllm bench compare: {error}") from None
+        raise StartupError(f"{path} holds no rounds of cllm bench compare: {error}") from None

@@ -29,22 +29,21 @@ from cllm.process.launch import build_engine_environment
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One of three measurements with ``num_seqs`` concurrent sequences, each with ``context``
-    tokens.
+    """One of three measurements with ``num_seqs`` concurrent sequences.
 
     The default runs the prompts of ``Work(size, ..., number)``: each finished request starts the
     next one. ``parts`` times the parts of a step with such prompts. ``depth`` computes one prompt
-    of that many tokens, continues it with one sequence and then with all.
+    of that many tokens, continues it with one sequence and then with all; ``context``: tokens of
+    each of these sequences.
     """
 
     model: str
     num_seqs: int
-    context: int
-    threads: int
     size: Size
     number: int
     parts: bool = False
     depth: int = 0
+    context: int = 0
 
 
 class Found(msgspec.Struct, kw_only=True):
@@ -80,20 +79,22 @@ def measure(job: Job) -> Found:
 
 
 def params_of(job: Job) -> EngineParams:
-    """Return the parameters that ``cllm serve`` makes from the flags of the comparison."""
+    """Return the parameters of ``cllm serve`` without options; for ``depth``, those of a pool for
+    each sequence, even if a server would not take that much memory.
+    """
+    if not job.depth:
+        settings = Settings.model_validate({"log": {"level": "error"}})
+        return fit_memory(engine_params(settings, Path(job.model)))
     settings = Settings.model_validate(
         {
             "model": {"max_context_length": job.context},
             "scheduler": {"max_num_seqs": job.num_seqs, "speculation": "off"},
-            "kv": {"layout": "partitioned" if job.depth else "auto", "ram_cache_mb": 0},
-            "backend": {"llama_cpp": {"n_threads": job.threads}},
+            "kv": {"layout": "partitioned", "ram_cache_mb": 0},
             "log": {"level": "error"},
         }
     )
     params = engine_params(settings, Path(job.model))
-    if job.depth:  # cells for all sequences, even if a server would not take that much memory
-        return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
-    return fit_memory(params)
+    return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
 
 
 def run(job: Job) -> Found:

@@ -1,52 +1,82 @@
-"""The page and pictures that show the results of ``cllm bench compare``."""
+"""The page and pictures that show the rounds of ``cllm bench compare``."""
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cllm.bench.comparison import CLLM, Depth, Parts, Results, Run
-from cllm.bench.targets import Figure, figures, sizes
+import msgspec
+
+from cllm.bench.comparison import CLLM, LLAMA_SERVER, MACHINE, Rounds, Run
+from cllm.bench.intervals import Median
+from cllm.bench.rows import (
+    CLIENTS,
+    DECODE,
+    MEMORY,
+    OUTPUT,
+    PER_CPU,
+    PREFILL,
+    ROWS,
+    START,
+    TTFT,
+    Row,
+)
+from cllm.bench.targets import Figure, best_settings, find_figures
 from cllm.errors import StartupError
-from cllm.models.gguf import format_size
 
 NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTALL)
 EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
 
 HOW = """\
-Each run starts a server, measures it and stops it before the next run begins, so that no other model is loaded. Every
-second round runs in reverse order. All systems get the same work: two prompts for each client, at least four, of
-{prompt_words} random words (about {prompt_tokens} tokens with the template). No prompt is sent twice. Answers have
-exactly {max_tokens} tokens, at temperature 0.8, top-k 40 and top-p 0.95. Each system uses {threads} threads and
-{context} tokens of context for each sequence. Each client sends its next request when the one before has ended.
+* **cLLM runs without any option**: `cllm serve model.gguf`. The row `edit` uses the built-in model.
+* **llama-server** runs with its default settings (`default`: no option), with a slot for each client, and with one pool
+  of cells for these slots (`-kvu`), both with as many cells as cLLM reports that it has, and a thread for each CPU. The
+  first round measures all settings. Those that served every request and were at most 10 % slower than the best one are
+  measured in all rounds, and the best one of them is judged. The others are shown below and not judged.
+* It is built with the compiler switches of cLLM's own llama.cpp (pyproject.toml), which shows what the servers add to
+  the same kernels. The default build, as llama.cpp's own instructions make it, runs with the settings that were best.
+* Each run starts a server, sends one short request for each client, measures, and stops the server. Systems are
+  measured in turn, and every second round runs in reverse order. A round sends the same requests to all systems, and
+  other ones than every other round. Temperature 0.8, top-k 40 and top-p 0.95; in `edit`, temperature 0.
+* llama-server gets a new connection for each request, because it drops some kept-alive ones.
+* llama-batched-bench computes prompts and decodes them all at once. It neither samples nor schedules, so it is an upper
+  bound. The engine in process does the same work as a server without one.
+* *CPU outside llama_decode* is the CPU time of all processes of cLLM minus that inside `llama_decode`, as a share of the
+  whole: reading requests, templates and tokens, scheduling, filling batches, sampling, frames between the processes,
+  text, and writing to sockets. It includes threads of llama.cpp that still spin after a decode.
+* *Output tokens for a second of the CPU* are those of all processes of a server. The load client runs on the same
+  machine, pinned to one CPU, and is not counted.
 
-* cLLM runs with its defaults, but without speculation and without the prefix cache in RAM, which these prompts would
-  never use.
-* llama-server runs with `--cache-ram 0`, a new connection for each request, and at each concurrency the fastest of
-  the settings that were tried before the rounds. It is measured twice: built with the compiler switches of cLLM's own
-  llama.cpp (pyproject.toml), which shows what the servers add to the same kernels, and as llama.cpp's own
-  instructions build it (default build), which is what users have otherwise.
-* The engine in process does the same work without a server. Both cLLM and this engine use big pages of memory, for
-  which cLLM asks the system itself.
-* llama-batched-bench computes prompts of that length, and then decodes them all at once. It neither samples nor
-  schedules, so it is an upper bound and not a peer.
+Numbers are medians of the rounds, with intervals in brackets that contain the true median with a probability of at
+least 95 %: order statistics, which assume no distribution. With fewer than six rounds they are the least and the
+greatest value. Ratios are taken within a round. A verdict is *not certain* if the interval contains the target. A run
+in which other processes took more than 2 % of the CPU is repeated up to three times; if none was quiet, the quietest one
+counts and the figure is marked *noisy*. Only rounds of one machine and one build are combined."""
 
-Numbers are medians (least to most) of {rounds} rounds. Ratios and differences are taken within a round."""
+COLUMNS = {
+    OUTPUT: "output tokens/s",
+    PER_CPU: "output tokens/CPU s",
+    TTFT: "mean TTFT ms",
+    "ITL p50 ms": "ITL p50 ms",
+    "ITL p99 ms": "ITL p99 ms",
+    DECODE: "decoding tokens/s",
+    START: "start s",
+    MEMORY: "memory MB",
+}
+# values of a load that are not shown
+HIDDEN = re.compile(
+    r"^(succeeded|requests/s|good requests/s|requests that succeed.*|.*: requests that succeed.*"
+    r"|(TTFT|ITL|TPOT|E2E) (mean|p\d+) ms)$"
+)
 
 
-SHARED = """\
-{shared_requests} requests from {shared_seqs} clients. All prompts begin with the same {shared_words} random words and
-continue with {own_words} words of their own. Answers have {shared_tokens} tokens. Each sequence has a context of
-{shared_context} tokens."""
-
-
-def write_page(results: Results, path: Path) -> list[Path]:
+def write_page(rounds: Rounds, path: Path, skipped: dict[str, str]) -> list[Path]:
     """Write the page, and its pictures next to it.
 
-    Keeps the notes in an existing page. Returns the written paths.
+    Keeps the notes in an existing page. Returns the written paths. skipped: what was not measured,
+    and why.
 
     Raises StartupError if a file cannot be written.
     """
@@ -56,11 +86,11 @@ def write_page(results: Results, path: Path) -> list[Path]:
         notes = dict(NOTES.findall(path.read_text("utf-8"))) if path.exists() else {}
         pictures = {
             path.with_name(f"{path.stem}-{name}.svg"): figure
-            for name, figure in drawn(results).items()
+            for name, figure in drawn(rounds).items()
         }
         for file, figure in pictures.items():
             file.write_bytes(picture(figure, file.suffix))
-        path.write_text(page(results, path.stem, notes), "utf-8")
+        path.write_text(page(rounds, path.stem, notes, skipped), "utf-8")
     except OSError as error:
         raise StartupError(
             f"{error.filename or path} cannot be written: {error.strerror}"
@@ -68,186 +98,149 @@ def write_page(results: Results, path: Path) -> list[Path]:
     return [path, *pictures]
 
 
-def page(results: Results, stem: str, notes: dict[str, str]) -> str:
+def page(rounds: Rounds, stem: str, notes: dict[str, str], skipped: dict[str, str]) -> str:
     """Return the page in Markdown. Its pictures are named ``stem``-name.svg."""
-    sections = (
-        figures_section(results),
-        measurement_section(results),
-        systems_section(results),
-        requests_section(results, stem, notes),
-        context_section(results, stem, notes),
-    )
-    return "\n\n".join(part for section in sections for part in section) + "\n"
+    parts = [
+        *figures_section(rounds),
+        *measurement_section(rounds, skipped),
+        "## All rows",
+        *(part for row in ROWS.values() for part in row_section(row, rounds.of(row.name))),
+        *curves_section(rounds, stem),
+        *(
+            f"<!-- notes: {name} -->\n{text}<!-- end of notes -->"
+            for name, text in (notes or {"results": EMPTY_NOTES}).items()
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def figures_section(results: Results) -> Iterator[str]:
+def figures_section(rounds: Rounds) -> Iterator[str]:
     yield "# Performance"
-    yield (
-        f"`cllm bench compare` wrote this page on {results.date}. Only the notes below the "
-        f"curves are written by hand."
-    )
+    yield "`cllm bench compare` wrote this page. Only the notes at the end are written by hand."
     yield "## Figures and targets"
-    yield "The number at the end of a name is the number of concurrent requests."
-    yield figure_table(figures(results))
-
-
-def measurement_section(results: Results) -> Iterator[str]:
-    yield "## How this was measured"
-    yield HOW.format(**results.setup)
-    yield table(("", ""), [(name, value) for name, value in machine_of(results).items()], "ll")
-    if results.llama_bench:
-        builds = {"cLLM's switches": results.llama_bench, "default build": results.default_bench}
-        rows = [(name, *map(spread, tests.values())) for name, tests in builds.items() if tests]
-        yield "llama-bench, tokens/s, with both builds in turn:"
-        yield table(("", *results.llama_bench), rows, "l" + "r" * len(results.llama_bench))
-    if results.skipped:
-        yield "Not measured:"
-        yield "\n".join(f"* {name}: {reason}" for name, reason in results.skipped.items())
-
-
-def systems_section(results: Results) -> Iterator[str]:
-    yield "## All systems"
-    for size in sizes(results.runs):
-        yield "### 1 request at a time" if size == 1 else f"### {size} concurrent requests"
-        yield systems([run for run in results.runs if run.num_seqs == size])
-    if results.shared:
-        yield "## Shared prefix"
-        yield SHARED.format(**results.setup)
-        yield systems(results.shared)
-    if results.kept:
-        yield "## Kept-alive connections"
-        yield (
-            f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for "
-            f"all its requests."
-        )
-        yield kept_table(results.kept)
-
-
-def requests_section(results: Results, stem: str, notes: dict[str, str]) -> Iterator[str]:
-    if results.curve:
-        yield "## Growth over requests at a time"
-        yield curve_table(results)
-        yield from links(CONCURRENCY_PICTURES, stem)
-    if results.curve or "concurrency" in notes:
-        yield slot("concurrency", notes)
-
-
-def context_section(results: Results, stem: str, notes: dict[str, str]) -> Iterator[str]:
-    if results.depths:
-        yield "## Growth over context"
-        yield depth_table(results.depths)
-        yield from links(CONTEXT_PICTURES, stem)
-    if results.depths or "context" in notes:
-        yield slot("context", notes)
-
-
-def links(pictures: dict[str, str], stem: str) -> Iterator[str]:
-    yield from (f"![{text}]({stem}-{name}.svg)" for name, text in pictures.items())
-
-
-def slot(name: str, notes: dict[str, str]) -> str:
-    return f"<!-- notes: {name} -->\n{notes.get(name, EMPTY_NOTES)}<!-- end of notes -->"
-
-
-def machine_of(results: Results) -> dict[str, str]:
-    setup = results.setup
-    return {**results.machine, "model": f"{setup['model']}, {format_size(setup['model_bytes'])}"}
-
-
-def figure_table(found: Sequence[Figure]) -> str:
-    rows = []
-    for figure in found:
-        sign = "≥" if figure.at_least else "≤"
-        target = "" if figure.target is None else f"{sign} {figure.target:g}{figure.unit}"
-        rows.append((figure.name, target, spread(figure.values, figure.unit), figure.verdict()))
-    return table(("figure", "target", "measured", ""), rows, "lrrl")
-
-
-def systems(runs: Sequence[Run]) -> str:
-    """Return a table of ``runs``, which have the same concurrency."""
-    columns: dict[str, Callable[[Run], float | None]] = {
-        "output tokens/s": lambda run: run.output_tokens_per_s,
-        "decoding tokens/s": lambda run: run.decode_tokens_per_s,
-        "mean TTFT ms": lambda run: run.ttft_ms,
-        "ITL p50 ms": lambda run: run.itl_p50_ms,
-        "ITL p99 ms": lambda run: run.itl_p99_ms,
-        "start s": lambda run: run.start_s if run.start_s is not None else run.load_s,
-        "memory MB": lambda run: run.memory_mb,
-    }
-    rows = []
-    for system in dict.fromkeys(run.system for run in runs):
-        mine = [run for run in runs if run.system == system]
-        cells = [
-            spread([found for run in mine if (found := value(run)) is not None])
-            for value in columns.values()
-        ]
-        succeeded = (
-            f"{sum(run.num_succeeded for run in mine)}/{sum(run.num_requests for run in mine)}"
-        )
-        chosen = mine[0].settings
-        rows.append(
-            (f"{system} ({chosen})" if chosen not in ("", "default") else system, *cells, succeeded)
-        )
-    return table(("", *columns, "succeeded"), rows, "l" + "r" * (len(columns) + 1))
-
-
-def kept_table(runs: Sequence[Run]) -> str:
-    rows = [(run.system, f"{run.num_succeeded} of {run.num_requests}", why(run)) for run in runs]
-    return table(("", "succeeded", "failures"), rows, "lrl")
-
-
-def why(run: Run) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in run.failures.items())
-
-
-def curve_table(results: Results) -> str:
-    host = {parts.num_seqs: host_us(parts) for parts in results.parts}
-    rows = [
-        (
-            f"{run.num_seqs}",
-            run.system,
-            number(run.output_tokens_per_s),
-            number(run.ttft_ms),
-            number(run.itl_p50_ms),
-            number(run.itl_p99_ms),
-            number(host.get(run.num_seqs)) if run.system == CLLM else "",
-        )
-        for run in sorted(results.curve, key=lambda run: (run.num_seqs, run.system))
-    ]
-    head = (
-        "at a time",
-        "",
-        "output tokens/s",
-        "mean TTFT ms",
-        "ITL p50 ms",
-        "ITL p99 ms",
-        "host µs a row",
+    yield (
+        "cLLM without any option, and the best settings of llama-server that served every request "
+        "of the row with the same\nKV memory."
     )
-    return table(head, rows, "rlrrrrr")
+    yield figure_table(find_figures(rounds))
 
 
-def depth_table(depths: Sequence[Depth]) -> str:
-    counts = sorted({count for depth in depths for count in depth.decode_tokens_per_s})
-    head = [
-        f"{what}, {count} at a time" for count in counts for what in ("decoding tokens/s", "ITL ms")
-    ]
-    rows = []
-    for depth in sorted(depths, key=lambda depth: (depth.context, depth.system)):
-        speeds = [(count, depth.decode_tokens_per_s.get(count) or None) for count in counts]
-        cells = [
-            cell
-            for count, speed in speeds
-            for cell in (number(speed), number(speed and 1e3 * count / speed))
-        ]
-        rows.append(
-            (f"{depth.context:,}", depth.system, number(depth.prefill_tokens_per_s), *cells)
+def measurement_section(rounds: Rounds, skipped: dict[str, str]) -> Iterator[str]:
+    yield "## How this was measured"
+    yield HOW
+    runs = [run for name in ROWS for run in rounds.of(name)]
+    machine = dict(rounds.machine)
+    if runs:
+        machine["measured"] = (
+            f"{min(run.at for run in runs)[:10]} to {max(run.at for run in runs)[:10]}"
         )
-    return table(("context", "", "prefill tokens/s", *head), rows, "rl" + "r" * (1 + len(head)))
+    models = {msgspec.json.decode(run.work)["model"] for run in runs if run.work}
+    machine["models"] = "; ".join(sorted(models))
+    yield table(("", ""), machine.items(), "ll")
+    if rounds.num_foreign:
+        yield (
+            f"{rounds.num_foreign} runs with another {' or '.join(MACHINE)} are stored too, and "
+            f"left out."
+        )
+    missing = {name: "no round is stored" for name in ROWS if not rounds.of(name)}
+    if reasons := skipped | missing:
+        yield "Not measured:"
+        yield "\n".join(f"* {name}: {reason}" for name, reason in reasons.items())
 
 
-def host_us(parts: Parts) -> float:
-    """Return the microseconds per row that are spent outside llama.cpp."""
-    return sum(us for part, us in parts.step_us.items() if part != "decode") / parts.num_seqs
+def row_section(row: Row, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the tables of a row; nothing if it was not measured."""
+    if not runs:
+        return
+    yield f"### {row.name}"
+    yield row.text[0].upper() + row.text[1:] + "."
+    groups = grouped(runs)
+    columns = {
+        value: title for value, title in COLUMNS.items() if any(value in run.values for run in runs)
+    }
+    if columns:
+        yield table(
+            ("", *columns.values(), "succeeded", "rounds"),
+            [
+                (
+                    name,
+                    *(spread(values_of(group, value)) for value in columns),
+                    succeeded(group),
+                    f"{len(group)}{', noisy' if any(run.noisy for run in group) else ''}",
+                )
+                for name, group in groups.items()
+            ],
+            "l" + "r" * (len(columns) + 2),
+        )
+    names = {
+        value
+        for run in runs
+        for value in run.values
+        if value not in columns and not HIDDEN.match(value)
+    }
+    ordered = [value for run in runs for value in run.values if value in names]
+    if names:
+        yield table(
+            ("", *groups),
+            [
+                (value, *(spread(values_of(group, value)) for group in groups.values()))
+                for value in dict.fromkeys(ordered)
+            ],
+            "l" + "r" * len(groups),
+        )
+    failures = [
+        (name, f"{count} x {reason}")
+        for name, group in groups.items()
+        for run in group
+        for reason, count in run.failures.items()
+    ]
+    if failures:
+        yield table(("", "failures"), [*dict.fromkeys(failures)], "ll")
+
+
+def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Return system and settings -> runs, in the order of the systems."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        name = f"{run.system} ({run.settings})" if run.settings else run.system
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def values_of(runs: Iterable[Run], value: str) -> list[float]:
+    return [run.values[value] for run in runs if value in run.values]
+
+
+def succeeded(runs: Sequence[Run]) -> str:
+    total = sum(run.num_requests for run in runs)
+    return f"{sum(run.num_succeeded for run in runs)}/{total}" if total else ""
+
+
+def figure_table(figures: Iterable[Figure]) -> str:
+    rows = []
+    for figure in figures:
+        sign = "≥" if figure.at_least else "≤"
+        limits = [
+            "" if limit is None else f"{sign} {limit:.3g}{figure.unit}"
+            for limit in (figure.target, figure.default_target)
+        ]
+        default = spread(figure.default_values, figure.unit)
+        if limits[1] and default:
+            default += f", {limits[1]}: {'met' if figure.default_met else '**missed**'}"
+        measured = spread(figure.values, figure.unit)
+        rows.append(
+            (
+                figure.name,
+                limits[0],
+                measured,
+                str(len(figure.values)),
+                figure.verdict(),
+                default,
+                figure.settings,
+            )
+        )
+    head = ("figure", "target", "measured", "n", "", "against the default build", "peer's settings")
+    return table(head, rows, "lrrrlrl")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
@@ -258,21 +251,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """Return "median (least to most)"; the median alone if there is one value; "" if there is
-    none.
+    """Return "median (confidence interval)"; the median alone if there is one value; "" if there
+    is none.
     """
     if not values:
         return ""
-    middle = number(statistics.median(values)) + unit
-    return (
-        middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
-    )
+    median = Median.of(values)
+    middle = number(median.middle) + unit
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({number(median.low)} to {number(median.high)})"
 
 
-def number(value: float | None) -> str:
-    """Return the number with three or four digits, or "" for None."""
-    if value is None:
-        return ""
+def number(value: float) -> str:
+    """Return the number with three or four digits."""
     return (
         f"{value:,.0f}"
         if abs(value) >= 1000
@@ -284,76 +276,70 @@ def number(value: float | None) -> str:
 
 # --- the pictures -------------------------------------------------------------------------------
 
-CONCURRENCY_PICTURES = {
-    "tokens": "Output tokens per second over requests at a time",
-    "ttft": "Mean time to first token over requests at a time",
-    "itl": "Times from token to token over requests at a time",
-    "host": "Microseconds a row on the host beside llama.cpp over sequences",
+OVER_CLIENTS = {
+    "tokens": (OUTPUT, "Output tokens per second over requests at a time", "output tokens/s"),
+    "ttft": (TTFT, "Mean time to first token over requests at a time", "mean TTFT (ms)"),
+    "itl": ("ITL p50 ms", "Median time between tokens over requests at a time", "ITL p50 (ms)"),
 }
-CONTEXT_PICTURES = {
-    "prefill": "Prompt tokens per second over the length of the prompt",
-    "decode": "Output tokens per second over the length of the context",
-    "context-itl": "Milliseconds from token to token over the length of the context",
+OVER_CONTEXT = {
+    "prefill": (PREFILL, "Prompt tokens per second over the length of the prompt"),
+    "decode": (f"{DECODE}, 8 at a time", "Output tokens per second over the length of the context"),
 }
 AT_A_TIME, CONTEXT = "requests at a time", "tokens of context"
-
 
 Points = dict[float, list[float]]
 """x -> values measured there."""
 
 
-def drawn(results: Results) -> dict[str, Any]:
+def curves_section(rounds: Rounds, stem: str) -> Iterator[str]:
+    texts = {name: text for name, (_, text, _) in OVER_CLIENTS.items()}
+    texts |= {name: text for name, (_, text) in OVER_CONTEXT.items()}
+    names = [*drawn_names(rounds)]
+    if names:
+        yield "## Curves"
+        yield from (f"![{texts[name]}]({stem}-{name}.svg)" for name in names)
+
+
+def drawn_names(rounds: Rounds) -> Iterator[str]:
+    if sum(bool(rounds.of(f"unrelated-{count}")) for count in CLIENTS) > 1:
+        yield from OVER_CLIENTS
+    if rounds.of("context"):
+        yield from OVER_CONTEXT
+
+
+def drawn(rounds: Rounds) -> dict[str, Any]:
     """Return name -> matplotlib figure for the curves that were measured."""
-    pictures = concurrency_pictures(results) if results.curve else {}
-    return pictures | context_pictures(results.depths) if results.depths else pictures
-
-
-def concurrency_pictures(results: Results) -> dict[str, Any]:
     from cllm.bench.plots import curves
 
-    names = list(dict.fromkeys(run.system for run in results.curve))
-    rates = {name: line(results, name, lambda run: run.output_tokens_per_s) for name in names}
-    firsts = {name: line(results, name, lambda run: run.ttft_ms) for name in names}
-    gaps = {f"{name}, p50": line(results, name, lambda run: run.itl_p50_ms) for name in names}
-    gaps |= {f"{name}, p99": line(results, name, lambda run: run.itl_p99_ms) for name in names}
-    host: Points = {}
-    for parts in results.parts:
-        host.setdefault(parts.num_seqs, []).append(host_us(parts))
-    return {
-        "tokens": curves(rates, x=AT_A_TIME, y="output tokens/s"),
-        "ttft": curves(firsts, x=AT_A_TIME, y="mean TTFT (ms)"),
-        "itl": curves(gaps, x=AT_A_TIME, y="ITL (ms)"),
-        "host": curves(
-            {"schedule, build, sample, advance, send": host}, x=AT_A_TIME, y="host µs a row"
-        ),
-    }
+    pictures = {}
+    for name in drawn_names(rounds):
+        if name in OVER_CLIENTS:
+            value, _, y = OVER_CLIENTS[name]
+            pictures[name] = curves(over_clients(rounds, value), x=AT_A_TIME, y=y)
+        else:
+            value, _ = OVER_CONTEXT[name]
+            pictures[name] = curves(over_context(rounds, value), x=CONTEXT, y=value)
+    return pictures
 
 
-def line(results: Results, system: str, value: Callable[[Run], float | None]) -> Points:
-    """Return the values of the system's runs by number of requests at a time."""
-    points: Points = {}
-    for run in sorted(results.curve, key=lambda run: run.num_seqs):
-        if run.system == system and (found := value(run)) is not None:
-            points.setdefault(run.num_seqs, []).append(found)
-    return points
+def over_clients(rounds: Rounds, value: str) -> dict[str, Points]:
+    """Return the values of cLLM and of the best settings of llama-server by requests at a time."""
+    lines: dict[str, Points] = {CLLM: {}, LLAMA_SERVER: {}}
+    for count in CLIENTS:
+        row = ROWS[f"unrelated-{count}"]
+        runs = rounds.of(row.name)
+        best = best_settings(runs, row, LLAMA_SERVER, row.targets[0])
+        for system, settings in ((CLLM, ""), (LLAMA_SERVER, best)):
+            mine = [run for run in runs if (run.system, run.settings) == (system, settings)]
+            if found := values_of(mine, value):
+                lines[system][count] = found
+    return {system: points for system, points in lines.items() if points}
 
 
-def context_pictures(depths: Sequence[Depth]) -> dict[str, Any]:
-    from cllm.bench.plots import curves
-
-    prefill: dict[str, Points] = {depth.system: {} for depth in depths}
-    speeds: dict[str, Points] = {}
-    gaps: dict[str, Points] = {}
-    for depth in (depth for system in prefill for depth in depths if depth.system == system):
-        prefill[depth.system][depth.context] = [depth.prefill_tokens_per_s]
-        for count, speed in depth.decode_tokens_per_s.items():
-            if not speed:  # there was no step in which all decoded
-                continue
-            label = f"{depth.system}, {count} at a time"
-            speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)
-            gaps.setdefault(label, {}).setdefault(depth.context, []).append(1e3 * count / speed)
-    return {
-        "prefill": curves(prefill, x=CONTEXT, y="prefill tokens/s"),
-        "decode": curves(speeds, x=CONTEXT, y="decoding tokens/s"),
-        "context-itl": curves(gaps, x=CONTEXT, y="ITL (ms)"),
-    }
+def over_context(rounds: Rounds, value: str) -> dict[str, Points]:
+    lines: dict[str, Points] = {}
+    for run in sorted(rounds.of("context"), key=lambda run: int(run.settings)):
+        if value in run.values:
+            points = lines.setdefault(run.system, {})
+            points.setdefault(int(run.settings), []).append(run.values[value])
+    return lines

@@ -96,6 +96,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int
     num_succeeded: int
+    num_failed: int
     output_tokens_per_s: float
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
@@ -108,6 +109,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             num_requests=len(answers),
             num_succeeded=len(good),
+            num_failed=sum(bool(answer.failure) for answer in answers),
             output_tokens_per_s=round(
                 sum(answer.output_tokens for answer in good) / max(ended - begun, 1e-9), 2
             ),

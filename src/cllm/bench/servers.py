@@ -115,33 +115,28 @@ def answers(url: str) -> bool:
         return False
 
 
-def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManager[Server]:
-    """Start cLLM with ``flags`` of ``cllm serve``. Without a model, it serves the built-in one."""
-    command = [
-        sys.executable,
-        "-m",
-        "cllm",
-        "serve",
-        *([model] if model else []),
-        "--port",
-        "PORT",
-        "--model.name",
-        MODEL,
-        *flags,
-    ]
+def cllm(
+    model: Path | None, *flags: object, name: str | None = MODEL
+) -> contextlib.AbstractContextManager[Server]:
+    """Start cLLM with ``flags`` of ``cllm serve``. Without a model, it serves the built-in one.
+
+    name: of the model in requests; None: the one that cLLM derives from the file.
+    """
+    named = ["--model.name", name] if name else []
+    command = [sys.executable, "-m", "cllm", "serve", *([model] if model else [])]
+    command += ["--port", "PORT", *named, *map(str, flags)]
     return running(command, "/ready")
 
 
 def llama_server(
-    model: Path, *flags: object, program: Path = LLAMA_SERVER, threads: int | None = None
+    model: Path, *flags: object, program: Path = LLAMA_SERVER
 ) -> contextlib.AbstractContextManager[Server]:
     """Start llama-server with ``flags``.
 
     Each request opens a connection, because it drops some kept-alive ones.
     """
-    threads = threads or os.cpu_count()
     return running(
-        [program, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags],
+        [program, "-m", model, "--port", "PORT", "--no-webui", *flags],
         "/health",
         keep_alive=False,
     )

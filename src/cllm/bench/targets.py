@@ -1,18 +1,25 @@
-"""The figures that ``cllm bench compare`` derives from its results, and their targets."""
+"""The figures that ``cllm bench compare`` derives from its rounds, and their targets."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cllm.bench.comparison import BOUND, CLLM, DEFAULT_SERVER, ENGINE, LLAMA_SERVER, Results, Run
+from cllm.bench.comparison import CLLM, DEFAULT_SERVER, LLAMA_SERVER, Rounds, Run
+from cllm.bench.intervals import Median
+from cllm.bench.rows import ROWS, SUCCEEDED, Row, Target
+
+CLOSE = 0.1  # settings that were worse by less in the first round may be the best ones
 
 
-class Figure(msgspec.Struct, frozen=True):
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """A number with a target. ``values``: one for each round. Their median, or with ``every`` each
     of them, must be at least ``target``; without ``at_least``, at most ``target``.
+
+    settings: those of the peer. default_values, default_target: the same against llama.cpp's
+    default build. noisy: other processes took too much of the CPU in a round.
     """
 
     name: str
@@ -21,6 +28,10 @@ class Figure(msgspec.Struct, frozen=True):
     at_least: bool = True
     every: bool = False
     unit: str = ""
+    settings: str = ""
+    default_values: list[float] = []
+    default_target: float | None = None
+    noisy: bool = False
 
     @property
     def judged(self) -> float:
@@ -31,160 +42,150 @@ class Figure(msgspec.Struct, frozen=True):
     @property
     def met(self) -> bool | None:
         """Whether the target is met; None without a target."""
-        if self.target is None:
+        return None if self.target is None else self._meets(self.judged, self.target)
+
+    @property
+    def default_met(self) -> bool | None:
+        """The same for the default build."""
+        if self.default_target is None or not self.default_values:
             return None
-        return self.judged >= self.target if self.at_least else self.judged <= self.target
+        return self._meets(statistics.median(self.default_values), self.default_target)
+
+    @property
+    def certain(self) -> bool:
+        """Whether the whole confidence interval is on one side of the target."""
+        if self.target is None or self.every:
+            return True
+        median = Median.of(self.values)
+        return self._meets(median.low, self.target) == self._meets(median.high, self.target)
+
+    def _meets(self, value: float, target: float) -> bool:
+        return value >= target if self.at_least else value <= target
 
     def verdict(self) -> str:
         if self.target is None:
             return ""
         by = abs(self.judged - self.target)
         distance = f"{by:.1f}{self.unit}" if self.unit else f"{by / self.target:.1%}"
-        return f"{'met' if self.met else '**missed**'} by {distance}" if by else "met"
+        words = f"{'met' if self.met else '**missed**'} by {distance}" if by else "met"
+        words += "" if self.certain else ", not certain"
+        return words + (", noisy" if self.noisy else "")
 
 
-TO_BOUND, TO_ENGINE = 0.99, 0.97
-TO_LLAMA_SERVER = {1: 1.00, 8: 1.05, 32: 1.08}
-TO_DEFAULT_BUILD = 1.2  # for prefill, if AVX2 is the CPU's widest vector extension
-TTFT = {LLAMA_SERVER: {8: 1.0, 32: 1.0}, DEFAULT_SERVER: {8: 0.8}}
-MEMORY_MB, START_S = 150.0, 1.5
-
-
-def figures(results: Results) -> list[Figure]:
+def find_figures(rounds: Rounds) -> list[Figure]:
     """Return the figures that were measured, with their targets."""
-    groups = (
-        build_figures(results),
-        engine_figures(results.runs),
-        server_figures(results.runs),
-        ttft_figures(results.runs),
-        shared_prefix_figures(results.shared),
-        success_figures(results),
-        process_figures(results.runs),
-    )
-    return [figure for group in groups for figure in group if figure.values]
+    found, shares = [], list[float]()
+    for row in ROWS.values():
+        runs = rounds.of(row.name)
+        found += [figure_of(runs, row, target) for target in row.targets]
+        shares += [run.values.get(SUCCEEDED, 0.0) for run in runs if is_load(run)]
+    name = "share of all requests to cLLM that succeed"
+    found.append(Figure(name=name, values=shares, target=1.0, every=True))
+    return [figure for figure in found if figure.values]
 
 
-def build_figures(results: Results) -> Iterator[Figure]:
-    for test, rates in results.llama_bench.items():
-        ratios = [
-            ratio(a, b) for a, b in zip(rates, results.default_bench.get(test, []), strict=False)
-        ]
-        target = TO_DEFAULT_BUILD if test.startswith("pp") and is_avx2(results) else None
-        yield Figure(
-            f"llama-bench {test}, cLLM's compiler switches / default build", ratios, target
-        )
+def is_load(run: Run) -> bool:
+    return run.system == CLLM and bool(run.num_requests)
 
 
-def engine_figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    for size in sizes(runs):
-        values = paired(runs, size, decode_speed)(ENGINE, BOUND, ratio)
-        yield Figure(f"decoding, engine in process / llama-batched-bench, {size}", values, TO_BOUND)
-    for size in sizes(runs):
-        values = paired(runs, size, output_speed)(CLLM, ENGINE, ratio)
-        name = f"output tokens/s, HTTP streaming / engine in process, {size}"
-        yield Figure(name, values, TO_ENGINE)
-
-
-def server_figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    for size in sizes(runs):
-        pair = paired(runs, size, output_speed)
-        name = f"output tokens/s, cLLM / llama-server, {size}"
-        yield Figure(name, pair(CLLM, LLAMA_SERVER, ratio), TO_LLAMA_SERVER.get(size))
-        name = f"the bound of it, llama-batched-bench / llama-server, {size}"
-        yield Figure(name, pair(BOUND, LLAMA_SERVER, ratio))
-        name = f"output tokens/s, cLLM / {DEFAULT_SERVER}, {size}"
-        yield Figure(name, pair(CLLM, DEFAULT_SERVER, ratio))
-
-
-def ttft_figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    for system, targets in TTFT.items():
-        for size in sizes(runs):
-            values = paired(runs, size, mean_ttft)(CLLM, system, ratio)
-            name = f"mean TTFT, cLLM / {system}, {size}"
-            yield Figure(name, values, targets.get(size), at_least=False)
-
-
-def shared_prefix_figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    for system in TTFT:
-        for size in sizes(runs):
-            speeds = paired(runs, size, output_speed)(CLLM, system, ratio)
-            yield Figure(f"shared prefix, output tokens/s, cLLM / {system}, {size}", speeds)
-            values = paired(runs, size, mean_ttft)(CLLM, system, ratio)
-            yield Figure(f"shared prefix, mean TTFT, cLLM / {system}, {size}", values)
-
-
-def success_figures(results: Results) -> Iterator[Figure]:
-    every = (*results.runs, *results.kept, *results.curve, *results.shared)
-    shares = [success(run) for run in every if run.system == CLLM]
-    yield Figure("share of cLLM's requests that succeed", shares, 1.0, every=True)
-
-
-def process_figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the figures of cLLM's processes: memory, start and CPU time."""
-    starts: list[float] = []
-    for size in sizes(runs):
-        values = paired(runs, size, lambda run: run.memory_mb)(CLLM, LLAMA_SERVER, difference)
-        name = f"memory, cLLM - llama-server, {size}"
-        yield Figure(name, values, MEMORY_MB, at_least=False, unit=" MB")
-        starts += paired(runs, size, start_or_load)(CLLM, ENGINE, difference)
-    name = "start of cLLM until ready - loading of the model"
-    yield Figure(name, starts, START_S, at_least=False, unit=" s")
-    costs = [
-        run.cpu_us_per_token
+def figure_of(runs: Sequence[Run], row: Row, target: Target) -> Figure:
+    own = {run.round: run for run in runs if run.system == target.of}
+    settings = best_settings(runs, row, target.against, target) if target.against else ""
+    theirs = {
+        run.round: run for run in runs if run.system == target.against and run.settings == settings
+    }
+    default = {
+        run.round: run
         for run in runs
-        if run.system == CLLM and run.cpu_us_per_token is not None
-    ]
-    yield Figure("CPU of the API process for a streamed token", costs, unit=" µs")
+        if run.system == DEFAULT_SERVER and target.against == LLAMA_SERVER
+    }
+    used = [*own.values(), *theirs.values()]
+    return Figure(
+        name=name_of(row, target),
+        values=[*compared(own, theirs if target.against else None, target)],
+        target=target.limit,
+        at_least=target.at_least,
+        unit=target.unit,
+        settings=settings or "",
+        default_values=[*compared(own, default, target)],
+        default_target=target.default_limit,
+        noisy=any(run.noisy for run in used if target.value in run.values),
+    )
 
 
-def sizes(runs: Iterable[Run]) -> list[int]:
-    return sorted({run.num_seqs for run in runs})
+def name_of(row: Row, target: Target) -> str:
+    sign = "-" if target.unit else "/"
+    systems = f", {target.of} {sign} {target.against}" if target.against else ""
+    return f"{row.name}: {target.name}{systems}"
 
 
-def output_speed(run: Run) -> float:
-    return run.output_tokens_per_s
-
-
-def decode_speed(run: Run) -> float | None:
-    return run.decode_tokens_per_s
-
-
-def mean_ttft(run: Run) -> float | None:
-    return run.ttft_ms
-
-
-def start_or_load(run: Run) -> float | None:
-    return run.load_s if run.system == ENGINE else run.start_s
-
-
-def is_avx2(results: Results) -> bool:
-    """Return whether AVX2 is the widest vector extension that llama.cpp uses on this machine."""
-    used = results.machine.get("llama.cpp uses", "").split(", ")
-    return "AVX2" in used and "AVX512" not in used
-
-
-def paired(
-    runs: Iterable[Run], num_seqs: int, value: Callable[[Run], float | None]
-) -> Callable[[str, str, Callable[[float, float], float]], list[float]]:
-    """Return a function that combines the values of two systems round by round, where both were
-    measured.
+def compared(own: dict[int, Run], theirs: dict[int, Run] | None, target: Target) -> Iterator[float]:
+    """Yield the ratio, or the difference, of the values of each round in which both have one;
+    without a peer, the values.
     """
-    values = {(run.system, run.round): value(run) for run in runs if run.num_seqs == num_seqs}
-
-    def join(one: str, other: str, how: Callable[[float, float], float]) -> list[float]:
-        pairs = [(values[one, i], values.get((other, i))) for system, i in values if system == one]
-        return [how(a, b) for a, b in pairs if a is not None and b]
-
-    return join
-
-
-def ratio(one: float, other: float) -> float:
-    return one / other
+    for i, run in own.items():
+        value = run.values.get(target.value)
+        if theirs is None:
+            other: float | None = 1.0
+        else:
+            other = theirs[i].values.get(target.value) if i in theirs else None
+        if value is not None and other is not None and (other or target.unit):
+            yield value - other if target.unit else value / other
 
 
-def difference(one: float, other: float) -> float:
-    return one - other
+# --- the best settings of a peer ----------------------------------------------------------------
 
 
-def success(run: Run) -> float:
-    return run.num_succeeded / run.num_requests
+def best_settings(runs: Iterable[Run], row: Row, system: str, target: Target) -> str | None:
+    """Return the settings that served every request and had the best median, of those that were
+    measured in the most rounds; None if there are none.
+    """
+    groups = by_settings((run for run in runs if run.system == system), row, target)
+    most = max((len(values) for values in groups.values()), default=0)
+    medians = {
+        settings: statistics.median(values)
+        for settings, values in groups.items()
+        if len(values) == most
+    }
+    if not medians:
+        return None
+    return (max if more_is_better(row, target) else min)(medians, key=medians.__getitem__)
+
+
+def close_settings(runs: Sequence[Run], row: Row) -> set[str]:
+    """Return the settings of one system that are the best ones of a round, or nearly so, for any
+    target.
+    """
+    close = set()
+    for target in row.targets:
+        groups = by_settings(runs, row, target)
+        values = {settings: statistics.median(found) for settings, found in groups.items()}
+        if not values:
+            continue
+        if more_is_better(row, target):
+            limit = max(values.values()) * (1 - CLOSE)
+            close |= {settings for settings, value in values.items() if value >= limit}
+        else:
+            limit = min(values.values()) * (1 + CLOSE)
+            close |= {settings for settings, value in values.items() if value <= limit}
+    return close
+
+
+def by_settings(runs: Iterable[Run], row: Row, target: Target) -> dict[str, list[float]]:
+    """Return settings -> the values that say which ones are best, of settings that served every
+    request.
+    """
+    value = row.primary[0] or target.value
+    share = f"{target.part}: {SUCCEEDED}" if target.part and not row.primary[0] else SUCCEEDED
+    groups: dict[str, list[float]] = {}
+    failed = set()
+    for run in runs:
+        if run.values.get(share, 1.0) < 1 or (run.failures and not run.values):
+            failed.add(run.settings)
+        elif value in run.values:
+            groups.setdefault(run.settings, []).append(run.values[value])
+    return {settings: values for settings, values in groups.items() if settings not in failed}
+
+
+def more_is_better(row: Row, target: Target) -> bool:
+    return row.primary[1] if row.primary[0] else target.at_least

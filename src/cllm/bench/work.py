@@ -58,9 +58,9 @@ class Work:
         self.prompts = [template.encode(talk, []) for talk in self.talks]
         self.tasks = self.tasks_in("openai")
 
-    def tasks_in(self, api: Api) -> list[Task]:
+    def tasks_in(self, api: Api, model: str = MODEL) -> list[Task]:
         body, options = DIALECTS[api].body, {name: getattr(self.params, name) for name in SENT}
-        return [Task(body(MODEL, talk, options), self.size.num_tokens) for talk in self.talks]
+        return [Task(body(model, talk, options), self.size.num_tokens) for talk in self.talks]
 
     def before(self) -> Work:
         """Return the same prompts with one output token each.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -9,59 +11,91 @@ import subprocess
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from cllm import __version__
-from cllm.bench.peers import BUILT, FOLDER
+from cllm.bench.comparison import MOST_OTHERS
+from cllm.bench.peers import BUILT, DEFAULT_FOLDER, FOLDER
 from cllm.bench.peers import build as build_peers
+from cllm.bench.rows import ROWS, UNUSUAL
 from cllm.cli.doctor import describe_cpu, installed
-from cllm.cli.files import write_json
-from cllm.cli.options import AnswerTokens, ModelFile, Positive, PromptWords
+from cllm.cli.options import AboveZero, ModelFile, Positive
 from cllm.cli.pictures import check_files
 from cllm.cli.progress import open_bar
 from cllm.errors import StartupError
-from cllm.models.catalog import BUILTIN
 
 if TYPE_CHECKING:
-    from cllm.bench.comparison import Results
+    from cllm.bench.comparison import Rounds
+
+    RowName = str
+else:
+    RowName = Literal[tuple(ROWS)]
 
 PAGE = Path("docs/performance.md")
+PACKAGE = Path(__file__).parents[1]
+# files that do not change what a server does
+NOT_SERVED = {PACKAGE / "bench", *(PACKAGE / "cli").glob("bench*.py"), PACKAGE / "cli" / "tune.py"}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    concurrency: Annotated[
-        tuple[int, ...],
+    rows: Annotated[
+        tuple[RowName, ...],
         Parameter(
-            validator=Number(gte=1, lte=256),
             negative="",
             consume_multiple=True,
-            help="Numbers of concurrent requests, such as 1 8 32.",
+            help=f"What to measure. [default: all but {' '.join(UNUSUAL)}]",
+            show_default=False,
         ),
-    ] = (1, 8, 32)
+    ] = tuple(name for name in ROWS if name not in UNUSUAL)
     rounds: Annotated[
-        int, Parameter(validator=Number(gte=3), help="Runs of each system, in turn; at least 3.")
-    ] = 3
-    prompt_words: PromptWords = 16
-    max_tokens: AnswerTokens = 64
-    threads: Annotated[
         int | None,
         Parameter(
             validator=Positive,
-            help="Threads of each system. [default: all cores]",
+            help="Runs of each system, in turn. [default: 9 of the most important rows, 3 of "
+            "others, 1 of long-context]",
             show_default=False,
         ),
     ] = None
+    store: Annotated[
+        Path,
+        Parameter(
+            help="The file of all rounds, one line of JSON for each run. What it already contains "
+            "of this machine and build is not measured again."
+        ),
+    ] = Path("compare.jsonl")
+    minutes: Annotated[
+        float | None,
+        Parameter(
+            validator=AboveZero,
+            help="Begin no run after this time; a later call goes on. [default: no limit]",
+            show_default=False,
+        ),
+    ] = None
+    max_busy: Annotated[
+        float,
+        Parameter(
+            validator=Number(gte=0, lte=1),
+            help="Share of the CPU that other processes may take; a run with more is repeated up "
+            "to three times.",
+        ),
+    ] = MOST_OTHERS
+    scale: Annotated[
+        float, Parameter(validator=AboveZero, help="Factor for the lengths of all prompts.")
+    ] = 1.0
     peers: Annotated[
         Path,
         Parameter(
             help="The folder of llama-server, llama-batched-bench and llama-bench, before PATH."
         ),
     ] = FOLDER
+    default_peers: Annotated[
+        Path, Parameter(help="The folder of the same programs as llama.cpp builds them.")
+    ] = DEFAULT_FOLDER
     build: Annotated[
         bool,
         Parameter(
@@ -69,49 +103,51 @@ class CompareOptions:
             help="First build the peers in .tools/peers, from the llama.cpp that cLLM uses.",
         ),
     ] = False
-    curves: Annotated[
-        bool, Parameter(help="Also measure by number of concurrent requests and by context length.")
-    ] = True
     out: Annotated[
         Path, Parameter(help="The page to write, or its folder; pictures go into the same folder.")
     ] = PAGE
-    json: Annotated[Path | None, Parameter(help="File for all results.", show_default=False)] = None
     source: Annotated[
         Path | None,
         Parameter(
             name="--from",
-            help="Write the page from a file of --json, without measuring.",
+            help="Write the page from a file of --store, without measuring.",
             show_default=False,
         ),
     ] = None
 
 
 def compare(model: ModelFile = None, /, *, options: CompareOptions = CompareOptions()) -> None:
-    """Measure cLLM and its peers in turn on one model, and write a page with the results.
+    """Measure cLLM without any option and its peers in turn on one model, and write a page with
+    the results.
 
-    Peers: llama-server, llama-batched-bench and, if installed, llama-bench, Ollama,
-    llama-cpp-python's example server.
+    Peers: llama-server in its default and in its best settings, llama-batched-bench and, if
+    installed, llama-bench, Ollama, llama-cpp-python's example server.
     """
-    from cllm.bench.comparison import read_results
+    from cllm.bench.comparison import Rounds
     from cllm.bench.performance import write_page
-    from cllm.bench.targets import figures
+    from cllm.bench.targets import find_figures
 
     page = options.out / PAGE.name if options.out.is_dir() else options.out
-    check_files(options.json, page.with_suffix(".svg"), None)
-    source = options.source
-    results = measure(model or BUILTIN, options) if source is None else read_results(source)
-    for path in write_page(results, page):
+    check_files(options.store if options.source is None else None, page.with_suffix(".svg"), None)
+    if options.source is not None and not options.source.exists():
+        raise StartupError(f"{options.source} cannot be read: it does not exist")
+    if options.source is None:
+        rounds = Rounds(options.store, machine())
+        skipped = measure(model, options, rounds)
+    else:
+        rounds, skipped = Rounds(options.source), {}
+    for path in write_page(rounds, page, skipped):
         print(path)
-    for figure in figures(results):
+    for figure in find_figures(rounds):
         if figure.met is False:
             print(
                 f"missed: {figure.name}: {figure.judged:.3f}{figure.unit}, target "
-                f"{figure.target:g}{figure.unit}"
+                f"{figure.target:.3g}{figure.unit}"
             )
 
 
-def measure(model: Path, options: CompareOptions) -> Results:
-    """Measure all systems. Writes the results so far to the options' file after each step."""
+def measure(model: Path | None, options: CompareOptions, rounds: Rounds) -> dict[str, str]:
+    """Measure what is missing in ``rounds``; return what was skipped, and why."""
     from cllm.bench.compare import Options
     from cllm.bench.compare import compare as run
 
@@ -122,30 +158,41 @@ def measure(model: Path, options: CompareOptions) -> Results:
     what = Options(
         model=model,
         peers=options.peers,
-        concurrency=sorted(set(options.concurrency)),
+        default_peers=options.default_peers,
+        rows=[row for name, row in ROWS.items() if name in options.rows],
         rounds=options.rounds,
-        prompt_words=options.prompt_words,
-        max_tokens=options.max_tokens,
-        threads=options.threads or os.cpu_count() or 1,
-        curves=options.curves,
+        scale=options.scale,
+        seconds=None if options.minutes is None else 60 * options.minutes,
+        most_others=options.max_busy,
     )
-
-    def keep(results: Results) -> None:
-        if options.json is not None:
-            write_json(options.json, results)
-
     with closing(open_bar("comparing")) as bar:
-        return run(what, machine(), bar.update, keep)
+        return run(what, rounds, bar.update)
 
 
 def machine() -> dict[str, str]:
-    """Return what readers of the results need to know about the machine."""
+    """Return what readers of the results need to know about the machine. Rounds are combined if
+    CPU and build are the same.
+    """
     return {
         "CPU": f"{describe_cpu()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cLLM": __version__ + commit(),
         "llama.cpp": f"of llama-cpp-python {installed('llama-cpp-python')}",
+        "build": hash_build(),
     }
+
+
+def hash_build() -> str:
+    """Return a hash of what a server runs: cLLM's sources and llama.cpp's libraries."""
+    files = [
+        path for path in sorted(PACKAGE.rglob("*.py")) if not NOT_SERVED & {path, *path.parents}
+    ]
+    if (spec := importlib.util.find_spec("llama_cpp")) and spec.origin:
+        files += sorted((Path(spec.origin).parent / "lib").glob("*.so*"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def commit() -> str:
