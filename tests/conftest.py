@@ -135,8 +135,8 @@ class FakeEngine:
     """An engine on the fake backend, stepped by hand; the laws are checked after every step."""
 
     def __init__(self, **options) -> None:
-        """``options`` are FakeBackend's, and EngineParams' that begin with ``engine_``; nobody
-        guesses by default.
+        """``options`` are FakeBackend's, and EngineParams' that begin with ``engine_``; by default
+        nobody guesses, and prompts are computed in every step.
         """
         mine = {
             name.removeprefix("engine_"): options.pop(name)
@@ -145,7 +145,7 @@ class FakeEngine:
         }
         self.now = 0.0
         self.backend = RecordingBackend(**options, sleep=self.sleep)
-        params = EngineParams(**{"check": True, "speculation": "off", **mine})
+        params = EngineParams(**{"check": True, "speculation": "off", "prefill_share": 1.0, **mine})
         self.engine = build_engine(self.backend, params, clock=lambda: self.now)
         self.scheduler = self.engine.scheduler
         self.kv_cache = self.scheduler.kv_cache

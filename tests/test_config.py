@@ -391,8 +391,8 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
             "c.yaml:1: scheduler.weights.a is not a setting; did you mean scheduler.weights?",
         ),
         (
-            "kv: {layout: paged}",
-            'c.yaml:1: kv.layout must be auto, partitioned or unified, not "paged"',
+            "kv: {layout: paged_}",
+            'c.yaml:1: kv.layout must be auto, paged, partitioned or unified, not "paged_"',
         ),
         ("model: {name: ''}", 'c.yaml:1: model.name must be one line of text or null, not ""'),
         (

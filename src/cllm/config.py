@@ -120,11 +120,18 @@ class Scheduler(Section):
         default=512, ge=1, le=8192, description="Largest number of tokens in one step."
     )
     target_itl_ms: float | None = Field(
-        default=1000.0,
+        default=None,
         ge=1,
         le=600_000,
         description="Longest time in ms between two tokens of a stream that prefill may cause; "
-        "null means no limit.",
+        "null means 25 times what one sequence alone takes for a token.",
+    )
+    prefill_share: float = Field(
+        default=0.7,
+        gt=0,
+        le=1,
+        description="Share of the time for prompts while streams are generated: higher gives "
+        "earlier first tokens, lower gives steadier streams. 1 computes prompts in every step.",
     )
     policy: Text = Field(
         default="fair",

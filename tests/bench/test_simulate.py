@@ -39,7 +39,14 @@ def entry(
 def run(entries: list[Entry], **options) -> SimulationReport:
     limits, keys = options.pop("limits", Limits()), options.pop("keys", ())
     setup = Setup(
-        **{"context": 4096, "costs": COSTS, "check": True, "target_itl_ms": None, **options}
+        **{
+            "context": 4096,
+            "costs": COSTS,
+            "check": True,
+            "target_itl_ms": None,
+            "prefill_share": 1.0,
+            **options,
+        }
     )
     courses, replicas = simulate(entries, setup)
     return summarize(courses, replicas, trace="test", settings={}, limits=limits, keys=keys)

@@ -120,7 +120,7 @@ def test_help_describes_option(cllm) -> None:
         assert option.flag in out
     assert "--server.port --port" in out
     assert "Port to listen on; 0 chooses a free port. [default: 8000]" in out
-    assert "[choices: auto, partitioned, unified]" in out
+    assert "[choices: f16, q8_0, q4_0]" in out
 
 
 @pytest.mark.parametrize(

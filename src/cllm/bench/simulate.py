@@ -9,6 +9,7 @@ step are known when it ends.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -59,6 +60,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_cells: int | None = None
     ram_cache_tokens: int = 0
     target_itl_ms: float | None = 1000.0
+    prefill_share: float = 0.7
     speculation: Literal["off", "prompt_lookup"] = "off"
     costs: Costs = SMALL_MODEL
     seed: int = 0
@@ -140,7 +142,8 @@ class Replica:
         )
         params = EngineParams(
             policy=setup.policy,
-            target_itl=None if setup.target_itl_ms is None else setup.target_itl_ms / 1000,
+            prefill_share=setup.prefill_share,
+            target_itl=math.inf if setup.target_itl_ms is None else setup.target_itl_ms / 1000,
             speculation=setup.speculation,
             ram_cache_bytes=setup.ram_cache_tokens * backend.info.state_bytes_per_token,
             check=setup.check,

@@ -69,7 +69,15 @@ class ReplayOptions:
             validator=NotNegative,
             help="Longest ms between two tokens that prefill may cause; 0 means no limit.",
         ),
-    ] = DEFAULTS.scheduler.target_itl_ms or 0
+    ] = 1000.0
+    prefill_share: Annotated[
+        float,
+        Parameter(
+            validator=Number(gt=0, lte=1),
+            help="Share of the time for prompts while others decode; 1 computes them in every "
+            "step.",
+        ),
+    ] = DEFAULTS.scheduler.prefill_share
     context: Annotated[
         int | None,
         Parameter(
@@ -197,6 +205,7 @@ def setup_of(options: ReplayOptions, entries: list[Entry]) -> Setup:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         target_itl_ms=options.target_itl_ms or None,
+        prefill_share=options.prefill_share,
         context=options.context or needed,
         layout=options.layout,
         num_cells=options.num_cells,

@@ -17,7 +17,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens but not be computed.
     kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n tokens
     takes state_bytes + n * state_bytes_per_token. fingerprint: identifies the model and everything
-    else that its saved states depend on. on_gpu: whether the weights are on a GPU.
+    else that its saved states depend on. on_gpu: whether the weights are on a GPU. row_seconds:
+    time of a step with one row and few tokens before it, measured at load; 0 if unknown.
 
     generates: False for a model that only embeds. embedding_size: dimensions of an embedding, 0
     without embeddings. pooling: how token embeddings become one vector: "mean", "last", "cls" (the
@@ -49,6 +50,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     system: str = ""
     on_gpu: bool = False
+    row_seconds: float = 0.0
     generates: bool = True
     embedding_size: int = 0
     pooling: str = "mean"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
+ROWS_PER_TARGET = 25  # the target time between tokens, in steps of one row
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 
 
@@ -80,7 +82,9 @@ def build_engine(
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_samples=info.max_num_samples,
             tile=info.tile,
-            target_itl=params.target_itl,
+            target_itl=compute_target_itl(params, info),
+            prefill_share=params.prefill_share,
+            weights=params.weights,
         ),
         info.end_tokens,
         make_policy(params.policy, params.weights),
@@ -104,6 +108,13 @@ def build_engine(
         disk,
         check=params.check,
     )
+
+
+def compute_target_itl(params: EngineParams, info: ModelInfo) -> float | None:
+    """Return ``target_itl``, or if it is not set, a multiple of a step's time on this machine."""
+    if params.target_itl is None:
+        return ROWS_PER_TARGET * info.row_seconds or 1.0
+    return None if math.isinf(params.target_itl) else params.target_itl
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:

@@ -40,6 +40,7 @@ def engine_params(
         layout=kv.layout,
         kv_type=kv.type,
         target_itl=None if scheduler.target_itl_ms is None else scheduler.target_itl_ms / 1000,
+        prefill_share=scheduler.prefill_share,
         policy=scheduler.policy,
         weights=scheduler.weights,
         speculation=scheduler.speculation,

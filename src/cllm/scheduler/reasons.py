@@ -56,6 +56,11 @@ class PrefillBudgetUsed(NamedTuple):
         return f"the step's prefill budget of {self.num_tokens} tokens is used up"
 
 
+class DecodingFirst(NamedTuple):
+    def __str__(self) -> str:
+        return "prompts have had their share of the time; running answers get this step"
+
+
 class Behind(NamedTuple):
     head: str
 

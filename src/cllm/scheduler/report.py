@@ -10,7 +10,7 @@ import msgspec
 
 from cllm.core.output import Stats
 from cllm.core.sequence import Sequence
-from cllm.scheduler.reasons import Behind, NextStep, PrefillBudgetUsed
+from cllm.scheduler.reasons import Behind, DecodingFirst, NextStep, PrefillBudgetUsed
 from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.trace import MAX_NAMED, Explanation, Waiter
 
@@ -24,7 +24,8 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
         behind = Behind(head.name)
         others = ((seq, behind) for seq in scheduler.waiting if seq is not head)
         blocked = scheduler.step.blocked
-        if isinstance(blocked, PrefillBudgetUsed):  # this concerns running sequences
+        # these concern running sequences
+        if isinstance(blocked, (PrefillBudgetUsed, DecodingFirst)):
             blocked = None
         waiting = [[(head, blocked or NextStep())], *waiting, others]
     return Explanation(

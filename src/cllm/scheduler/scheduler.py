@@ -18,10 +18,12 @@ from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.length_estimates import LengthEstimates
+from cllm.scheduler.pacing import Pacing, count_long_tokens
 from cllm.scheduler.placement import arrange
 from cllm.scheduler.policy import Policy, split_prefill_budget
 from cllm.scheduler.reasons import (
     AllSeqIdsInUse,
+    DecodingFirst,
     FailedTogether,
     PrefillBudgetUsed,
     TooFewCells,
@@ -39,12 +41,16 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
     one for each running sequence. tile: see ModelInfo. target_itl: seconds between two tokens of a
     sequence that other requests' prompts may cause; None gives prompts the whole rest of the step.
+    prefill_share: of the time, for prompts while sequences decode; 1 means prompts in every step.
+    weights: of accounts, for sequences so long that they do not get a row in every step.
     """
 
     max_num_batched_tokens: int = 512
     max_num_samples: int = 512
     tile: int = 16
     target_itl: float | None = 1.0
+    prefill_share: float = 1.0
+    weights: Mapping[str, float] = {}
 
 
 class Scheduler(Sequences):
@@ -70,6 +76,7 @@ class Scheduler(Sequences):
         self.params = params
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile)
+        self.pacing = Pacing(self.cost, params.prefill_share, params.weights)
         self.length_estimates = LengthEstimates()
         self.step = Step(0.0)  # the current or last one
         self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
@@ -84,8 +91,7 @@ class Scheduler(Sequences):
         # 1. Expire: requests that have timed out end.
         # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its
         #    seq_id or its cells.
-        # 3. Decode: each running sequence that lacks one token gets a row. If cells run short, the
-        #    tail is parked.
+        # 3. Decode: sequences that lack one token get rows. If cells run short, the tail is parked.
         # 4. Admit: waiting sequences start to run, in the order of the policy, until one cannot be
         #    admitted.
         # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
@@ -99,6 +105,7 @@ class Scheduler(Sequences):
         operations = self._operations = self.drain_pending_operations()
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
+        reserved += self.cost.estimate_long_row(count_long_tokens(rows))
         space = self.params.max_num_batched_tokens - num_tokens
         target_itl = None if self.params.target_itl is None else self.params.target_itl - reserved
         self.step.prefill_budget = self.cost.compute_prefill_budget(
@@ -109,7 +116,12 @@ class Scheduler(Sequences):
         )
         self._admit_waiting(now, operations)
         self._suspects = self.running
-        rows += self._prefill(rows, operations)
+        served = {row.seq for row in rows} | self.pacing.paused
+        lacking = [seq for seq in self.running if seq not in served]
+        if self.pacing.allows_prompts(len(rows), lacking):
+            rows += self._prefill(rows, lacking, operations)
+        else:
+            self.step.blocked = self.step.blocked or DecodingFirst()
         self._suspects = ()
         if not rows and not operations:
             return None
@@ -146,7 +158,7 @@ class Scheduler(Sequences):
 
         The rows get draft tokens if all running sequences decode and none waits.
         """
-        decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
+        decoding = self.pacing.select([seq for seq in self.running if seq.num_lacking_tokens == 1])
         drafts: dict[Sequence, tuple[int, ...]] = {}
         if (
             self._speculation is not None
@@ -164,16 +176,16 @@ class Scheduler(Sequences):
                 drafts = {}
                 continue
             self._park(self.running.tail)
-            decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
+            decoding = [seq for seq in decoding if seq.seq_id >= 0]
         operations += room
         return [self._make_row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
-    def _prefill(self, decoding: list[Row], operations: list[Operation]) -> list[Row]:
-        """Return rows for the running sequences that lack more than one token, within the prefill
-        budget.
+    def _prefill(
+        self, decoding: list[Row], lacking: list[Sequence], operations: list[Operation]
+    ) -> list[Row]:
+        """Return rows for ``lacking``, the running sequences that lack more than one token, within
+        the prefill budget.
         """
-        served = {row.seq for row in decoding}
-        lacking = [seq for seq in self.running if seq not in served]
         unserved = dict(
             split_prefill_budget(
                 lacking, self.step.prefill_budget, self.cost.efficient_prefill_tokens
@@ -434,7 +446,7 @@ class Scheduler(Sequences):
         step.seconds, step.num_operations = now - step.at, len(batch.operations)
         step.num_running = len(self.running)
         step.num_waiting = len(self.waiting) + len(self.deferred)
-        self.cost.observe(step.num_rows + step.num_guesses, step.num_prefill_tokens, step.seconds)
+        self.pacing.observe(step, batch.rows, len(self.waiting))
         self.statistics.add(step)
         self._suspects = ()
         return self.take_outputs()

@@ -12,11 +12,13 @@ ROW_OFFSET = 3
 
 
 class StepCost:
-    """Seconds of a step: the cost of its decoding rows plus the cost of its prefill tokens.
+    """Seconds of a step: the cost of its decoding rows, plus that of its prefill tokens, plus that
+    of the rows of long sequences.
 
     The first is an exponential mean for each number of rows, because with real kernels it is far
     from linear. The second is an exponential mean per tile: kernels compute prompts in tiles, and
-    part of a tile costs as much as a whole one.
+    part of a tile costs as much as a whole one. The third is an exponential mean per token of the
+    long sequences, because attention to these tokens is most of it.
     """
 
     def __init__(self, tile: int) -> None:
@@ -24,17 +26,28 @@ class StepCost:
         self.tile = tile
         self.per_rows: dict[int, float] = {}
         self.per_tile: float | None = None
+        self.per_long_token: float | None = None
 
     @property
     def per_token(self) -> float | None:
         """Seconds per token of a long prompt; None before the first prefill."""
         return self.per_tile and self.per_tile / self.tile
 
-    def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn that a step of ``num_rows`` decoding rows and ``num_tokens`` prefill tokens took
-        ``seconds``.
+    def observe(
+        self, num_rows: int, num_tokens: int, seconds: float, num_long_tokens: int = 0
+    ) -> None:
+        """Learn that a step took ``seconds``.
+
+        It had ``num_rows`` decoding rows, further rows of sequences with ``num_long_tokens`` tokens
+        in total, and ``num_tokens`` prefill tokens.
         """
         expected = self.estimate_decode(num_rows)
+        if num_tokens == 0 and num_long_tokens:
+            self.per_long_token = update_mean(
+                self.per_long_token, max(0.0, seconds - expected) / num_long_tokens
+            )
+            return
+        expected += self.estimate_long_row(num_long_tokens)
         if num_tokens == 0:
             self.per_rows[num_rows] = update_mean(
                 self.per_rows.get(num_rows, expected or None), seconds
@@ -56,6 +69,10 @@ class StepCost:
             return known or 0.0
         nearest = min(self.per_rows, key=lambda n: abs(n - num_rows))
         return self.per_rows[nearest] * (num_rows + ROW_OFFSET) / (nearest + ROW_OFFSET)
+
+    def estimate_long_row(self, num_tokens: int) -> float:
+        """Return the expected seconds for a row of a long sequence; 0 if none has been observed."""
+        return num_tokens * (self.per_long_token or 0.0)
 
     def estimate_prefill(self, num_tokens: int) -> float:
         """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,12 +80,14 @@ def uses_gpu(params: BackendParams) -> bool:
 class Probed(NamedTuple):
     """What a model's memory supports.
 
-    A saved state of n tokens takes state_bytes + n * state_bytes_per_token.
+    A saved state of n tokens takes state_bytes + n * state_bytes_per_token. row_seconds: see
+    ModelInfo.
     """
 
     can_trim: bool
     state_bytes: int
     state_bytes_per_token: int
+    row_seconds: float
 
 
 class LlamaCppBackend:
@@ -158,6 +161,7 @@ class LlamaCppBackend:
             kv_bytes_per_token=params.kv_bytes_per_token,
             system=system_info(),
             on_gpu=on_gpu,
+            row_seconds=probed.row_seconds,
             tile=TILE,
             can_trim=probed.can_trim,
             num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
@@ -187,7 +191,7 @@ class LlamaCppBackend:
         self._in_passes = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
         try:
             self._open_context()
-            probed = self._probe() if self._memory else Probed(True, 0, 0)
+            probed = self._probe() if self._memory else Probed(True, 0, 0, 0.0)
         except NotPaged as reason:
             self._close_context()
             if params.layout == "paged":
@@ -251,10 +255,13 @@ class LlamaCppBackend:
         first = decode(0, 1)
         self._cells.check_paged()
         per_token = (decode(1, count) - first) // count
+        begun = time.perf_counter()
+        decode(1 + count, 1)
+        row_seconds = time.perf_counter() - begun
         can_trim = bool(lib.llama_memory_seq_rm(self._memory, 0, 1, -1))
         lib.llama_memory_clear(self._memory, False)
         self._cells.can_trim = can_trim
-        return Probed(can_trim, first - per_token, per_token)
+        return Probed(can_trim, first - per_token, per_token, row_seconds)
 
     def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
         c_params = lib.llama_model_default_params()

@@ -1,0 +1,116 @@
+"""Divides time between decoding sequences, prompts, and sequences so long that they would slow down
+all others.
+
+Two accounts of seconds, as in deficit round robin (Shreedhar and Varghese, 1995): whoever has used
+time waits until the others have had their share. Both are empty while only one side has work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Run
+
+from cllm.core.batch import Row
+from cllm.core.sequence import Sequence
+from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.trace import Step
+
+LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
+USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
+PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
+
+
+class Pacing:
+    """``prompts``: seconds that prompts may use beside decoding sequences. ``long_rows``: the same
+    for decoding sequences that cost more than all others together. ``paused``: those of them that
+    get no row in this step.
+    """
+
+    def __init__(self, cost: StepCost, prefill_share: float, weights: Mapping[str, float]) -> None:
+        """``prefill_share``: of the time, for prompts while others decode; 1: no limit.
+
+        ``weights``: of accounts, 1 for those not listed.
+        """
+        self._cost = cost
+        self._weights = weights
+        self._weight = 1.0  # of the long sequences' accounts, relative to the others
+        self._share = prefill_share
+        self.prompts = 0.0
+        self.long_rows = 0.0
+        self.paused: set[Sequence] = set()
+        self._head: Sequence | None = None  # the prompt that is served first
+        self._head_seconds = 0.0  # that it has been computed for
+
+    def select(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Return the sequences of ``decoding`` that get a row in this step."""
+        self.paused = set()
+        short = [seq for seq in decoding if seq.num_tokens < LONG_TOKENS]
+        if len(short) == len(decoding):
+            self.long_rows = 0.0
+            return decoding
+        rest = self._cost.estimate_decode(len(short))
+        costs = {
+            seq: self._cost.estimate_long_row(seq.num_tokens)
+            for seq in decoding
+            if seq.num_tokens >= LONG_TOKENS
+        }
+        # from the shortest on, as long as a row costs no more than all before it together
+        for seq, seconds in sorted(costs.items(), key=lambda item: item[1]):
+            if seconds > rest:
+                break
+            del costs[seq]
+            rest += seconds
+        others = [seq for seq in decoding if seq not in costs]
+        if not costs or not rest:
+            self.long_rows = 0.0
+            return decoding
+        self._weight = self._mean_weight([*costs]) / self._mean_weight(others)
+        if self.long_rows >= 0:
+            return decoding
+        self.paused = {*costs}
+        return others
+
+    def _mean_weight(self, seqs: list[Sequence]) -> float:
+        return sum(self._weights.get(seq.request.account, 1.0) for seq in seqs) / len(seqs)
+
+    def allows_prompts(self, num_decoding: int, lacking: Run[Sequence]) -> bool:
+        """Return whether prompts may be computed in this step, beside ``num_decoding`` rows."""
+        head = lacking[0] if lacking else None
+        if head is not self._head:
+            self._head, self._head_seconds = head, 0.0
+        if not num_decoding or head is None:
+            self.prompts = 0.0
+        return self.prompts >= 0
+
+    def observe(self, step: Step, rows: Run[Row], num_waiting: int) -> None:
+        """Learn what ``step`` has cost, and note what it was used for."""
+        num_long_tokens = count_long_tokens(rows)
+        num_rows = step.num_rows + step.num_guesses
+        if num_long_tokens:
+            num_rows -= sum(is_long(row) for row in rows)
+        seconds, long = step.seconds, self._cost.estimate_long_row(num_long_tokens)
+        prefill = 0.0
+        if step.num_prefill_tokens:
+            prefill = max(0.0, seconds - self._cost.estimate_decode(num_rows) - long)
+        decode = seconds - prefill
+        long = min(long, decode)
+        share = self._share
+        if self._head_seconds > PATIENCE:
+            share = min(share, USUAL_SHARE)
+        elif num_rows:  # many prompts wait longer than few streams do
+            num_prompts = num_waiting + sum(row.num_tokens > 1 for row in rows)
+            share = max(share, num_prompts / (num_prompts + num_rows))
+        self._head_seconds += prefill
+        if share < 1:
+            self.prompts = min(0.0, self.prompts - prefill + decode * share / (1 - share))
+        self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
+        self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens)
+
+
+def is_long(row: Row) -> bool:
+    return row.num_tokens == 1 and row.start >= LONG_TOKENS
+
+
+def count_long_tokens(rows: Run[Row]) -> int:
+    """Return the tokens of the long sequences among the decoding ``rows``."""
+    return sum(row.start for row in rows if is_long(row))
