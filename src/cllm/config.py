@@ -124,10 +124,10 @@ class Scheduler(Section):
         ge=1,
         le=600_000,
         description="Longest time in ms between two tokens of a stream that prefill may cause; "
-        "null means 25 times what one sequence alone takes for a token.",
+        "null means 35 times what one sequence alone takes for a token.",
     )
     prefill_share: float = Field(
-        default=0.7,
+        default=0.75,
         gt=0,
         le=1,
         description="Share of the time for prompts while streams are generated: higher gives "

@@ -28,7 +28,7 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
-ROWS_PER_TARGET = 25  # the target time between tokens, in steps of one row
+ROWS_PER_TARGET = 35  # the target time between tokens, in steps of one row
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 
 

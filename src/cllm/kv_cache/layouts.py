@@ -15,13 +15,15 @@ COPIED_PER_COMPUTED = 32  # tokens that are copied between seq_ids in the time o
 class Layout(ABC):
     """How the seq_ids use the cells.
 
-    ``can_swap``: whether two seq_ids can exchange their cells at no cost.
+    ``can_swap``: whether two seq_ids can exchange their cells at no cost. ``undivided``: prompts of
+    at most so many tokens are computed in one step, because each part of a prompt costs a pass.
 
     ``state``: which tokens of a seq_id can be reused. ``num_spare_ids``: extra seq_ids that keep
     idle prefixes but cannot compute.
     """
 
     can_swap = False
+    undivided = 0
 
     def __init__(self, state: ModelState | None = None, num_spare_ids: int = 0) -> None:
         self.state = Trimmable() if state is None else state
@@ -111,6 +113,7 @@ class Paged(Unified):
     """
 
     can_swap = True
+    undivided = 128
 
     def num_loaded_cells(self, length: int, num_tokens: int) -> int:
         return num_tokens

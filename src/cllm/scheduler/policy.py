@@ -157,7 +157,7 @@ class Fair(Priorities):
 
 
 def split_prefill_budget(
-    lacking: list[Sequence], budget: int, efficient_tokens: float
+    lacking: list[Sequence], budget: int, efficient_tokens: float, undivided: int = 0
 ) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
@@ -166,7 +166,9 @@ def split_prefill_budget(
     So short prompts do not wait for a long one, and cannot delay it forever. Once
     ``efficient_tokens`` have been assigned, no further prompt starts. Prompts that are computed
     together all get their first tokens when the last one does. If they are computed one after the
-    other, all except the last get theirs sooner.
+    other, all except the last get theirs sooner. A prompt of at most ``undivided`` tokens that does
+    not fit into the rest of the budget waits for the next step, because each part of a prompt costs
+    a pass over the weights.
     """
     if not lacking:
         return
@@ -181,9 +183,13 @@ def split_prefill_budget(
             budget -= lacks
             short.add(seq)
             yield seq, lacks
+    whole = budget
     for seq in lacking:
         if seq not in short:
-            share = min(seq.num_lacking_tokens, budget) if efficient_tokens > 0 else 0
+            lacks = seq.num_lacking_tokens
+            share = min(lacks, budget) if efficient_tokens > 0 else 0
+            if share < lacks <= undivided and (budget < whole or short):
+                share = budget = 0
             budget -= share
             efficient_tokens -= share
             yield seq, share

@@ -54,9 +54,7 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler(Sequences):
-    """Decides what to compute: ``schedule`` returns a batch, ``update`` takes the tokens sampled
-    from it.
-    """
+    """Decides what to compute: ``schedule`` returns a batch, ``update`` takes its tokens."""
 
     def __init__(
         self,
@@ -89,11 +87,9 @@ class Scheduler(Sequences):
         The caller must then call ``update`` or ``fail``.
         """
         # 1. Expire: requests that have timed out end.
-        # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its
-        #    seq_id or its cells.
+        # 2. Yield: one sequence is parked if a waiting one of a higher class needs its place.
         # 3. Decode: sequences that lack one token get rows. If cells run short, the tail is parked.
-        # 4. Admit: waiting sequences start to run, in the order of the policy, until one cannot be
-        #    admitted.
+        # 4. Admit: waiting sequences start to run, as the policy sorts them, until one cannot.
         # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
         #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
         #    either with a row or without its cells.
@@ -188,7 +184,10 @@ class Scheduler(Sequences):
         """
         unserved = dict(
             split_prefill_budget(
-                lacking, self.step.prefill_budget, self.cost.efficient_prefill_tokens
+                lacking,
+                self.step.prefill_budget,
+                self.cost.efficient_prefill_tokens,
+                self.kv_cache.layout.undivided,
             )
         )
         rows: list[Row] = []
