@@ -25,6 +25,7 @@ from cllm.bench.tune import (
     Choice,
     Figure,
     Knob,
+    Traffic,
     Tuned,
     Works,
     applied,
@@ -262,3 +263,14 @@ def test_workload_sizes_fit_available_time(tokens_per_s: float, seconds: float) 
     assert math.log2(found.many.prompt_tokens) % 1 == 0
     few = works(lambda work: Speeds(tokens_per_s, tokens_per_s), 1, seconds)
     assert {work.num_seqs for work in few} == {1}
+
+
+def test_workloads_replace_general_figures() -> None:
+    """Every setting is measured with them, and so is the final comparison."""
+    traffic = [Traffic("chat", 0.1), Traffic("agents", 0.1)]
+    start = starting_choice(PARAMS, 4)
+    tries = knobs(start, Works(ONE, MANY, MANY, MANY), 4, 512, traffic)
+    final = final_figures(Works(ONE, MANY, MANY, MANY), traffic)
+    assert [figure.label for figure in final] == ["chat", "agents"]
+    assert all(knob.figures == final for knob in tries)
+    assert tries[2].values == [256, 128]

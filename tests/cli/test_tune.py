@@ -59,6 +59,8 @@ def test_yaml_without_gain_has_only_comments(tmp_path: Path, gain: float | None)
 def test_help_describes_tune(cllm) -> None:
     _, out, _ = cllm("tune", "--help")
     for option in (
+        "--workloads",
+        "long-beside-short",
         "--minutes",
         "--out",
         "--requantize",
@@ -79,6 +81,7 @@ def test_help_describes_tune(cllm) -> None:
         (("none.gguf",), "There is no file none.gguf"),
         (("--backend.name", "fake"), "only llama_cpp can be tuned"),
         (("--minutes", "0"), "minutes"),
+        (("--workloads", "words"), "workloads"),
         (("--out", "."), ". is a folder"),
         (("--out", "none/c.yaml"), "the folder none does not exist"),
         (("--write", "m.gguf"), "--write needs --requantize"),
@@ -149,3 +152,15 @@ def test_tune_measures_and_writes_copy(
         cllm("generate", "--model", copy, "--chat", "What is 2 plus 3?", "--max-tokens", "8").code
         == 0
     )
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+def test_tune_measures_workloads(cllm, builtin_path: Path, tmp_path: Path) -> None:
+    """Each candidate serves the workload; the given settings reach the servers."""
+    options = ("--minutes", "0.1", "--out", tmp_path / "c.yaml", "--json", "--threads", "1")
+    code, out, err = cllm("tune", builtin_path, *options, "--workloads", "edit")
+    assert code == 0
+    tried = json.loads(out)["settings"]["tried"]
+    assert all([*one["outcome"]["speeds"]] in ([], ["edit"]) for one in tried)
+    assert "edit" in err or not tried

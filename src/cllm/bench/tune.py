@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
@@ -92,14 +92,25 @@ class Tuned(msgspec.Struct, frozen=True):
         return self.chosen if self.confirmed else {}
 
 
+class Traffic(NamedTuple):
+    """A workload of users to tune for, with prompts of ``scale`` times their usual lengths."""
+
+    workload: str
+    scale: float
+
+
 class Figure(NamedTuple):
-    """A measured number: ``part`` (prompt or decode) of the speeds of a work."""
+    """A measured number: ``part`` of the speeds of a work (prompt or decode), or of a workload
+    (rate).
+    """
 
     part: str
-    work: Work
+    work: Work | Traffic
 
     @property
     def label(self) -> str:
+        if isinstance(self.work, Traffic):
+            return self.work.workload
         return "prompt" if self.part == "prompt" else f"decode {self.work.num_seqs}"
 
 
@@ -179,7 +190,7 @@ def outcome_of(rounds: list[dict[str, float]], ratios: list[float], failure: str
     return Outcome(speeds, middle - 1, noise)
 
 
-def figures_of(figures: list[Figure], measure: Callable[[Work], Speeds]) -> dict[str, float]:
+def figures_of(figures: list[Figure], measure: Callable[[Any], Any]) -> dict[str, float]:
     """Return label -> tokens/s of each figure. Each work is measured once."""
     speeds = {work: measure(work) for work in dict.fromkeys(figure.work for figure in figures)}
     return {figure.label: getattr(speeds[figure.work], figure.part) for figure in figures}
@@ -189,7 +200,7 @@ def search(
     knobs: list[Knob],
     final: list[Figure],
     start: Choice,
-    measure: Callable[[Choice, Work], Speeds],
+    measure: Callable[[Choice, Work | Traffic], Any],
     refuse: Callable[[str, Choice], str],
     seconds: float,
     clock: Clock = time.monotonic,
@@ -320,8 +331,14 @@ def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) 
     )
 
 
-def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) -> list[Knob]:
-    """Return what to try for each setting.
+def knobs(
+    start: Choice,
+    works: Works,
+    cores: int,
+    max_num_batched_tokens: int,
+    traffic: Sequence[Traffic] = (),
+) -> list[Knob]:
+    """Return what to try for each setting, measured with ``traffic`` if there is any.
 
     One sequence decodes with n_threads; everything else uses n_threads_batch.
 
@@ -330,7 +347,9 @@ def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) 
     """
     shares = {cores, cores * 3 // 4, cores // 2, cores // 4, 1 if cores <= 4 else cores}
     threads = sorted(shares - {0}, reverse=True)
-    step = min(max_num_batched_tokens, works.long.num_seqs * works.long.prompt_tokens)
+    step = max_num_batched_tokens
+    if not traffic:
+        step = min(step, works.long.num_seqs * works.long.prompt_tokens)
     passes = [
         size
         for size in (2048, 1024, 512, 256, 128)
@@ -345,13 +364,16 @@ def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) 
         (LAYOUT, ["auto" if start[LAYOUT] == "unified" else "unified"], [decode], CLEAR_GAIN),
         (KV_TYPE, ["f16", "q8_0", "q4_0"], [prompt, decode], LEAST_GAIN),
     ]
+    rates = [Figure("rate", one) for one in traffic]
     return [
-        Knob(key, [value for value in values if value != start[key]], figures, least)
+        Knob(key, [value for value in values if value != start[key]], rates or figures, least)
         for key, values, figures, least in tries
     ]
 
 
-def final_figures(works: Works) -> list[Figure]:
+def final_figures(works: Works, traffic: Sequence[Traffic] = ()) -> list[Figure]:
+    if traffic:
+        return [Figure("rate", one) for one in traffic]
     figures = [Figure("prompt", works.many)]
     by_size = {work.num_seqs: work for work in (works.all, works.many, works.one)}
     return figures + [Figure("decode", by_size[size]) for size in sorted(by_size)]

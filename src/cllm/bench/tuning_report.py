@@ -43,14 +43,7 @@ def format_yaml(loaded: LoadedConfig, report: Report) -> str:
     """Return YAML with the given and the chosen settings, for cllm serve --config."""
     import yaml
 
-    given = {
-        key: value_at(loaded.settings, key)
-        for key, origin in loaded.origins.items()
-        if origin != "default"
-    }
-    tree: dict[str, Any] = {}
-    for key, value in (given | report.recommended).items():
-        plant(tree, key, value)
+    tree = settings_tree(loaded, report.recommended)
     lines = [
         (
             f"cLLM {__version__}: cllm tune, {time.strftime('%Y-%m-%d %H:%M')}, "
@@ -61,6 +54,19 @@ def format_yaml(loaded: LoadedConfig, report: Report) -> str:
     ]
     body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else ""
     return "".join(f"# {one_line(line)}\n" for line in lines) + body
+
+
+def settings_tree(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
+    """Return the given settings with those of ``choice``, as the tree of a YAML file."""
+    given = {
+        key: value_at(loaded.settings, key)
+        for key, origin in loaded.origins.items()
+        if origin != "default"
+    }
+    tree: dict[str, Any] = {}
+    for key, value in (given | choice).items():
+        plant(tree, key, value)
+    return tree
 
 
 def one_line(text: str) -> str:

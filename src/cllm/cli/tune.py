@@ -8,8 +8,9 @@ import tempfile
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -32,6 +33,7 @@ from cllm.bench.tune import (
     KV_KL_LIMIT,
     KV_TYPE,
     Choice,
+    Traffic,
     applied,
     final_figures,
     knobs,
@@ -39,13 +41,13 @@ from cllm.bench.tune import (
     starting_choice,
     works,
 )
-from cllm.bench.tuning_report import Report, format_yaml, in_words, print_report
+from cllm.bench.tune_load import WORKLOADS, ServerBench
+from cllm.bench.tuning_report import Report, format_yaml, in_words, print_report, settings_tree
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.files import check_writable, print_json, write_file
 from cllm.cli.progress import Bar, open_bar
 from cllm.cli.remarks import print_notes
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
-from cllm.config import Settings
 from cllm.config_sources import LoadedConfig
 from cllm.engine.build import build_vocabulary, fit_memory
 from cllm.engine.params import EngineParams
@@ -56,7 +58,14 @@ from cllm.models.gguf import GgufHeader, check_kv_type, format_size, read_header
 
 if TYPE_CHECKING:
     from cllm.bench.measure import Speeds, Work
+    from cllm.bench.tune_load import Served
+
+    Workload = str
+else:
+    Workload = Literal[WORKLOADS]
+
 MAX_TEXT_TOKENS = 1024  # their logits are in a file, some 600 KB each for a large vocabulary
+ENGINE_SECTIONS = ("model", "kv", "backend", "scheduler")
 
 
 @Parameter(name="*")
@@ -73,6 +82,23 @@ class TuneOptions:
         Path | None,
         Parameter(help="The YAML file to write. [default: print it]", show_default=False),
     ] = None
+    workloads: Annotated[
+        tuple[Workload, ...],
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            help="Tune for these workloads of cllm bench load, each sent to a server with the "
+            "candidate's settings. This needs many more minutes. [default: prompts and decoding "
+            "without a server]",
+            show_default=False,
+        ),
+    ] = ()
+    scale: Annotated[
+        float,
+        Parameter(
+            validator=Number(gt=0), help="With --workloads: factor for the lengths of prompts."
+        ),
+    ] = 0.1
     requantize: Annotated[
         bool,
         Parameter(
@@ -132,7 +158,7 @@ def tune(
     if backend != "llama_cpp":
         raise StartupError(f"backend.name is {backend}; only llama_cpp can be tuned")
     check_options(options)
-    subject = find_subject(loaded.settings, options)
+    subject = find_subject(loaded, options)
     form = read_quantization(options.write_as, subject.header) if options.write_as else None
     tuning = measure(subject, form, options)
     show(tuning.report(time.monotonic() - begun), loaded, options)
@@ -143,16 +169,20 @@ def tune(
 
 
 class Subject(NamedTuple):
-    """The model to tune, and the tokens of the text on which its quality is judged."""
+    """The model to tune, the settings as given, and the tokens of the text on which its quality is
+    judged.
+    """
 
+    loaded: LoadedConfig
     path: Path
     header: GgufHeader
     params: EngineParams
     tokens: list[int]
 
 
-def find_subject(settings: Settings, options: TuneOptions) -> Subject:
+def find_subject(loaded: LoadedConfig, options: TuneOptions) -> Subject:
     """Find the model and read the text. Raises StartupError if one of them cannot be used."""
+    settings = loaded.settings
     words = TEXT if options.text is None else read_text(options.text)
     with hub.stderr_progress() as progress:
         path = catalog.resolve(settings.model.path, settings.model.quantization, progress)
@@ -164,7 +194,7 @@ def find_subject(settings: Settings, options: TuneOptions) -> Subject:
         raise StartupError(
             f"--requantize needs the model in one file; this one is split into {header.split_count}"
         )
-    return Subject(path, header, params, tokens[:MAX_TEXT_TOKENS])
+    return Subject(loaded, path, header, params, tokens[:MAX_TEXT_TOKENS])
 
 
 def measure(subject: Subject, form: Quantization | None, options: TuneOptions) -> Tuning:
@@ -176,7 +206,8 @@ def measure(subject: Subject, form: Quantization | None, options: TuneOptions) -
         Bench() as bench,
         closing(open_bar(f"cllm: measuring {subject.path.name}")) as bar,
     ):
-        tuning = Tuning(bench, bar, subject, folder, options.minutes * 60)
+        traffic = [Traffic(name, options.scale) for name in options.workloads]
+        tuning = Tuning(bench, bar, subject, folder, options.minutes * 60, traffic)
         tuning.tune()
         if options.requantize:
             tuning.requantize(form)
@@ -193,8 +224,11 @@ class Tuning:
         subject: Subject,
         folder: Path,
         seconds: float,
+        traffic: list[Traffic],
     ) -> None:
         self.bench, self.bar, self.subject = bench, bar, subject
+        self.servers = ServerBench(partial(served_settings, subject.loaded))
+        self.traffic = traffic
         self.params, self.tokens = subject.params, subject.tokens
         self.folder, self.seconds = folder, seconds
         self.start = starting_choice(self.params, os.cpu_count() or 1)
@@ -202,7 +236,7 @@ class Tuning:
         self.forms: list[Requantized] | None = None
         self.begun = time.monotonic()
 
-    def measure(self, choice: Choice, work: Work) -> Speeds:
+    def measure(self, choice: Choice, work: Work | Traffic) -> Speeds | Served:
         changes = [f"{key} {value}" for key, value in choice.items() if value != self.start[key]]
         self.bar.update(
             min(1.0, (time.monotonic() - self.begun) / self.seconds),
@@ -212,22 +246,26 @@ class Tuning:
             check_kv_type(self.subject.header, choice[KV_TYPE])
         except StartupError as error:
             raise CandidateError(str(error)) from None
+        if isinstance(work, Traffic):
+            return self.servers.measure(choice, work)
         return self.bench.measure(applied(self.params, choice), work)
 
     def tune(self) -> None:
         """Measure the settings. Raises StartupError if the unchanged model cannot be measured."""
         try:
             self.works = works(
-                lambda work: self.measure(self.start, work), self.params.max_num_seqs, self.seconds
+                partial(self.bench.measure, applied(self.params, self.start)),
+                self.params.max_num_seqs,
+                self.seconds,
             )
         except CandidateError as error:
             raise StartupError(f"cannot measure the model: {error}") from None
         cores = os.cpu_count() or 1
-        tries = knobs(self.start, self.works, cores, self.params.max_num_batched_tokens)
+        step = self.params.max_num_batched_tokens
+        tries = knobs(self.start, self.works, cores, step, self.traffic)
+        final = final_figures(self.works, self.traffic)
         left = self.seconds - (time.monotonic() - self.begun)
-        self.tuned = search(
-            tries, final_figures(self.works), self.start, self.measure, self.refuse, left
-        )
+        self.tuned = search(tries, final, self.start, self.measure, self.refuse, left)
 
     def refuse(self, key: str, choice: Choice) -> str:
         """Return why ``choice`` must not be taken, or "". Another KV type must not change answers
@@ -274,6 +312,12 @@ class Tuning:
             forms=forms or [],
             recommended_form=best.form if best else None,
         )
+
+
+def served_settings(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
+    """Return the settings of a server for ``choice``: the given ones that concern the engine."""
+    tree = settings_tree(loaded, choice)
+    return {section: tree[section] for section in ENGINE_SECTIONS if section in tree}
 
 
 def bytes_needed(subject: Subject, form: Quantization | None) -> int:
