@@ -127,7 +127,7 @@ class Scheduler(Section):
         "null means 35 times what one sequence alone takes for a token.",
     )
     prefill_share: float = Field(
-        default=0.75,
+        default=0.7,
         gt=0,
         le=1,
         description="Share of the time for prompts while streams are generated: higher gives "

@@ -60,7 +60,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_cells: int | None = None
     ram_cache_tokens: int = 0
     target_itl_ms: float | None = 1000.0
-    prefill_share: float = 0.75
+    prefill_share: float = 0.7
     speculation: Literal["off", "prompt_lookup"] = "off"
     costs: Costs = SMALL_MODEL
     seed: int = 0

@@ -25,7 +25,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     disk_cache: str = ""
     disk_cache_bytes: int = 0
     target_itl: float | None = None
-    prefill_share: float = 0.75
+    prefill_share: float = 0.7
     policy: str = "fair"
     weights: dict[str, float] = msgspec.field(default_factory=dict)
     speculation: str = "prompt_lookup"

@@ -39,6 +39,7 @@ class Pacing:
         self.long_rows = 0.0
         self.paused: set[Sequence] = set()
         self._head: Sequence | None = None  # the prompt that is served first
+        self._num_lacking = 0  # sequences whose prompts are unfinished
         self._head_seconds = 0.0  # that it has been computed for
 
     def select(self, decoding: list[Sequence]) -> list[Sequence]:
@@ -49,6 +50,9 @@ class Pacing:
             self.long_rows = 0.0
             return decoding
         rest = self._cost.estimate_decode(len(short))
+        if short and not rest:  # learn what the others cost
+            self.paused = {*decoding}.difference(short)
+            return short
         costs = {
             seq: self._cost.estimate_long_row(seq.num_tokens)
             for seq in decoding
@@ -75,6 +79,7 @@ class Pacing:
 
     def allows_prompts(self, num_decoding: int, lacking: Run[Sequence]) -> bool:
         """Return whether prompts may be computed in this step, beside ``num_decoding`` rows."""
+        self._num_lacking = len(lacking)
         head = lacking[0] if lacking else None
         if head is not self._head:
             self._head, self._head_seconds = head, 0.0
@@ -98,11 +103,12 @@ class Pacing:
         if self._head_seconds > PATIENCE:
             share = min(share, USUAL_SHARE)
         elif num_rows:  # many prompts wait longer than few streams do
-            num_prompts = num_waiting + sum(row.num_tokens > 1 for row in rows)
+            num_prompts = num_waiting + self._num_lacking
             share = max(share, num_prompts / (num_prompts + num_rows))
         self._head_seconds += prefill
         if share < 1:
-            self.prompts = min(0.0, self.prompts - prefill + decode * share / (1 - share))
+            earned = decode * share / (1 - share)
+            self.prompts = min(earned, self.prompts - prefill + earned)
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens)
 

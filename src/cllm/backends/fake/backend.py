@@ -23,17 +23,20 @@ TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).asty
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Seconds of a step: a fixed part, a part for each position of decoding rows, and a part for
-    each other token.
+    """Seconds of a step: a fixed part, a part for each position of decoding rows, a part for each
+    other token, and a part for each token before a decoding row (its attention).
     """
 
     step: float = 0.0
     row: float = 0.0
     token: float = 0.0
+    context: float = 0.0
 
     def of(self, batch: Batch) -> float:
         rows = sum(row.size for row in batch.rows if row.num_tokens == 1)
-        return self.step + rows * self.row + (batch.num_tokens - rows) * self.token
+        before = sum(row.start for row in batch.rows if row.num_tokens == 1) if self.context else 0
+        others = batch.num_tokens - rows
+        return self.step + rows * self.row + others * self.token + before * self.context
 
 
 class Faults(msgspec.Struct, frozen=True):

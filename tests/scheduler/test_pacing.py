@@ -1,0 +1,133 @@
+"""Time is divided between streams, prompts, and sequences so long that they slow down all others."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from cllm.backends.fake.backend import Costs
+from cllm.scheduler.pacing import LONG_TOKENS, PATIENCE
+
+COSTS = Costs(step=0.03, row=0.01, token=0.004)
+DECODE = 0.03 + 7 * 0.01  # seconds of a step of seven streams
+
+
+def make_engine(fake_engine, *, share: float = 0.7, target: float = 0.7, **options):
+    return fake_engine(
+        **{
+            "context_length": 16_384,
+            "max_num_seqs": 40,
+            "num_cells": 80_000,
+            "max_num_batched_tokens": 512,
+            "length": 10_000,
+            "costs": COSTS,
+            "engine_prefill_share": share,
+            "engine_target_itl": target,
+            **options,
+        }
+    )
+
+
+def run(engine, until) -> list[float]:
+    """Step until ``until()``; return the durations of the steps."""
+    durations = []
+    while not until():
+        begun = engine.now
+        engine.step()
+        durations.append(engine.now - begun)
+        assert len(durations) < 100_000
+    return durations
+
+
+def start_streams(engine, count: int, prefix: str = "stream") -> None:
+    for i in range(count):
+        engine.add(f"{prefix}{i}", [i + 1] * 20, max_tokens=5000)
+    run(engine, lambda: all(engine.tokens(f"{prefix}{i}") for i in range(count)))
+    for _ in range(10):
+        engine.step()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.7])
+def test_long_prompt_gets_its_share_and_streams_are_steady(fake_engine, share):
+    """Most gaps between tokens are those of undisturbed streams, and none exceeds the target."""
+    engine = make_engine(fake_engine, share=share)
+    start_streams(engine, 7)
+    engine.add("long", [5] * 4000, max_tokens=2)
+    durations = run(engine, lambda: bool(engine.tokens("long")))
+    prefill = sum(duration - DECODE for duration in durations)
+    assert prefill / sum(durations) == pytest.approx(share, abs=0.05)
+    assert median(durations) == pytest.approx(DECODE)
+    assert max(durations) <= 0.7
+
+
+def test_share_of_1_computes_prompts_in_every_step(fake_engine):
+    engine = make_engine(fake_engine, share=1.0)
+    start_streams(engine, 7)
+    engine.add("long", [5] * 4000, max_tokens=2)
+    durations = run(engine, lambda: bool(engine.tokens("long")))
+    assert min(durations) > DECODE
+
+
+def test_many_prompts_get_more_time_than_few_streams(fake_engine):
+    engine = make_engine(fake_engine, share=0.5)
+    start_streams(engine, 1)
+    for i in range(30):
+        engine.add(f"new{i}", [50 + i] * 100, max_tokens=1)
+    durations = run(engine, lambda: bool(engine.tokens("new20")))
+    assert sum(durations) < 21 * 100 * COSTS.token / 0.8
+
+
+def test_prompt_beyond_patience_gets_half_of_the_time(fake_engine):
+    engine = make_engine(fake_engine, costs=Costs(step=0.03, row=0.01, token=0.02))
+    start_streams(engine, 7)
+    engine.add("long", [5] * 6000, max_tokens=2)
+    begun = engine.now
+    run(engine, lambda: engine.now - begun > PATIENCE / 0.7)
+    before = engine.now
+    durations = run(engine, lambda: engine.now - before > 40)
+    assert not engine.tokens("long")
+    prefill = sum(duration - DECODE for duration in durations)
+    assert prefill / sum(durations) == pytest.approx(0.5, abs=0.06)
+
+
+def serve_beside_long_row(fake_engine, weights: dict[str, float]) -> tuple[float, float]:
+    """Return the share of the time that a long row got beside 31 streams, and the longest time
+    between two of its tokens.
+    """
+    costs = Costs(step=0.03, row=0.006, token=0.0001, context=0.0001)
+    engine = make_engine(fake_engine, costs=costs, engine_weights=weights)
+    engine.add("long", [5] * (4 * LONG_TOKENS), account="one", max_tokens=3000)
+    run(engine, lambda: bool(engine.tokens("long")))
+    start_streams(engine, 31)
+    begun, before, tokens = engine.now, engine.now, len(engine.tokens("long"))
+    spent = longest = 0.0
+    for _ in range(100):
+        start = engine.now
+        engine.step()
+        if len(engine.tokens("long")) > tokens:
+            tokens = len(engine.tokens("long"))
+            longest = max(longest, engine.now - before)
+            before = engine.now
+            spent += (4 * LONG_TOKENS + tokens) * costs.context
+        assert engine.now > start
+    return spent / (engine.now - begun), longest
+
+
+def test_long_row_gets_half_of_the_time(fake_engine):
+    """It is in every second or third step, and the streams are in all of them."""
+    share, longest = serve_beside_long_row(fake_engine, {})
+    assert 0.35 <= share <= 0.5
+    assert longest < 10
+
+
+def test_long_row_gets_less_with_less_weight(fake_engine):
+    share, _ = serve_beside_long_row(fake_engine, {"one": 0.25})
+    assert 0.1 <= share <= 0.25
+
+
+def test_long_row_alone_is_in_every_step(fake_engine):
+    engine = make_engine(fake_engine, costs=Costs(step=0.03, row=0.006, context=0.0001))
+    engine.add("long", [5] * 4000, max_tokens=50)
+    run(engine, lambda: bool(engine.tokens("long")))
+    assert len(run(engine, lambda: len(engine.tokens("long")) == 50)) == 49
