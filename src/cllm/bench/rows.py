@@ -279,7 +279,7 @@ ROWS = {
         ),
         Row(
             name="llama-bench",
-            text="llama.cpp's own benchmark, with both builds",
+            text="the benchmark of llama.cpp itself, with both builds",
             kind="llama-bench",
             systems=(BUILD, DEFAULT_BUILD),
             primary=("", True),

@@ -54,13 +54,11 @@ def cllm_openers(purpose: Purpose) -> Openers:
 
 def fixed_openers(purpose: Purpose) -> Openers:
     """Start cLLM with a pool, and with several numbers of sequences with cells of their own."""
-    layouts: list[tuple[object, ...]] = [
-        ("--kv.layout", "unified"),
-        *(
-            ("--kv.layout", "partitioned", "--context", purpose.num_cells // count)
-            for count in FIXED_STREAMS
-        ),
-    ]
+    layouts: list[tuple[object, ...]] = [("--kv.layout", "unified")]
+    for count in FIXED_STREAMS:
+        context = purpose.num_cells // count
+        sizes = ("--context", context, "--max-num-seqs", count)
+        layouts += [("--kv.layout", "partitioned", *sizes)]
     return {named(flags): partial(cllm, purpose.model, *flags, name=None) for flags in layouts}
 
 
