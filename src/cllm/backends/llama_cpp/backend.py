@@ -362,7 +362,9 @@ class LlamaCppBackend:
         self._check(batch)
         if not self._in_passes:
             return self._decode(Pass(batch.rows))
-        passes = plan_passes(batch.rows, self._batch_size, self.info.context_length)
+        passes = plan_passes(
+            batch.rows, self._batch_size, self.info.context_length, pads=self._plain
+        )
         if len(passes) == 1:
             return self._decode(passes[0])
         # The next pass overwrites the logits. Those of the last one need not be copied.
@@ -419,7 +421,7 @@ class LlamaCppBackend:
         at = 0
         for row in rows.rows:
             address, start, count = self._first_id + 4 * row.seq.seq_id, row.start, row.size
-            if count == 1:
+            if max(count, rows.size) == 1:
                 self._token[at] = row.seq.tokens[start]
                 self._position[at] = start
                 self._id_address[at] = address

@@ -31,8 +31,14 @@ class Pass(NamedTuple):
     size: int = 0
 
 
-def plan_passes(rows: list[Row], max_tokens: int, context_length: int) -> list[Pass]:
-    """Divide ``rows``, sorted by seq_id, into passes of at most ``max_tokens`` tokens."""
+def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: bool) -> list[Pass]:
+    """Divide ``rows``, sorted by seq_id, into passes of at most ``max_tokens`` tokens.
+
+    ``pads``: whether rows may be padded with tokens that are freed afterwards, which a recurrent
+    state does not allow.
+    """
+    if not pads:
+        context_length = 0
     passes: list[Pass] = []
     group: list[Row] = []
     longest = size = 0  # of the group: tokens with and without those before the step
@@ -43,8 +49,7 @@ def plan_passes(rows: list[Row], max_tokens: int, context_length: int) -> list[P
             tallest = max(size, row.size)
             count = len(group)
             cells = (count * size if end > longest else row.size) * abs(end - longest)
-            if is_prompt:
-                cells += TOKEN_CELLS * (count * (tallest - size) + tallest - row.size)
+            cells += TOKEN_CELLS * (count * (tallest - size) + tallest - row.size)
             if (
                 row.seq.seq_id != group[-1].seq.seq_id + 1
                 or is_prompt != (size > MAX_DECODED)
@@ -61,10 +66,10 @@ def plan_passes(rows: list[Row], max_tokens: int, context_length: int) -> list[P
 
 def finish(group: list[Row], size: int, max_tokens: int, context_length: int) -> Pass:
     """Return a pass of ``group``, whose largest row has ``size`` tokens, padded if that helps."""
-    if size <= MAX_DECODED:
-        return Pass(group)
     if PADDED <= size < TILE and max(row.start for row in group) >= PADDED_CONTEXT:
         size = TILE
+    if all(row.size == size for row in group):
+        return Pass(group)
     fits = all(row.start + size <= context_length for row in group)
     if not fits or len(group) * size > max_tokens:
         return Pass(group)
