@@ -31,6 +31,7 @@ from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.core.vocabulary import Pieces
 from cllm.engine.build import build_backend, build_engine
 from cllm.engine.commands import Abort, Add
 from cllm.engine.engine import Engine
@@ -61,9 +62,8 @@ class MadeVocabulary(FakeVocabulary):
         super().__init__()
         texts, _ = vocabulary(SIZE - 1)
         self.size = SIZE
-        self.pieces = [
-            text.replace("\u0120", " ").encode("latin-1", "replace") for text in texts
-        ] + [b""]
+        pieces = (text.replace("\u0120", " ").encode("latin-1", "replace") for text in texts)
+        self.pieces = Pieces.of([*pieces, b""])
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         table = {piece: token for token, piece in enumerate(self.pieces)}
@@ -73,7 +73,7 @@ class MadeVocabulary(FakeVocabulary):
                 end_tokens[0],
                 None,
                 (),
-                self.pieces,
+                [*self.pieces],
             )
 
             def __call__(self, data: bytes) -> list[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from cllm.backends.base import Vocabulary
 from cllm.text.call_grammar import BoundMessage, Tool, message_grammar
+from cllm.text.chat_format import ChatFormat
 from cllm.text.model_family import ModelFamily, load_families, one_of_texts
 
 THINK = load_families()["think"].reasoning
@@ -148,6 +151,12 @@ class Words:
 
 
 WORDS = {"few": Words(FEW), "many": Words(MANY)}
+
+
+def chat_format_of(vocabulary: Vocabulary) -> ChatFormat:
+    return ChatFormat(
+        vocabulary, partial(vocabulary.tokenize, add_special=False, parse_special=True)
+    )
 
 
 def with_thoughts(name: str) -> ModelFamily:

@@ -17,6 +17,8 @@ from cllm.core.account import Account
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest, Priority
+from cllm.core.segments import Segment, tokenize_segments
+from cllm.core.vocabulary import VocabularyTable
 from cllm.embedding import (
     MAX_TOKENS,
     Embedding,
@@ -53,14 +55,14 @@ class Template(FakeVocabulary):
     rerank_template: Any = "Q: {query} D: {document}"
 
 
-class ChatTemplate:
+class VisibleFences:
     """Fences texts visibly, so that a test sees what was fenced."""
 
-    def fenced(self, text: str) -> str:
+    def enclose(self, text: str) -> str:
         return f"[{text}]"
 
-    def tokenize(self, text: str, *, add_special: bool) -> list[int]:
-        return list(text.encode())
+    def split(self, text: str, *, add_special: bool) -> list[Segment]:
+        return [Segment(text, add_special, parse_special=True)]
 
 
 class Engine:
@@ -110,9 +112,8 @@ class Metrics:
 class FakeService:
     """The part of a service that embedding uses."""
 
-    longest_piece = 4
     request_timeout: float | None = None
-    chat_template = ChatTemplate()
+    fences = VisibleFences()
 
     def __init__(
         self,
@@ -121,10 +122,15 @@ class FakeService:
         **info: Any,
     ) -> None:
         self.info = msgspec.structs.replace(INFO, **info)
-        self.vocabulary = vocabulary or FakeVocabulary()
+        self.tokenizer = vocabulary or FakeVocabulary()
+        self.vocabulary = VocabularyTable.of(self.tokenizer)
+        vars(self.vocabulary)["longest_piece"] = 4
         self.engine = Engine(answer)
         self.metrics = Metrics()
         self.num_admitted = 0
+
+    async def tokenize(self, *texts: list[Segment]) -> list[list[int]]:
+        return [tokenize_segments(self.tokenizer, text) for text in texts]
 
     @contextlib.contextmanager
     def admission(self) -> Iterator[None]:
@@ -177,21 +183,6 @@ def test_text_too_long_by_its_characters_is_rejected_and_cut_with_truncate() -> 
     assert "at least 10 tokens" in str(error)
     cut = run(encode_texts(service, [longest + "x", [5] * 12], ["a", "b"], truncate=True))
     assert cut == [[120] * 10, [5] * 10]
-
-
-def test_long_texts_are_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[Any] = []
-
-    async def to_thread(function: Callable[[], Any]) -> Any:
-        threads.append(function)
-        return function()
-
-    monkeypatch.setattr("cllm.embedding.asyncio.to_thread", to_thread)
-    service = FakeService(max_embedding_tokens=100_000)
-    run(encode_texts(service, ["short"], ["input"]))
-    assert threads == []
-    run(encode_texts(service, ["x" * 100_000], ["input"]))
-    assert len(threads) == 1
 
 
 # --- embeddings ---------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ FAULTS = [
         "process/child.py",
         "process/test_child.py",
         ("if len(head) < LENGTH.size:", "if not head:"),
-        ("data = data[os.write(descriptor, data) :]", "os.write(descriptor, data)\n        break"),
+        ("rest = rest[os.write(descriptor, rest) :]", "os.write(descriptor, rest)\n        break"),
     ),
     *faults_in(
         "text/stop_strings.py",

@@ -14,6 +14,7 @@ from cllm.core.account import ANONYMOUS, Account
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
+from cllm.core.vocabulary import Pieces
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -102,7 +103,7 @@ class Answer:
         stream: Stream,
         engine: EngineClient,
         metrics: Metrics,
-        pieces: list[bytes],
+        pieces: Pieces,
         timeout: float | None,
         recorder: Recorder | None,
     ) -> None:
@@ -129,7 +130,7 @@ class Answer:
 
     def _expire(self, timeout: float) -> None:
         self._engine.close_stream(self._stream)
-        self._stream.fail(RequestTimeout(f"The request took longer than {timeout:g} seconds."))
+        self._stream.fail(took_too_long(timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -256,6 +257,11 @@ class Answer:
         return RequestTimeout(
             f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded"
         )
+
+
+def took_too_long(seconds: float | None) -> RequestTimeout:
+    """Return the error for a request that took longer than the server allows."""
+    return RequestTimeout(f"The request took longer than {seconds:g} seconds.")
 
 
 def grammar_error() -> BadRequest:

@@ -9,20 +9,25 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cllm.answer import RequestTimeout, SchedulingOptions
+from cllm.answer import RequestTimeout, SchedulingOptions, took_too_long
 from cllm.core.request import EmbeddingRequest
+from cllm.core.segments import Segment
 from cllm.errors import BadRequest
 from cllm.process.embeddings import Waiter
-from cllm.service import LONG_TEXT, Service
+from cllm.service import Service
 
-Vectors = npt.NDArray[np.float32]
+if TYPE_CHECKING:  # most servers compute no embeddings; NumPy takes 10 MB and 0.2 s
+    import numpy as np
+    import numpy.typing as npt
+
+    Vectors = npt.NDArray[np.float32]
 
 MAX_TOKENS = 300_000  # of one request, as in OpenAI's API
+
+_numpy: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
     """Return the first ``dimensions`` of each vector, normalized to length 1 again."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
+    import numpy as np
+
     cut = vectors[:, :dimensions]
     norms = np.linalg.norm(cut, axis=1, keepdims=True)
     return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
@@ -65,23 +72,19 @@ async def encode_texts(
     ``truncate``, texts are cut to the limit; without, a text that is too long by its number of
     characters alone raises BadRequest.
     """
-    limit, longest = service.info.max_embedding_tokens, service.longest_piece
+    limit, longest = service.info.max_embedding_tokens, service.vocabulary.longest_piece
     for text, param in zip(texts, params, strict=True):
         if isinstance(text, str) and len(text) > limit * longest and not truncate:
             raise too_long(param, len(text) // longest, limit, at_least=True)
 
-    def encode() -> list[list[int]]:
-        encoded = [
-            service.vocabulary.tokenize(
-                text[: limit * longest], add_special=True, parse_special=False
-            )
-            if isinstance(text, str)
-            else text
-            for text in texts
-        ]
-        return [tokens[:limit] for tokens in encoded] if truncate else encoded
-
-    return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
+    segments = (
+        [Segment(text[: limit * longest], add_special=True)]
+        for text in texts
+        if isinstance(text, str)
+    )
+    tokenized = iter(await service.tokenize(*segments))
+    encoded = [next(tokenized) if isinstance(text, str) else text for text in texts]
+    return [tokens[:limit] for tokens in encoded] if truncate else encoded
 
 
 async def embed(
@@ -142,39 +145,27 @@ async def encode_pairs(
 
     Raises BadRequest.
     """
-    vocabulary, chat_template = service.vocabulary, service.chat_template
+    vocabulary, fences = service.vocabulary, service.fences
     [asked] = await encode_texts(service, [query], ["query"])
     check(service, [asked], ["query"])
     if len(asked) * len(documents) > MAX_TOKENS:  # the query is read with each document
         raise too_many(params[0].partition("[")[0], len(asked) * len(documents))
-    limit, longest = service.info.max_embedding_tokens, service.longest_piece
+    limit, longest = service.info.max_embedding_tokens, vocabulary.longest_piece
     for document, param in zip(documents, params, strict=True):
         if len(document) > limit * longest:
             raise too_long(param, len(document) // longest, limit, at_least=True)
 
-    def with_template(template: str) -> list[list[int]]:
-        parts: list[str] = re.split(r"(\{query\}|\{document\})", template)
-        fenced, read = chat_template.fenced(query), map(chat_template.fenced, documents)
-        return [
-            chat_template.tokenize(
-                "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts),
-                add_special=False,
-            )
+    if vocabulary.rerank_template is not None:
+        parts: list[str] = re.split(r"(\{query\}|\{document\})", vocabulary.rerank_template)
+        fenced, read = fences.enclose(query), map(fences.enclose, documents)
+        texts = (
+            "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts)
             for text in read
-        ]
-
-    def encode() -> list[list[int]]:
-        if vocabulary.rerank_template is not None:
-            return with_template(vocabulary.rerank_template)
-        before, between, behind = vocabulary.pair_tokens
-        first = vocabulary.tokenize(query, add_special=False, parse_special=False)
-        read = (
-            vocabulary.tokenize(document, add_special=False, parse_special=False)
-            for document in documents
         )
-        return [[*before, *first, *between, *tokens, *behind] for tokens in read]
-
-    return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
+        return await service.tokenize(*(fences.split(text, add_special=False) for text in texts))
+    before, between, behind = vocabulary.pair_tokens
+    first, *others = await service.tokenize(*([Segment(text)] for text in (query, *documents)))
+    return [[*before, *first, *between, *tokens, *behind] for tokens in others]
 
 
 async def compute(
@@ -185,6 +176,7 @@ async def compute(
     Raises what ``embed`` raises.
     """
     check(service, texts, list(params))
+    np = await load_numpy()
     if not texts:
         with service.admission():
             service.engine.check_ready()
@@ -206,6 +198,14 @@ async def compute(
         service.engine.forget(waiter)
         service.metrics.count_outcome(outcome, time.monotonic() - begun)
     return np.frombuffer(b"".join(vectors), "<f4").reshape(len(texts), -1), num_tokens
+
+
+async def load_numpy() -> Any:
+    """Return the module, which the first call imports in another thread."""
+    global _numpy  # noqa: PLW0603  # not sys.modules, where it is while a thread still imports it
+    if _numpy is None:
+        _numpy = await asyncio.to_thread(import_module, "numpy")
+    return _numpy
 
 
 def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
@@ -259,7 +259,7 @@ async def wait(
             f"The request took longer than its deadline_ms, {round(deadline * 1000)}.",
             "deadline_exceeded",
         )
-    raise RequestTimeout(f"The request took longer than {limit:g} seconds.")
+    raise took_too_long(limit)
 
 
 def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False) -> BadRequest:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, TypeVar, cast
 
@@ -26,6 +26,7 @@ from cllm.config_sources import load_settings
 from cllm.core.output import NO_TOKEN, EmbeddingOutput, FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request, check_prompt
+from cllm.core.segments import tokenize_segments
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Add, Embed
 from cllm.engine.settings import engine_params
@@ -35,6 +36,7 @@ from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_format import ChatFormat, OutputPlan
 from cllm.text.chat_template import ChatTemplate
+from cllm.text.fences import Fences
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import Delta, OutputReader
 
@@ -187,6 +189,7 @@ class LLM:
         params = fit_memory(engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self._chat_template = ChatTemplate(self._backend.vocabulary)
+        self._fences = Fences(self._backend.vocabulary)
         self.info = self._backend.info
         self._engine = build_engine(self._backend, params)
         self._shared = SharedEngine(self._engine)
@@ -210,9 +213,10 @@ class LLM:
         """
         with self._shared.in_use():
             try:
-                return self._chat_template.encode(
+                text = self._chat_template.render(
                     messages_for_template(messages), tools_for_template(tools), **variables
                 )
+                return tokenize_segments(self._backend.vocabulary, self._fences.split(text))
             except UnicodeEncodeError:
                 raise BadRequest(
                     "messages have a lone surrogate, which is not valid text.", param="messages"
@@ -296,7 +300,10 @@ class LLM:
 
     @cached_property
     def _chat_format(self) -> ChatFormat:
-        return ChatFormat(self._backend.vocabulary)
+        tokenize = self._backend.vocabulary.tokenize
+        return ChatFormat(
+            self._backend.vocabulary, partial(tokenize, add_special=False, parse_special=True)
+        )
 
     def _tokenize(self, text: str, param: str, *, parse_special: bool) -> list[int]:
         if not isinstance(text, str):

@@ -10,14 +10,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from cllm.answer import Answer, Generation, SchedulingOptions, make_request
-from cllm.backends.base import Vocabulary
+from cllm.answer import Answer, Generation, SchedulingOptions, make_request, took_too_long
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.core.request import check_prompt
+from cllm.core.segments import Segment
+from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -25,13 +26,14 @@ from cllm.process.backlog import QueueFull
 from cllm.process.client import EngineClient
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING, ChatFormat, schemas_of
-from cllm.text.chat_template import CUT, OPEN, ChatTemplate
 from cllm.text.dry_breakers import DryBreakers
+from cllm.text.fences import CUT, OPEN, Fences
 from cllm.text.grammar import FREE, CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
-LONG_TEXT = 16_384  # characters; a text of this length or more is tokenized in another thread
+# characters; the queue is checked before a text of this length or more is tokenized
+LONG_TEXT = 16_384
 # messages; the queue is checked before a chat of this length or more is rendered
 MANY_MESSAGES = 100
 # messages and calls; a chat of this length or more is processed in another thread
@@ -49,7 +51,6 @@ class Service:
     def __init__(
         self,
         engine: EngineClient,
-        vocabulary: Vocabulary,
         metrics: Metrics,
         model_name: str,
         request_timeout: float | None = None,
@@ -59,22 +60,19 @@ class Service:
         ``recorder`` gets every request when it has ended.
         """
         self.engine = engine
-        self.vocabulary = vocabulary
         self.metrics = metrics
         self.model_name = model_name
         self.created = int(time.time())
         self.draining = False
-        self.dry_breakers = DryBreakers(vocabulary.pieces)
-        self.chat_template = ChatTemplate(vocabulary)
-        self.renderer = Renderer(vocabulary)
-        self._chat_format = ChatFormat(vocabulary)
+        self.dry_breakers = DryBreakers(lambda: self.vocabulary.pieces)
+        self.renderer = Renderer(lambda: self.vocabulary)
         self._grammars = GrammarProcess(
-            lambda: Special(vocabulary.size, vocabulary.special_tokens),
+            lambda: Special(self.vocabulary.size, self.vocabulary.special_tokens),
             metrics.observe_grammar_check,
         )
+        self._mark_tokens: dict[str, list[int]] = {}  # of the marks of ``_chat_format``
         self.request_timeout = request_timeout
         self._recorder = recorder
-        self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     async def close(self) -> None:
         """Close the worker processes and the recorder. Nothing can be served afterwards."""
@@ -94,10 +92,31 @@ class Service:
         Raises EngineError until it has been loaded for the first time.
         """
         if self.engine.info is None:
-            raise EngineError(
-                "The model is being loaded; please retry.", self.engine.seconds_until_ready()
-            )
+            raise self._is_loading()
         return self.engine.info
+
+    @property
+    def vocabulary(self) -> VocabularyTable:
+        """The model's vocabulary.
+
+        Raises EngineError until the model has been loaded for the first time.
+        """
+        if self.engine.vocabulary is None:
+            raise self._is_loading()
+        return self.engine.vocabulary
+
+    def _is_loading(self) -> EngineError:
+        return EngineError(
+            "The model is being loaded; please retry.", self.engine.seconds_until_ready()
+        )
+
+    @cached_property
+    def fences(self) -> Fences:
+        return Fences(self.vocabulary)
+
+    @cached_property
+    def _chat_format(self) -> ChatFormat:
+        return ChatFormat(self.vocabulary, self._mark_tokens.__getitem__)
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -119,13 +138,24 @@ class Service:
         text that would be rejected with these ``scheduling`` options; both without tokenizing it.
         """
         self._check_length(len(text), param)
-        tokenize = partial(
-            self.vocabulary.tokenize, text, add_special=not plain, parse_special=not plain
-        )
-        if len(text) < LONG_TEXT:
-            return tokenize()
-        self._check_room(len(text), scheduling)
-        return await asyncio.to_thread(tokenize)
+        if len(text) >= LONG_TEXT:
+            self._check_room(len(text), scheduling)
+        [tokens] = await self.tokenize([Segment(text, not plain, not plain)])
+        return tokens
+
+    async def tokenize(self, *texts: list[Segment]) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        Raises EngineError without an engine, and RequestTimeout.
+        """
+        if not texts:
+            return []
+        try:
+            with self.admission():
+                async with asyncio.timeout(self.request_timeout):
+                    return await self.engine.tokenize([*texts])
+        except TimeoutError:
+            raise took_too_long(self.request_timeout) from None
 
     async def prepare(
         self,
@@ -146,6 +176,7 @@ class Service:
         """
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt = await self.encode_chat(chat, scheduling, param)
+        await self._tokenize_marks()
         plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
         if bound is not None:
             checked = await self._grammars.bind(bound)
@@ -155,6 +186,13 @@ class Service:
         return Generation(
             request_id, [prompt], params, scheduling, param, plan, unenforced=answer.unenforced
         )
+
+    async def _tokenize_marks(self) -> None:
+        """Tokenize the marks that ``_chat_format`` needs, once."""
+        if self._mark_tokens or not (marks := self._chat_format.marks):
+            return
+        tokens = await self.tokenize(*([Segment(mark, parse_special=True)] for mark in marks))
+        self._mark_tokens.update(zip(marks, tokens, strict=True))
 
     async def encode_chat(
         self, chat: Chat, scheduling: SchedulingOptions | None = None, param: str = "messages"
@@ -170,9 +208,10 @@ class Service:
             self._check_room(length, scheduling)
         text = await self.render_chat(chat)
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
-        self._check_length(max(len(text) - 2 * num_fenced, num_fenced * self.longest_piece), param)
-        tokenize = self.chat_template.tokenize
-        return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)
+        longest = self.vocabulary.longest_piece
+        self._check_length(max(len(text) - 2 * num_fenced, num_fenced * longest), param)
+        [tokens] = await self.tokenize(self.fences.split(text))
+        return tokens
 
     async def render_chat(self, chat: Chat) -> str:
         """Return the text of a conversation by the model's template, with fences around plain
@@ -212,7 +251,7 @@ class Service:
         if continued == "reasoning_content":
             variables = variables | THINKING
         *others, last = messages
-        begun: str = self.chat_template.fenced(last[continued])
+        begun: str = self.fences.enclose(last[continued])
         return await self.renderer.render(others, tools, **variables) + CUT + begun
 
     async def grammar(self, constraint: Constraint, param: str) -> CheckedGrammar:
@@ -230,7 +269,7 @@ class Service:
             raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
     def _least_tokens(self, num_characters: int) -> int:
-        return num_characters // self.longest_piece
+        return num_characters // self.vocabulary.longest_piece
 
     def _check_room(self, num_characters: int, scheduling: SchedulingOptions | None) -> None:
         """Raise QueueFull before a long text is tokenized, because that takes longer than a

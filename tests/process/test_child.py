@@ -19,12 +19,22 @@ from conftest import PATIENCE
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
+from cllm.core.segments import Segment
 from cllm.engine.commands import Abort, Add, Command
 from cllm.engine.params import EngineParams
 from cllm.observe.cpu_time import decoding
 from cllm.process import child
-from cllm.process.child import PipeInbox, PipeOutbox, claim_stdout, read_frame, send_all
-from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.child import PipeInbox, PipeOutbox, claim_stdout, read_frame, write_all
+from cllm.process.messages import (
+    LENGTH,
+    Failed,
+    FromChild,
+    Loading,
+    Ready,
+    Stepped,
+    Tokenize,
+    frame,
+)
 
 DECODER = msgspec.msgpack.Decoder(FromChild)
 
@@ -57,14 +67,14 @@ def test_message_that_is_written_in_parts_arrives_whole(
     stream, descriptor = pipe
     write = os.write
     monkeypatch.setattr(os, "write", lambda to, data: write(to, data[:7]))
-    send_all(descriptor, Failed("x" * 100))
+    write_all(descriptor, frame(Failed("x" * 100)))
     assert DECODER.decode(read_frame(stream) or b"") == Failed("x" * 100)
 
 
 def test_message_larger_than_the_pipe_arrives_whole(pipe: tuple[BinaryIO, int]) -> None:
     stream, descriptor = pipe
     message = Failed("x" * 3_000_000)
-    sender = threading.Thread(target=send_all, args=(descriptor, message))
+    sender = threading.Thread(target=write_all, args=(descriptor, frame(message)))
     sender.start()
     assert DECODER.decode(read_frame(stream) or b"") == message
     sender.join(PATIENCE)
@@ -126,6 +136,14 @@ def test_commands_come_in_order_and_none_is_lost(pipe: tuple[BinaryIO, int], exi
     assert inbox.drain(block=False) == []
     os.close(descriptor)
     assert exits.called.wait(PATIENCE), "so that the reader does not outlive the test"
+
+
+def test_texts_to_tokenize_do_not_reach_the_engine(exits: Exits) -> None:
+    asked = Tokenize(1, [[Segment("a", parse_special=True)]])
+    inbox = PipeInbox(io.BytesIO(frame(asked) + frame(Abort("A"))))
+    assert exits.called.wait(PATIENCE)
+    assert inbox.drain(block=False) == [Abort("A")]
+    assert inbox.texts.get(timeout=PATIENCE) == asked
 
 
 def test_end_of_stdin_ends_the_process(exits: Exits) -> None:

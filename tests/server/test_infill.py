@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
+from cllm.core.segments import tokenize_segments
+from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.server.infill import Snippet, build_infill_prompt
 
@@ -15,8 +17,14 @@ PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text her
 def service(context_length=1000, infill=(PREFIX, SUFFIX, MIDDLE), repository=None):
     vocabulary = FakeVocabulary()
     vocabulary.infill_tokens, vocabulary.repository_tokens = infill, repository
+
+    async def tokenize(*texts):
+        return [tokenize_segments(vocabulary, text) for text in texts]
+
     return SimpleNamespace(
-        vocabulary=vocabulary, info=SimpleNamespace(context_length=context_length), longest_piece=12
+        vocabulary=VocabularyTable.of(vocabulary),
+        tokenize=tokenize,
+        info=SimpleNamespace(context_length=context_length),
     )
 
 

@@ -8,7 +8,6 @@ import json
 import re
 import threading
 import time
-from types import SimpleNamespace
 
 import aiohttp
 import httpx2
@@ -17,7 +16,6 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.answer import Generation, SchedulingOptions
-from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.config import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
@@ -345,7 +343,7 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
     async def main():
         params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
         engine = EngineClient(params, limits=QueueLimits(**limits), clock=clock)
-        service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
+        service = Service(engine, Metrics("fake"), "fake")
         app = create_app(Registry(service), Settings())
         async with httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app), base_url="http://test"
@@ -494,8 +492,8 @@ def test_long_prompt_is_rejected_without_tokenizing():
     async def test(service, _):
         busy = service.submit(Generation("busy", [[1]], SamplingParams(ignore_eos=True)))
         with busy:
-            service.vocabulary = SimpleNamespace(tokenize=lambda *_, **__: pytest.fail("it was"))
-            service.longest_piece = 1000
+            service.engine.tokenize = lambda _: pytest.fail("it was")
+            vars(service.vocabulary)["longest_piece"] = 1000
             with pytest.raises(QueueFull):
                 await service.encode("a" * 20_000, scheduling=SchedulingOptions())
             with pytest.raises(QueueFull):

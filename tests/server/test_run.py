@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.config import Settings
 from cllm.config_sources import load_settings
 from cllm.engine.params import EngineParams
@@ -49,7 +48,7 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
 
     async def fail_while_polled():
         engine = EngineClient(EngineParams(backend="fake"))
-        server = open_server(settings, FakeVocabulary(), "m", engine)
+        server = open_server(settings, "m", engine)
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         answering = asyncio.create_task(asyncio.sleep(0.2))

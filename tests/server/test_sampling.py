@@ -7,7 +7,6 @@ import pydantic
 import pytest
 from conftest import PATIENCE
 
-from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.config import Sampling, Settings
 from cllm.core.params import PARAMETERS, SamplingParams
 from cllm.engine.params import EngineParams
@@ -171,7 +170,7 @@ def test_parameters_of_a_request_are_checked_once(path, body, monkeypatch):
 async def ask(path, body):
     """Send a request to an app in this process and return its answer."""
     engine = EngineClient(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
-    service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
+    service = Service(engine, Metrics("fake"), "fake")
     app = create_app(Registry(service), Settings())
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -1,13 +1,14 @@
 """The plan for the next message of a chat: how it is parsed, and its grammar."""
 
 import pytest
+from call_texts import chat_format_of
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams, ThinkingBudget
+from cllm.core.vocabulary import Pieces
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat, Effort
-from cllm.text.chat_format import ChatFormat
 
 THINKING = "{{ tools }}<tool_call><think></think>"
 HARMONY = "{{ tools }}<|start|><|channel|><|message|>reasoning_effort"
@@ -24,7 +25,8 @@ class Vocabulary(FakeVocabulary):
         super().__init__()
         self.chat_template = template
         self.special_tokens = special
-        self.pieces += [b""] * (300 + len(SPECIAL) - len(self.pieces))
+        num_more = 300 + len(SPECIAL) - len(self.pieces)
+        self.pieces = Pieces.of([*self.pieces, *[b""] * num_more])
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         for token, mark in self.special_tokens.items():
@@ -38,7 +40,7 @@ class Vocabulary(FakeVocabulary):
 def read(template: str, prompt: str, chat: Chat, special=SPECIAL, **params):
     vocabulary = Vocabulary(template, special)
     tokens = vocabulary.tokenize(prompt, add_special=False, parse_special=True)
-    return ChatFormat(vocabulary).plan_output(tokens, chat, SamplingParams(**params))
+    return chat_format_of(vocabulary).plan_output(tokens, chat, SamplingParams(**params))
 
 
 def grammar(*arguments, **options) -> str:
@@ -124,7 +126,7 @@ def test_budget_that_cannot_be_enforced_is_rejected() -> None:
 
 
 def test_template_variables_of_the_client_come_first() -> None:
-    chat_format = ChatFormat(Vocabulary(THINKING, SPECIAL))
+    chat_format = chat_format_of(Vocabulary(THINKING, SPECIAL))
     assert chat_format.variables(Chat([])) == {}
     on, off = ({"enable_thinking": value, "thinking": value} for value in (True, False))
     assert chat_format.variables(Chat([], thinking=False)) == off

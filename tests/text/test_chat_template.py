@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 
+import jinja2.defaults
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
+from cllm.core.segments import tokenize_segments
 from cllm.errors import BadRequest, StartupError
-from cllm.text.chat_template import CLOSE, OPEN, ChatTemplate
+from cllm.text.chat import RESERVED
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.fences import CLOSE, OPEN, Fences
 
 START, END = CONTROL
 CONTROLS = list(CONTROL.values())
@@ -19,7 +23,14 @@ JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 def encode(source: str | None, content: str = "hi", **variables) -> list[int]:
     messages = [{"role": "user", "content": content}]
-    return ChatTemplate(FakeVocabulary(), source).encode(messages, [], **variables)
+    return encode_with(FakeVocabulary(), source, messages, [], **variables)
+
+
+def encode_with(
+    vocabulary: FakeVocabulary, source: str | None, messages, tools, **variables
+) -> list[int]:
+    text = ChatTemplate(vocabulary, source).render(messages, tools, **variables)
+    return tokenize_segments(vocabulary, Fences(vocabulary).split(text))
 
 
 def text(tokens: list[int]) -> str:
@@ -74,16 +85,15 @@ def test_other_client_texts_never_become_control_tokens(one, other):
         "tools[0] | join }}"
     )
     messages = [{"role": one, "nested": [{"key": other}]}]
-    tokens = ChatTemplate(FakeVocabulary(), source).encode(messages, [{"name": one, other: 1}])
+    tokens = encode_with(FakeVocabulary(), source, messages, [{"name": one, other: 1}])
     assert not set(tokens) & CONTROL.keys()
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_adjacent_texts_do_not_form_a_control_token(name):
-    template = ChatTemplate(FakeVocabulary(), JOIN)
     for at in range(1, len(name)):
         messages = [{"role": "user", "content": part} for part in (name[:at], name[at:])]
-        assert template.encode(messages, []) == list(name.encode())
+        assert encode_with(FakeVocabulary(), JOIN, messages, []) == list(name.encode())
 
 
 class NestedVocabulary(FakeVocabulary):
@@ -102,7 +112,7 @@ class NestedVocabulary(FakeVocabulary):
 def test_nested_control_tokens_stay_text():
     """No fence is left in the prompt."""
     messages = [{"role": "user", "content": "<|a<b>c|>"}]
-    assert ChatTemplate(NestedVocabulary(), JOIN).encode(messages, []) == list(b"<|a<b>c|>")
+    assert encode_with(NestedVocabulary(), JOIN, messages, []) == list(b"<|a<b>c|>")
 
 
 class BeginningVocabulary(FakeVocabulary):
@@ -123,7 +133,7 @@ class BeginningVocabulary(FakeVocabulary):
 def test_begin_token_is_not_added_twice():
     """A template that writes bos_token itself gets no second one."""
     messages = [{"role": "user", "content": "hi"}]
-    tokens = ChatTemplate(BeginningVocabulary(), "{{ bos_token }}" + JOIN).encode(messages, [])
+    tokens = encode_with(BeginningVocabulary(), "{{ bos_token }}" + JOIN, messages, [])
     assert tokens == [259, *b"hi"]
 
 
@@ -161,6 +171,10 @@ def test_template_with_a_syntax_error_fails_at_startup(source):
         ChatTemplate(FakeVocabulary(), source)
 
 
+def test_names_of_jinja_are_reserved():
+    assert jinja2.defaults.DEFAULT_NAMESPACE.keys() <= RESERVED
+
+
 def test_raise_exception_is_a_bad_request():
     """The message is the template's own."""
     with pytest.raises(BadRequest, match="roles must alternate") as refused:
@@ -186,7 +200,7 @@ def test_unusual_python_errors_of_a_template_are_a_bad_request(source):
     for _ in range(2000):
         deep["x"] = deep = {}
     with pytest.raises(BadRequest):
-        ChatTemplate(FakeVocabulary(), source).encode([{"role": "user", "content": "hi"}], [tools])
+        ChatTemplate(FakeVocabulary(), source).render([{"role": "user", "content": "hi"}], [tools])
 
 
 def test_template_may_append_to_its_own_lists():
@@ -212,7 +226,7 @@ def test_model_without_a_template_rejects_chats():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = None
     with pytest.raises(BadRequest, match="no chat template"):
-        ChatTemplate(vocabulary).encode([{"role": "user", "content": "hi"}], [])
+        ChatTemplate(vocabulary).render([{"role": "user", "content": "hi"}], [])
 
 
 def test_tools_and_variables_reach_the_template():
@@ -224,8 +238,8 @@ def test_tools_and_variables_reach_the_template():
         "thinking }}{{ eos_token }}"
     )
     template = ChatTemplate(FakeVocabulary(), source)
-    assert text(template.encode([], [{"name": "é"}], thinking=True)) == 'é[{"name": "é"}] True'
-    assert text(template.encode([], [], thinking="x")) == "none x"
+    assert template.render([], [{"name": "é"}], thinking=True) == 'é[{"name": "é"}] True'
+    assert template.render([], [], thinking="x") == "none x"
 
 
 def test_tools_are_available_as_xml_tools():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from call_texts import chat_format_of
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams
+from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.service import Service
 from cllm.text.chat import Channel, Chat
-from cllm.text.chat_format import ChatFormat
-from cllm.text.chat_template import CUT, FENCES
+from cllm.text.fences import CUT, MARKS
 
 ASKED = {"role": "user", "content": "Q"}
 ASK = "{% if add_generation_prompt %}[A]{% endif %}"
@@ -66,7 +68,8 @@ def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
     }
 
     async def render() -> str:
-        service = Service(None, vocabulary, Metrics("m"), "m")
+        engine = SimpleNamespace(vocabulary=VocabularyTable.of(vocabulary))
+        service = Service(engine, Metrics("m"), "m")
         try:
             return await service.render_chat(Chat([ASKED, message], **options).continuing())
         finally:
@@ -128,8 +131,8 @@ def test_reasoning_cannot_be_continued_if_the_template_omits_it(name):
 def test_text_of_a_message_cannot_move_the_end(name, content):
     """It does not become a control token either."""
     prompt = rendered(TEMPLATES[name], content)
-    assert FENCES.sub("", prompt).endswith(content.replace(CUT, "\ufffd"))
-    assert ("<|im_end|>" in content) == (FENCES.sub("", prompt) != prompt)
+    assert MARKS.sub("", prompt).endswith(content.replace(CUT, "\ufffd"))
+    assert ("<|im_end|>" in content) == (MARKS.sub("", prompt) != prompt)
 
 
 def test_empty_message_is_not_continued():
@@ -149,7 +152,7 @@ def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[t
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = template
     chat = Chat([{"role": "assistant", "content": "", field: "x"}], tools, **options).continuing()
-    plan, _, _ = ChatFormat(vocabulary).plan_output([1], chat, SamplingParams())
+    plan, _, _ = chat_format_of(vocabulary).plan_output([1], chat, SamplingParams())
     parser = plan.parser()
     return [
         (part.channel, part.name or part.text) for part in (*parser.feed(text), *parser.flush())
@@ -190,7 +193,7 @@ def test_continued_text_is_not_parsed_as_a_bare_call():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = LLAMA
     chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-    assert ChatFormat(vocabulary).plan_output([1], chat, SamplingParams()) == (
+    assert chat_format_of(vocabulary).plan_output([1], chat, SamplingParams()) == (
         None,
         SamplingParams(),
         None,
@@ -203,7 +206,7 @@ def test_grammar_constrains_the_continued_text():
         vocabulary = FakeVocabulary()
         vocabulary.chat_template = template
         chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-        _, params, bound = ChatFormat(vocabulary).plan_output(
+        _, params, bound = chat_format_of(vocabulary).plan_output(
             [1], chat, SamplingParams(grammar='start: "a"')
         )
         assert (params.grammar, bound) == ('start: "a"', None)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.core.vocabulary import Pieces
 from cllm.text.detokenizer import Detokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20)
@@ -23,7 +24,7 @@ def deltas(pieces: list[bytes]) -> list[str]:
     """Return what each of the tokens 0, 1, 2, ... with these pieces completes, and what is left at
     the end.
     """
-    detokenizer = Detokenizer(pieces)
+    detokenizer = Detokenizer(Pieces.of(pieces))
     return [*map(detokenizer.feed, range(len(pieces))), detokenizer.flush()]
 
 

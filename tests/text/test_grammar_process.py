@@ -15,7 +15,7 @@ import worker_tasks
 from conftest import PATIENCE
 
 from cllm.errors import BadRequest, EngineError
-from cllm.text import grammar, grammar_process, workers
+from cllm.text import grammar_process, workers
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.grammar import CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
@@ -228,7 +228,7 @@ def test_rejected_large_grammars_do_not_evict_other_results(monkeypatch):
 def test_unexpected_errors_are_not_cached(monkeypatch):
     """A later request may succeed."""
     monkeypatch.setenv("PYTHONPATH", str(Path(worker_tasks.__file__).parent))
-    monkeypatch.setattr(grammar, "prepare", worker_tasks.break_down)
+    monkeypatch.setattr(grammar_process, "PREPARE", "worker_tasks:break_down")
 
     async def use(process):
         with pytest.raises(EngineError, match="KeyError"):

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from call_texts import chat_format_of
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.text.chat import Channel, Chat
-from cllm.text.chat_format import ChatFormat
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.model_family import ModelFamily, load_families
 from cllm.text.parser import Parser
@@ -38,12 +38,12 @@ class Vocabulary(FakeVocabulary):
 
 def rendered(template: str, messages=TALK) -> str:
     vocabulary = Vocabulary(template)
-    return bytes(ChatTemplate(vocabulary).encode(messages, TOOLS)).decode()
+    return ChatTemplate(vocabulary).render(messages, TOOLS)
 
 
 def test_template_without_tools_gets_them_as_text() -> None:
     """Declarations are in the first user message. Calls and results are text, and roles alternate."""
-    chat_format = ChatFormat(Vocabulary("{{ messages }}"))
+    chat_format = chat_format_of(Vocabulary("{{ messages }}"))
     assert chat_format.capabilities == {"tools"}
     system, question, call, result = chat_format.messages(Chat(TALK), TOOLS)
     assert system == TALK[0]
@@ -64,7 +64,7 @@ def test_template_without_tools_gets_them_as_text() -> None:
 
 
 def test_template_with_tools_gets_the_messages_unchanged() -> None:
-    chat_format = ChatFormat(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
+    chat_format = chat_format_of(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
     assert chat_format.messages(Chat(TALK), TOOLS) == TALK
     declares = declare_tools(
         TALK[:2], TOOLS, load_families()["hermes"].calls, "tool_calls", knows_results=False
@@ -73,7 +73,7 @@ def test_template_with_tools_gets_the_messages_unchanged() -> None:
 
 
 def test_code_blocks_are_calls_only_if_they_name_a_tool() -> None:
-    family = ChatFormat(Vocabulary("{{ messages }}")).family
+    family = chat_format_of(Vocabulary("{{ messages }}")).family
     for block in ("tool_code", "json"):
         parser = Parser(family, {"get_time": {}})
         parts = (

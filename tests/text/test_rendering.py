@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from conftest import PATIENCE
@@ -39,7 +40,7 @@ def with_renderer(source, use):
     """Return what ``use(renderer)`` returns, and check that no process is left."""
 
     async def run():
-        renderer = Renderer(vocabulary(source))
+        renderer = Renderer(partial(vocabulary, source))
         try:
             return await use(renderer)
         finally:
@@ -59,6 +60,21 @@ def test_worker_renders_like_the_template_in_process():
     with pytest.raises(BadRequest, match="no such roles") as refused:
         with_renderer("{{ raise_exception('no such roles') }}", render)
     assert refused.value.param == "messages"
+
+
+def test_template_with_a_syntax_error_refuses_every_chat(capfd):
+    """The operator is told when the process starts."""
+
+    async def use(renderer):
+        await renderer.start()
+        reported = capfd.readouterr().err
+        for _ in range(2):
+            with pytest.raises(BadRequest, match="syntax error") as refused:
+                await render(renderer)
+            assert refused.value.code == "no_chat_template"
+        return reported
+
+    assert "the model's chat template has a syntax error" in with_renderer("{% if %}", use)
 
 
 def test_few_processes_render_many_texts():

@@ -50,9 +50,9 @@ def run(request, monkeypatch, caplog) -> Iterator[Callable]:
     launch_one = asyncio.create_subprocess_exec
     monkeypatch.setattr(asyncio, "create_subprocess_exec", launch)
 
-    def run(use: Use, prepare=worker_tasks.prepare, *, num=2, cpu_limit=0.3):
+    def run(use: Use, prepare="prepare", *, num=2, cpu_limit=0.3):
         async def main():
-            made = Workers(prepare, lambda: b'"begin"', num, cpu_limit)
+            made = Workers(f"worker_tasks:{prepare}", lambda: b'"begin"', num, cpu_limit)
             try:
                 return await use(made)
             finally:
@@ -207,18 +207,16 @@ def test_computing_process_does_not_count_as_stopped(run, monkeypatch):
 
 def test_start_does_not_count_towards_the_cpu_limit(run):
     """A question may use less CPU time than the start."""
-    assert (
-        run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, cpu_limit=0.3) == "x"
-    )
+    assert run(lambda made: ask(made, "echo", "x"), "prepare_slowly", cpu_limit=0.3) == "x"
 
 
 @posix
 def test_start_has_a_limit_of_its_own(run):
     """A process that computes forever before it is ready is ended."""
-    assert 10 < float(run(lambda made: ask(made, "say_limit"), worker_tasks.note_limit)) < 61
+    assert 10 < float(run(lambda made: ask(made, "say_limit"), "note_limit")) < 61
 
 
-@pytest.mark.parametrize("prepare", [worker_tasks.fail, worker_tasks.hang])
+@pytest.mark.parametrize("prepare", ["fail", "hang"])
 def test_start_failure_is_an_engine_error(run, monkeypatch, prepare):
     """The next question tries again."""
     monkeypatch.setattr(workers, "START_LIMIT", 0.5)
@@ -286,7 +284,7 @@ def test_cancelled_question_ends_its_process(run):
     run(use, num=1)
 
 
-@pytest.mark.parametrize("prepare", [worker_tasks.prepare, worker_tasks.hang])
+@pytest.mark.parametrize("prepare", ["prepare", "hang"])
 def test_cancelled_start_leaves_no_process(run, prepare):
     async def use(made):
         asked = [asyncio.create_task(ask(made, "sleep", 600)) for _ in range(5)]
@@ -326,7 +324,7 @@ def test_output_of_libraries_is_not_an_answer(run):
         assert await ask(made, "say", "printed") == "said"
         return await ask(made, "echo", "x")
 
-    assert run(use, worker_tasks.chat) == "x"
+    assert run(use, "chat") == "x"
 
 
 @posix

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
+from cllm.core.segments import Tokenizer
+from cllm.core.vocabulary import VocabularyFacts
 
 if TYPE_CHECKING:  # importing it takes 0.1 s
     from llguidance import LLTokenizer
@@ -89,75 +91,8 @@ class Backend(Protocol):
         ...
 
 
-class Vocabulary(Protocol):
-    """Converts text to token ids, and token ids to bytes."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def pieces(self) -> list[bytes]:
-        """The bytes that each token id adds to the text; control tokens add none."""
-        ...
-
-    @property
-    def control_tokens(self) -> list[str]:
-        """The texts that become one control token when special tokens are parsed, longest first."""
-        ...
-
-    @property
-    def infill_tokens(self) -> tuple[int, int, int] | None:
-        """The tokens that mark the prefix, the suffix and the middle to be written; None if the
-        model has none.
-        """
-        ...
-
-    @property
-    def repository_tokens(self) -> tuple[int, int] | None:
-        """The tokens before the name of a repository and before each of its files; None if the
-        model has none.
-        """
-        ...
-
-    @property
-    def special_tokens(self) -> dict[int, str]:
-        """The names of tokens that mean more than their text, by id.
-
-        A grammar allows them only by name.
-        """
-        ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def special_texts(self) -> dict[str, Any]:
-        """The variables that templates use: ``bos_token``, ``eos_token``."""
-        ...
-
-    @property
-    def rerank_template(self) -> str | None:
-        """The template of a reranker's input, with {query} and {document}; None if it uses
-        ``pair_tokens`` instead.
-        """
-        ...
-
-    @property
-    def pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
-        """The tokens before, between and after the two texts of a pair."""
-        ...
-
-    def text_of(self, token: int) -> bytes:
-        """Return the bytes of a token id of the vocabulary; for a control token, its name."""
-        ...
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Return the token ids of ``text``.
-
-        ``add_special`` adds the model's begin and end tokens. ``parse_special`` recognizes control
-        tokens in the text.
-        """
-        ...
+class Vocabulary(VocabularyFacts, Tokenizer, Protocol):
+    """Converts text to token ids, and token ids to bytes. Several threads may call it."""
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         """Return the tokenizer for compiling grammars; this takes up to a second.

@@ -69,20 +69,14 @@ class Loader(Protocol):
     ) -> Backend:
         """Load the model. Raises StartupError if it cannot be loaded.
 
-        progress: called with the fraction loaded. The first call means that the file has not
-        crashed this process, so another process may read the vocabulary. on_abort: called with the
-        reason just before the load aborts the process.
+        progress: called with the fraction loaded. on_abort: called with the reason just before the
+        load aborts the process.
         """
         ...
 
-    def load_vocabulary(
-        self, params: BackendParams, before_reading: Callable[[], object] = lambda: None
-    ) -> Vocabulary:
+    def load_vocabulary(self, params: BackendParams) -> Vocabulary:
         """Load only the vocabulary, without weights. Raises StartupError if the file cannot be
-        read.
-
-        before_reading: called after all imports, before the file is read; a damaged file may abort
-        the process.
+        read; a damaged file may abort the process.
         """
         ...
 

@@ -104,7 +104,7 @@ def run_size(
 ) -> SizeResult:
     found: dict[str, list[float]] = {stage: [] for stage in STAGES}
     with ExitStack() as stack:
-        stages, engine = open_stages(path, Work(size, vocabulary), vocabulary, stack)
+        stages, engine = open_stages(path, Work(size, vocabulary), stack)
         count = 0
         for i in range(-1, rounds):  # round -1 is the warm-up
             for stage in STAGES if i % 2 else reversed(STAGES):
@@ -127,7 +127,7 @@ def run_size(
 
 
 def open_stages(
-    path: Path, work: Work, vocabulary: Vocabulary, stack: ExitStack
+    path: Path, work: Work, stack: ExitStack
 ) -> tuple[dict[str, Callable[[Work], object]], Engine]:
     """Return the function that runs each stage, and the engine.
 
@@ -148,7 +148,7 @@ def open_stages(
     runner = stack.enter_context(asyncio.Runner())
     client = runner.run(started(params))
     stack.callback(lambda: runner.run(client.close()))
-    service = Service(client, vocabulary, Metrics(MODEL), MODEL)
+    service = Service(client, Metrics(MODEL), MODEL)
     flags = ("--max-num-seqs", num_seqs, "--context", work.context, "--kv.layout", "partitioned")
     target = stack.enter_context(cllm(path, *flags, "--scheduler.speculation", "off"))
     return {

@@ -13,7 +13,9 @@ from cllm.bench.servers import MODEL
 from cllm.bench.workload import SYLLABLES, Task
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
+from cllm.core.segments import tokenize_segments
 from cllm.text.chat_template import ChatTemplate
+from cllm.text.fences import Fences
 
 # servers' own defaults differ
 SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")
@@ -54,8 +56,11 @@ class Work:
         starts = range(0, len(texts), size.prompt_words)
         prompts = [" ".join(texts[start : start + size.prompt_words]) for start in starts]
         self.talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        template = ChatTemplate(vocabulary)
-        self.prompts = [template.encode(talk, []) for talk in self.talks]
+        template, fences = ChatTemplate(vocabulary), Fences(vocabulary)
+        self.prompts = [
+            tokenize_segments(vocabulary, fences.split(template.render(talk, [])))
+            for talk in self.talks
+        ]
         self.tasks = self.tasks_in("openai")
 
     def tasks_in(self, api: Api, model: str = MODEL) -> list[Task]:

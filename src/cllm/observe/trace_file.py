@@ -17,12 +17,12 @@ import queue
 import secrets
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from cllm.core.params import LARGEST
@@ -201,8 +201,8 @@ class Recorder:
 
     def _hash_ids(self, prompt: list[int]) -> list[int]:
         """Return the id of each block, including the last one, which may not be full."""
-        data = np.array(prompt, np.int32).tobytes()
-        size = RECORDED_BLOCK * np.dtype(np.int32).itemsize
+        tokens = array("i", prompt)
+        data, size = tokens.tobytes(), RECORDED_BLOCK * tokens.itemsize
         ids, before = [], b""
         for start in range(0, len(data), size):
             before = hashlib.blake2b(

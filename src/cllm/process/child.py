@@ -1,8 +1,8 @@
 """The engine process: ``python -m cllm.process.child``, started by launch.py.
 
-One thread steps the engine and is the only one that calls libllama. A second thread only reads
-stdin into a queue. When stdin ends, the parent is gone, and the process exits immediately, whatever
-it is doing.
+One thread steps the engine and is the only one that computes with libllama; others tokenize and
+compile grammars. One more thread only reads stdin into queues. When stdin ends, the parent is gone,
+and the process exits immediately, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import BinaryIO, NoReturn
 import msgspec
 
 from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
 from cllm.engine.params import EngineParams
@@ -33,26 +34,33 @@ from cllm.process.messages import (
     Loading,
     Ready,
     Stepped,
+    Tokenize,
     frame,
 )
+from cllm.process.tokenizing import start_tokenizing
 from cllm.scheduler.trace import Explanation
 
 PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the parent is busy
 
 
 class PipeInbox:
-    """Commands from stdin."""
+    """Commands from stdin. Texts to tokenize go to ``texts``."""
 
     def __init__(self, stdin: BinaryIO) -> None:
+        self.texts: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
         self._stdin = stdin
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._decoder = msgspec.msgpack.Decoder[Command | Tokenize](Command | Tokenize)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         try:
             while (body := read_frame(self._stdin)) is not None:
-                self._queue.put(self._decoder.decode(body))
+                command = self._decoder.decode(body)
+                if isinstance(command, Tokenize):
+                    self.texts.put(command)
+                else:
+                    self._queue.put(command)
         except msgspec.DecodeError:
             logging.getLogger("cllm.engine").exception(
                 "cannot decode a command from the API process"
@@ -70,20 +78,26 @@ class PipeInbox:
 
 
 class PipeOutbox:
-    """Sends messages to the parent through a pipe."""
+    """Sends messages to the parent through a pipe. Several threads may send."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._lock = threading.Lock()  # a large message is written in parts
 
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
         stats = msgspec.structs.replace(stats, decode_cpu_seconds=decoding.seconds)
-        send_all(self._descriptor, Stepped(outputs, stats))
+        self.send_message(Stepped(outputs, stats))
 
     def send_embedded(self, embedded: EmbeddingOutput) -> None:
-        send_all(self._descriptor, embedded)
+        self.send_message(embedded)
 
     def send_explanation(self, explanation: Explanation) -> None:
-        send_all(self._descriptor, Explained(explanation))
+        self.send_message(Explained(explanation))
+
+    def send_message(self, message: FromChild) -> None:
+        data = frame(message)
+        with self._lock:
+            write_all(self._descriptor, data)
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
@@ -107,14 +121,14 @@ def claim_stdout() -> int:
     return private
 
 
-def send_all(descriptor: int, message: FromChild) -> None:
-    data = memoryview(frame(message))
-    while data:
-        data = data[os.write(descriptor, data) :]
+def write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def main() -> None:
-    output = claim_stdout()
+    outbox = PipeOutbox(claim_stdout())
     body = read_frame(sys.stdin.buffer)
     if body is None:
         return
@@ -124,14 +138,14 @@ def main() -> None:
     reported_share = -1.0
 
     def report_failure(reason: str) -> NoReturn:
-        send_all(output, Failed(reason))
+        outbox.send_message(Failed(reason))
         os._exit(2)
 
     def report_progress(share: float) -> None:
         nonlocal reported_share
         if share - reported_share >= 0.01:
             reported_share = share
-            send_all(output, Loading(share))
+            outbox.send_message(Loading(share))
 
     try:
         params = fit_memory(params)
@@ -143,9 +157,10 @@ def main() -> None:
     gc.freeze()
     gc.disable()  # automatic collections scan all waiting requests, which would slow steps down
 
-    send_all(output, Ready(backend.info))
+    start_tokenizing(inbox.texts, backend.vocabulary, outbox.send_message)
+    outbox.send_message(Ready(backend.info, VocabularyTable.of(backend.vocabulary)))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        engine.run(inbox, PipeOutbox(output))
+        engine.run(inbox, outbox)
     os._exit(0)  # the reader thread blocks in read(); nothing is left to flush
 
 

@@ -10,13 +10,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import msgspec
 
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import EmbeddingRequest, Priority, Request
+from cllm.core.segments import Segment
+from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import Abort, Add, Close, Embed, Explain
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
@@ -24,12 +27,24 @@ from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import Popen
-from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.messages import (
+    Explained,
+    Failed,
+    FromChild,
+    Loading,
+    Ready,
+    Stepped,
+    Tokenize,
+    Tokenized,
+    frame,
+)
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess, spawn
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.trace import Explanation
+
+T = TypeVar("T")
 
 log = logging.getLogger("cllm.process")
 
@@ -43,7 +58,8 @@ USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 class EngineClient:
     """Owns the engine process.
 
-    ``info`` is set once the engine has been ready. ``ready`` says whether it is ready now.
+    ``info`` and ``vocabulary`` are set once the engine has been ready. ``ready`` says whether it is
+    ready now.
     ``stats`` are its latest statistics.
     """
 
@@ -61,6 +77,7 @@ class EngineClient:
         StartupError for an unknown policy.
         """
         self.info: ModelInfo | None = None
+        self.vocabulary: VocabularyTable | None = None
         self.ready = False
         self.stats = Stats()
         self._earlier_stats = Stats()  # of the engines that have died
@@ -79,8 +96,10 @@ class EngineClient:
         self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
+        self._pending_tokens: dict[int, asyncio.Future[list[list[int]]]] = {}
+        self._numbers = count()
         self._process: EngineProcess | None = None
-        self._loaded: asyncio.Future[ModelInfo]
+        self._loaded: asyncio.Future[Ready]
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._backoff = FIRST_BACKOFF  # before the next start
@@ -120,7 +139,8 @@ class EngineClient:
                     f"{self.params.path or 'the model'}: "
                     "the file may be damaged; run `cllm doctor` to check this machine"
                 )
-            self.info = self._loaded.result()
+            ready = self._loaded.result()
+            self.info, self.vocabulary = ready.info, ready.vocabulary
         except BaseException:
             await process.stop()
             raise
@@ -144,13 +164,17 @@ class EngineClient:
                 self._in_flight.put(message.outputs)
             case EmbeddingOutput():
                 self._embeddings.put(message)
+            case Tokenized():
+                if (waiting := self._pending_tokens.get(message.number)) is not None:
+                    failed = EngineError("The engine failed to tokenize this text; please retry.")
+                    resolve(waiting, failed if message.tokens is None else message.tokens)
             case Explained():
                 resolve(self._pending_explanations.popleft(), message.explanation)
             case Loading():
                 if self._on_loading:
                     self._on_loading(message.share)
             case Ready() if not self._loaded.done():
-                self._loaded.set_result(message.info)
+                self._loaded.set_result(message)
             case Failed() if not self._loaded.done():
                 self._loaded.set_exception(StartupError(message.reason))
 
@@ -188,6 +212,8 @@ class EngineClient:
             self.end_all(died)
             while self._pending_explanations:
                 resolve(self._pending_explanations.popleft(), died)
+            for waiting in self._pending_tokens.values():
+                resolve(waiting, died)
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -275,6 +301,21 @@ class EngineClient:
         if self._embeddings.forget(waiter) and self.ready:
             self._write(frame(Abort(waiter.request.request_id)))
 
+    async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        Raises EngineError if there is no engine, or if it dies.
+        """
+        self.check_ready()
+        number = next(self._numbers)
+        future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
+        self._pending_tokens[number] = future
+        try:
+            self._write(frame(Tokenize(number, texts)))
+            return await future
+        finally:
+            del self._pending_tokens[number]
+
     async def explain(self, num_steps: int) -> Explanation:
         """Return the last ``num_steps`` steps, and what runs or waits and why.
 
@@ -310,11 +351,11 @@ class EngineClient:
                 await self._watch
 
 
-def resolve(future: asyncio.Future[Explanation], explanation: Explanation | EngineError) -> None:
+def resolve(future: asyncio.Future[T], answer: T | EngineError) -> None:
     """Set the result or the exception of ``future``, unless its caller has been cancelled."""
     if future.done():
         return
-    if isinstance(explanation, EngineError):
-        future.set_exception(explanation)
+    if isinstance(answer, EngineError):
+        future.set_exception(answer)
     else:
-        future.set_result(explanation)
+        future.set_result(answer)

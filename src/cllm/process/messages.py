@@ -1,8 +1,8 @@
 """The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and
 stdout.
 
-To the child: EngineParams once, then commands (engine/commands.py). From the child: the structs
-below and EmbeddingOutput (core/output.py).
+To the child: EngineParams once, then commands (engine/commands.py) and Tokenize. From the child:
+the other structs below and EmbeddingOutput (core/output.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import msgspec
 
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.core.segments import Segment
+from cllm.core.vocabulary import VocabularyTable
 from cllm.scheduler.trace import Explanation
 
 LENGTH = struct.Struct("<I")
@@ -27,6 +29,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     info: ModelInfo
+    vocabulary: VocabularyTable
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -48,7 +51,21 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     explanation: Explanation
 
 
-FromChild = Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained
+class Tokenize(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Texts to tokenize; the answer is a Tokenized with the same ``number``."""
+
+    number: int
+    texts: list[list[Segment]]
+
+
+class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The token ids of each text, or None if that failed."""
+
+    number: int
+    tokens: list[list[int]] | None
+
+
+FromChild = Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained | Tokenized
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -14,7 +14,6 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.backends.base import Vocabulary
 from cllm.batches import Batches
 from cllm.config import Settings
 from cllm.errors import EngineError
@@ -69,11 +68,13 @@ class HttpServer(uvicorn.Server):
         self._accepting = [
             self._loop.create_task(self._accept(listener)) for listener in sockets or ()
         ]
-        if self.service.vocabulary.chat_template:
-            # while the engine loads
-            self._starting = self._loop.create_task(self.service.renderer.start())
         if self._batches is not None:
             await self._batches.start()
+
+    def start_renderer(self) -> None:
+        """Start a process that renders chat templates, once the model has been loaded."""
+        if self.service.vocabulary.chat_template:
+            self._starting = self._loop.create_task(self.service.renderer.start())
 
     async def _accept(self, listener: socket.socket) -> None:
         def protocol() -> Protocol:
@@ -113,13 +114,11 @@ class HttpServer(uvicorn.Server):
         self.service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(
-    settings: Settings, vocabulary: Vocabulary, model_name: str, engine: EngineClient
-) -> HttpServer:
+def open_server(settings: Settings, model_name: str, engine: EngineClient) -> HttpServer:
     """Return a server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
     timeout = settings.scheduler.request_timeout
-    service = Service(engine, vocabulary, Metrics(model_name), model_name, timeout, recorder)
+    service = Service(engine, Metrics(model_name), model_name, timeout, recorder)
     app = create_app(Registry(service, settings.model.aliases), settings)
     config = uvicorn.Config(
         streaming(with_answer_headers(heads_as_gets(app))),

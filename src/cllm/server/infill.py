@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from cllm.answer import SchedulingOptions
+from cllm.core.segments import Segment
 from cllm.errors import BadRequest
-from cllm.service import LONG_TEXT, Service
+from cllm.service import Service
 
 
 class Snippet(NamedTuple):
@@ -27,8 +27,8 @@ async def infill(
     Raises BadRequest if the model cannot fill in.
     """
     marks = find_marks(service, "suffix")
-    begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     behind = await service.encode(suffix, "suffix", scheduling, plain=True)
+    [begin] = await service.tokenize([Segment("", add_special=True)])
     return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
 
 
@@ -63,7 +63,7 @@ async def build_infill_prompt(
     """
     marks, files = find_marks(service, "input_suffix"), service.vocabulary.repository_tokens
     context = service.info.context_length
-    longest = context * service.longest_piece  # characters; a longer text cannot fit
+    longest = context * service.vocabulary.longest_piece  # characters; a longer text cannot fit
     texts = ["project\n", "file\n", prefix[-longest:], suffix[:longest]]
     for snippet in reversed(snippets):
         text = (
@@ -75,17 +75,9 @@ async def build_infill_prompt(
             break
         texts.append(text)
 
-    def tokenize() -> list[list[int]]:
-        return [
-            service.vocabulary.tokenize(text, add_special=False, parse_special=False)
-            for text in texts
-        ]
-
-    is_long = sum(map(len, texts)) >= LONG_TEXT
-    project, file, before, behind, *parts = (
-        await asyncio.to_thread(tokenize) if is_long else tokenize()
+    begin, project, file, before, behind, *parts = await service.tokenize(
+        [Segment("", add_special=True)], *([Segment(text)] for text in texts)
     )
-    begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     wanted = context // 4 if num_new_tokens is None else min(num_new_tokens, context // 2)
     room = context - 1 - wanted - len(begin) - len(marks)
     num_behind = min(len(behind), max(room // 4, room - len(before)))

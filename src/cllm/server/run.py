@@ -13,10 +13,8 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from cllm.backends.registry import import_loader
 from cllm.config import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -89,25 +87,13 @@ async def run(
     early: signals that arrived before the server could handle them. launched: a process that
     becomes the engine.
     """
-    vocabulary_is_sound: Future[None] = Future()
-
-    def loading(share: float) -> None:
-        if not vocabulary_is_sound.done():
-            vocabulary_is_sound.set_result(None)
-        on_loading(share)
-
-    def tried(task: asyncio.Task[None]) -> None:
-        if not (vocabulary_is_sound.done() or task.cancelled()) and (error := task.exception()):
-            vocabulary_is_sound.set_exception(error)
-
-    engine = EngineClient(params, loading, queue_limits(settings), result_cache(settings), launched)
+    engine = EngineClient(
+        params, on_loading, queue_limits(settings), result_cache(settings), launched
+    )
     starting = asyncio.create_task(engine.start())
-    starting.add_done_callback(tried)
     server: HttpServer | None = None
     try:
-        server = opened = await asyncio.to_thread(
-            open_server, settings, params, model_name, engine, vocabulary_is_sound.result
-        )
+        server = opened = await asyncio.to_thread(open_server, settings, model_name, engine)
         gc.enable()  # __main__ has turned it off for the imports
 
         def started(task: asyncio.Task[None]) -> None:
@@ -117,6 +103,7 @@ async def run(
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays, so later collections need not scan it
                 on_ready(opened.service)
+                opened.start_renderer()
 
         opened.early = early
         starting.add_done_callback(started)
@@ -133,25 +120,11 @@ async def run(
             await server.service.close()
 
 
-def open_server(
-    settings: Settings,
-    params: EngineParams,
-    model_name: str,
-    engine: EngineClient,
-    wait_for_engine: Callable[[], object],
-) -> HttpServer:
-    """Import and open the server.
+def open_server(settings: Settings, model_name: str, engine: EngineClient) -> HttpServer:
+    """Import and open the server. Raises StartupError."""
+    from cllm.server import http_server
 
-    Meanwhile a thread calls ``wait_for_engine`` and then reads the vocabulary.
-
-    Raises StartupError, and any exception of the thread.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        loader = import_loader(params.backend)
-        vocabulary = thread.submit(loader.load_vocabulary, params, wait_for_engine)
-        from cllm.server import http_server
-
-        return http_server.open_server(settings, vocabulary.result(), model_name, engine)
+    return http_server.open_server(settings, model_name, engine)
 
 
 def queue_limits(settings: Settings) -> QueueLimits:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cllm.backends.base import Vocabulary
+from cllm.core.vocabulary import VocabularyTable
 from cllm.text.alignment import TokenLogprob
 
 LEAST = -9999.0  # JSON has no infinity
 
 
 def token_objects(
-    vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]
+    vocabulary: VocabularyTable, token_logprobs: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
     """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display:
     a part of a character is U+FFFD in it.

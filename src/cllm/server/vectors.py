@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-from cllm.embedding import Vectors
+    from cllm.embedding import Vectors
 
 AT_ONCE = 16  # vectors encoded before the event loop may run other tasks
 

@@ -8,6 +8,22 @@ from typing import Any, Literal
 
 import msgspec
 
+# Names that already have a meaning in templates. Clients cannot use them for variables.
+RESERVED = frozenset(
+    {
+        *("range", "dict", "lipsum", "cycler", "joiner", "namespace"),  # of Jinja
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "messages",
+        "raise_exception",
+        "self",
+        "strftime_now",
+        "tools",
+        "xml_tools",
+    }
+)
+
 
 class Channel(enum.StrEnum):
     TEXT = "text"

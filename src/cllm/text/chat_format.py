@@ -6,16 +6,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, product
 from typing import Any
 
 import msgspec
 
-from cllm.backends.base import Vocabulary
 from cllm.core.params import SamplingParams, ThinkingBudget
+from cllm.core.vocabulary import Pieces, VocabularyFacts
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
-from cllm.text.chat_template import CUT
+from cllm.text.fences import CUT
 from cllm.text.model_family import find_family, load_families
 from cllm.text.parser import Parser
 from cllm.text.prompted_tools import declare_tools
@@ -34,15 +35,17 @@ class OutputPlan:
     creates a parser.
     """
 
-    pieces: list[bytes]
+    pieces: Pieces
     parser: Callable[[], Parser]
 
 
 class ChatFormat:
     """The family of the model's chat template, with the ids of the control tokens in its marks."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: VocabularyFacts, tokens_of: Callable[[str], list[int]]) -> None:
+        """``tokens_of`` returns the token ids of each of ``marks``, with control tokens parsed."""
         self._vocabulary = vocabulary
+        self._tokens_of = tokens_of
         self._template = vocabulary.chat_template or ""
         self.family = find_family(self._template)
         if not (self.family.calls or re.search(r"\btools\b", self._template)):
@@ -78,11 +81,11 @@ class ChatFormat:
         }
 
     @cached_property
-    def _pieces(self) -> list[bytes]:
-        pieces = list(self._vocabulary.pieces)
-        for text, token in self._special_tokens_in([*self.family.marks]).items():
-            pieces[token] = text.encode()
-        return pieces
+    def _pieces(self) -> Pieces:
+        marks = self._special_tokens_in([*self.family.marks])
+        return self._vocabulary.pieces.with_marks(
+            {token: text.encode() for text, token in marks.items()}
+        )
 
     def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages of ``chat``, with ``tools`` and calls as text where the template does
@@ -236,7 +239,9 @@ class ChatFormat:
             limit = BUDGETS.get(chat.effort)
         if limit is None:
             return None
-        opening, closing, force = self._ends_of_reasoning(chat, limit)
+        opening, closing, force = self._ends_of_reasoning(
+            may_call=bool(schemas_of(chat)), is_off=not limit
+        )
         begin = None if inside or self.family.header else self._tokens(opening)[0]
         close = self._tokens(closing)
         if len(close) == 1:
@@ -255,9 +260,18 @@ class ChatFormat:
             code="unsupported_parameter",
         )
 
-    def _ends_of_reasoning(self, chat: Chat, limit: int) -> tuple[str, str, str]:
+    @cached_property
+    def marks(self) -> list[str]:
+        """The texts whose tokens limit reasoning."""
+        if self.family.header is None and self.family.reasoning is None:
+            return []
+        cases = product((False, True), repeat=2)
+        ends = (self._ends_of_reasoning(may_call=calls, is_off=off) for calls, off in cases)
+        return sorted({*chain.from_iterable(ends)} - {""})
+
+    def _ends_of_reasoning(self, *, may_call: bool, is_off: bool) -> tuple[str, str, str]:
         """Return the marks that begin and end reasoning, and the text that ends it when the limit
-        is reached.
+        is reached. ``is_off``: the limit is 0.
         """
         header, reasoning = self.family.header, self.family.reasoning
         if header is None:
@@ -266,11 +280,11 @@ class ChatFormat:
             blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")
             return reasoning.open, reasoning.close, reasoning.close.join(blanks)
         # with a limit of 0 there is no reasoning message to end
-        end = header.end[0] + header.open[0] + "assistant" if limit else ""
-        return header.open[1], header.end[0], end + ("" if schemas_of(chat) else header.final)
+        end = "" if is_off else header.end[0] + header.open[0] + "assistant"
+        return header.open[1], header.end[0], end + ("" if may_call else header.final)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self._vocabulary.tokenize(text, add_special=False, parse_special=True))
+        return tuple(self._tokens_of(text)) if text else ()
 
 
 def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,36 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import jinja2
 import jinja2.compiler
-import jinja2.defaults
 import jinja2.ext
 import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
+from cllm.text.fences import CUT, Fences
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
-    from cllm.backends.base import Vocabulary
+    from cllm.core.vocabulary import VocabularyFacts
     from cllm.text.worker import Work
-
-# Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens
-# that a user has written. CUT marks where the field that a prompt continues begins and ends.
-OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
-FENCES = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
-
-# Names that already have a meaning in templates. Clients cannot use them for variables.
-RESERVED = frozenset(
-    {
-        *jinja2.defaults.DEFAULT_NAMESPACE,
-        "add_generation_prompt",
-        "bos_token",
-        "eos_token",
-        "messages",
-        "raise_exception",
-        "self",
-        "strftime_now",
-        "tools",
-        "xml_tools",
-    }
-)
 
 MAX_LENGTH = 1 << 23  # characters of a prompt
 # What a template may raise on odd messages, in addition to TemplateError.
@@ -61,21 +41,20 @@ TEMPLATE_FAULTS = (
 
 
 class ChatTemplate:
-    """Renders messages and tokenizes the result, so that only the template can write control
-    tokens.
+    """Renders messages.
 
-    A control token's text inside a message is fenced before rendering and tokenized as plain text
-    afterwards. A template's time cannot be limited here; text/rendering.py limits it, in processes
-    that can be killed.
+    The text of a control token inside a message is fenced before rendering (fences.py). A
+    template's time cannot be limited here; text/rendering.py limits it, in processes that can be
+    killed.
     """
 
-    def __init__(self, vocabulary: Vocabulary, source: str | None = None) -> None:
+    def __init__(self, vocabulary: VocabularyFacts, source: str | None = None) -> None:
         """``source``: a template to use instead of the model's.
 
         Raises StartupError if it has a syntax error.
         """
         self._vocabulary = vocabulary
-        self._control = control_pattern(vocabulary.control_tokens)
+        self._fences = Fences(vocabulary)
         source = source if source is not None else vocabulary.chat_template
         self._source = source or ""
         self._template = compile_template(source) if source else None
@@ -118,15 +97,6 @@ class ChatTemplate:
         first, later = (self._try(messages) or "" for messages in ([system, user], [user, system]))
         return "probe" in first, "probe" in later
 
-    def encode(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any
-    ) -> list[int]:
-        """Return the token ids of the prompt for the next assistant message.
-
-        Raises what ``render`` raises.
-        """
-        return self.tokenize(self.render(messages, tools, **variables))
-
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -135,8 +105,8 @@ class ChatTemplate:
         /,
         **variables: Any,
     ) -> str:
-        """Return the text of that prompt, with fences around control tokens that must stay plain
-        text.
+        """Return the text of the prompt for the next assistant message, with fences around control
+        tokens that must stay plain text.
 
         With ``add_generation_prompt=False`` the prompt does not open another message. ``continued``
         is a field of the last message: then the text ends where that field ends, and CUT marks
@@ -151,16 +121,16 @@ class ChatTemplate:
         if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
             variables = {"xml_tools": tools or None, **variables}
         try:
-            adapted = self.fenced(self._adapted(messages))
+            adapted = self._fences.enclose(self._adapted(messages))
             if continued:
                 variables["add_generation_prompt"] = False
                 field = continued if continued in adapted[-1] else "thinking"
                 adapted[-1][field] = CUT + adapted[-1][field] + CUT
             for part in self._template.generate(
                 messages=adapted,
-                tools=self.fenced(tools) or None,
+                tools=self._fences.enclose(tools) or None,
                 **self._vocabulary.special_texts,
-                **self.fenced({"add_generation_prompt": True, **variables}),
+                **self._fences.enclose({"add_generation_prompt": True, **variables}),
             ):
                 parts.append(part)
                 room -= len(part)
@@ -182,19 +152,6 @@ class ChatTemplate:
                 "The chat template omits the message to be continued.", param="messages"
             )
         return before.replace(CUT, "") + CUT + begun[0]
-
-    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the token ids of rendered text. Text between fences is tokenized as plain text."""
-        tokenize = self._vocabulary.tokenize
-        begin = self._vocabulary.special_texts["bos_token"]
-        first, *others = text.split(OPEN)
-        add_special = add_special and not (begin and first.startswith(begin))
-        tokens = tokenize(first, add_special=add_special, parse_special=True)
-        for part in others:
-            fenced, _, rest = part.partition(CLOSE)
-            tokens += tokenize(fenced, add_special=False, parse_special=False)
-            tokens += tokenize(rest, add_special=False, parse_special=True)
-        return tokens
 
     def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``messages`` as this template wants them: the type of arguments, and its own field
@@ -280,21 +237,6 @@ class ChatTemplate:
         except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
             return None
 
-    def fenced(self, value: Any) -> Any:
-        """Return ``value`` with fences around the control tokens that its texts spell out."""
-        if isinstance(value, str):
-            return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", FENCES.sub("\ufffd", value))
-        if isinstance(value, list):
-            return [self.fenced(item) for item in value]
-        if isinstance(value, dict):
-            return {self.fenced(key): self.fenced(item) for key, item in value.items()}
-        return value
-
-
-def without_fences(text: str) -> str:
-    """Return rendered text without fences, for people to read."""
-    return text.replace(OPEN, "").replace(CLOSE, "").replace(CUT, "")
-
 
 def short_id(name: str) -> str:
     """Return nine letters and digits for the id of a call: the id itself if it has that form, else
@@ -303,23 +245,23 @@ def short_id(name: str) -> str:
     return name if re.fullmatch(r"[a-zA-Z0-9]{9}", name) else f"{zlib.crc32(name.encode()):09x}"
 
 
-def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
-    """Return a pattern for control tokens, and for beginnings of them at a text's end that the next
-    could complete.
-    """
-    beginnings = {token[:length] for token in control_tokens for length in range(1, len(token))}
-    whole = "|".join(map(re.escape, control_tokens))
-    partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
-    return re.compile(f"{whole}|(?:{partial})\\s*\\Z" if control_tokens else r"(?!)")
-
-
 def prepare(texts: dict[str, Any]) -> Work:
     """Return the Work of a rendering process; its input is the arguments of
     ``ChatTemplate.render``.
 
-    ``texts``: the fields of Vocabulary that it needs.
+    ``texts``: the fields of VocabularyFacts that it needs. With a template that has a syntax error,
+    every chat is refused, and other requests are served.
     """
-    template = ChatTemplate(cast("Vocabulary", SimpleNamespace(**texts)))
+    try:
+        template = ChatTemplate(cast("VocabularyFacts", SimpleNamespace(**texts)))
+    except StartupError as error:
+        broken = BadRequest(f"Chats are not available: {error}", code="no_chat_template")
+        sys.stderr.write(f"cllm: {error}; chats are refused\n")
+
+        def refuse_chat(_: Any) -> NoReturn:
+            raise broken
+
+        return refuse_chat
     return lambda asked: template.render(*asked[:3], **asked[3])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
+from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import Alignment, TokenLogprob
 from cllm.text.chat import Channel, Part
 from cllm.text.detokenizer import Detokenizer
@@ -23,7 +24,7 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, pieces: list[bytes], params: SamplingParams, parser: Parser | None = None
+        self, index: int, pieces: Pieces, params: SamplingParams, parser: Parser | None = None
     ) -> None:
         """``pieces``: the bytes of each token id."""
         self.index = index

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 
+from cllm.core.vocabulary import Pieces
+
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -14,7 +16,7 @@ class Detokenizer:
     U+FFFD.
     """
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         """``pieces``: the bytes of each token id."""
         self._pieces = pieces
         self._decoder = _utf8("replace")

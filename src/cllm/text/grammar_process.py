@@ -17,12 +17,12 @@ import pydantic_core
 
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest, EngineError
-from cllm.text import grammar
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.grammar import CheckedGrammar, Constraint, Special, invalid
 from cllm.text.worker import Reply, describe_refusal, to_json
 from cllm.text.workers import Workers
 
+PREPARE = "cllm.text.grammar:prepare"
 CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars waiting for a check, or being checked
@@ -44,7 +44,7 @@ class GrammarProcess(Workers):
             size, tokens = special()
             return to_json([size, [*tokens.items()], MAX_LEXER_STATES])
 
-        super().__init__(grammar.prepare, begin, 1, CPU_LIMIT)
+        super().__init__(PREPARE, begin, 1, CPU_LIMIT)
         self._observe = observe
         self._turn = asyncio.Lock()
         self._num_waiting = 0

@@ -9,6 +9,7 @@ import msgspec
 
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.request import Request
+from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
 from cllm.text.chat_format import OutputPlan
@@ -73,7 +74,7 @@ class OutputReader:
     def __init__(
         self,
         requests: Sequence[Request],
-        pieces: list[bytes],
+        pieces: Pieces,
         plan: OutputPlan | None = None,
         usage: Usage | None = None,
     ) -> None:

@@ -4,13 +4,13 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import to_json
 
-from cllm.backends.base import Vocabulary
+from cllm.core.vocabulary import VocabularyFacts
 from cllm.errors import BadRequest
-from cllm.text import chat_template
 from cllm.text.worker import MEMORY_LIMIT
 from cllm.text.workers import Workers
 
@@ -21,12 +21,19 @@ CPU_LIMIT = 2.0  # seconds of CPU time for one prompt
 class Renderer(Workers):
     """Renders chat templates in at most MAX_PROCESSES processes."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        texts = {
-            name: getattr(vocabulary, name)
-            for name in ("chat_template", "control_tokens", "special_texts")
-        }
-        super().__init__(chat_template.prepare, lambda: to_json(texts), MAX_PROCESSES, CPU_LIMIT)
+    def __init__(self, vocabulary: Callable[[], VocabularyFacts]) -> None:
+        """``vocabulary`` returns the model's; it is called before the first process starts."""
+
+        def begin() -> bytes:
+            facts = vocabulary()
+            return to_json(
+                {
+                    name: getattr(facts, name)
+                    for name in ("chat_template", "control_tokens", "special_texts")
+                }
+            )
+
+        super().__init__("cllm.text.chat_template:prepare", begin, MAX_PROCESSES, CPU_LIMIT)
 
     async def render(
         self,

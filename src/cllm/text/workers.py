@@ -17,7 +17,7 @@ from typing import Any
 from cllm.environment import child_environment
 from cllm.errors import EngineError
 from cllm.observe.cpu_time import read_cpu_seconds
-from cllm.text.worker import HEAD, Reply, Work, encode_frame
+from cllm.text.worker import HEAD, Reply, encode_frame
 
 # Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be
 # read, they limit the time to an answer. A starting process has more, because it may read files
@@ -35,15 +35,16 @@ class Workers:
     """
 
     def __init__(
-        self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float
+        self, prepare: str, begin: Callable[[], bytes], num: int, cpu_limit: float
     ) -> None:
-        """Each of at most ``num`` processes imports ``prepare`` and calls it with the JSON that
-        ``begin`` returns.
+        """Each of at most ``num`` processes imports ``prepare``, written module:function, and calls
+        it with the JSON that ``begin`` returns to get its Work.
 
-        ``begin`` runs in another thread. ``cpu_limit``: seconds of CPU time for one question.
+        This process does not import it, which saves memory. ``begin`` runs in another thread.
+        ``cpu_limit``: seconds of CPU time for one question.
         """
-        self._name = prepare.__module__
-        self._command = ("-m", "cllm.text.worker", self._name, prepare.__qualname__, str(cpu_limit))
+        self._name, _, function = prepare.partition(":")
+        self._command = ("-m", "cllm.text.worker", self._name, function, str(cpu_limit))
         self._begin = begin
         self._num = num
         self._free = asyncio.Semaphore(num)

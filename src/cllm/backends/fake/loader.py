@@ -41,9 +41,7 @@ def load(
     )
 
 
-def load_vocabulary(
-    params: BackendParams, before_reading: Callable[[], object] = lambda: None
-) -> Vocabulary:
+def load_vocabulary(params: BackendParams) -> Vocabulary:
     from cllm.backends.fake.vocabulary import FakeVocabulary
 
     return FakeVocabulary()

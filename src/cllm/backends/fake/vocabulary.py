@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cllm.core.vocabulary import Pieces
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -33,11 +35,9 @@ class FakeVocabulary:
     pair_tokens: tuple[list[int], list[int], list[int]] = ([], [END], [])
 
     def __init__(self) -> None:
-        self.pieces = [bytes([i]) for i in range(256)] + [b""] * (VOCABULARY_SIZE - 256)
-        self.special_texts: dict[str, Any] = {"bos_token": "", "eos_token": ""}
-
-    def text_of(self, token: int) -> bytes:
-        return CONTROL[token].encode() if token in CONTROL else self.pieces[token]
+        bytes_only = [bytes([i]) for i in range(256)]
+        self.pieces = Pieces.of([*bytes_only, *[b""] * (VOCABULARY_SIZE - 256)])
+        self.special_texts = {"bos_token": "", "eos_token": ""}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if not parse_special:

@@ -57,13 +57,10 @@ def load(
         return LlamaCppBackend(params, progress)
 
 
-def load_vocabulary(
-    params: BackendParams, before_reading: Callable[[], object] = lambda: None
-) -> Vocabulary:
+def load_vocabulary(params: BackendParams) -> Vocabulary:
     with loadable():
         from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 
-    before_reading()
     return LlamaVocabulary.load(Path(params.path))
 
 

@@ -1,9 +1,10 @@
-"""A model's vocabulary: tokenizing through llama.cpp, detokenizing through a table built once."""
+"""A model's vocabulary: tokenizing through llama.cpp, and a table of the tokens' bytes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp.library import check_pointer
+from cllm.core.vocabulary import Pieces
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -22,6 +24,7 @@ EVERY_BYTE = "".join(
 )
 MAX_SPECIAL = 4000  # a text with more special tokens is tokenized in parts
 PART = 4096  # minimum number of characters of a part
+USUAL_PIECE = 16  # bytes of a token; more than the average
 MARK = b"\xff"  # before the text of a special token, for llguidance
 
 
@@ -70,19 +73,16 @@ class LlamaVocabulary:
         self.tokenize(EVERY_BYTE, add_special=True, parse_special=True)
 
     @cached_property
-    def pieces(self) -> list[bytes]:
-        read, vocab, size, buffer = (
-            lib.llama_token_to_piece,
-            self._vocab,
-            64,
-            ctypes.create_string_buffer(64),
-        )
-        lengths = (
-            (token, read(vocab, token, buffer, size, 0, False)) for token in range(self.size)
-        )
-        return [
-            buffer.raw[:n] if n >= 0 else self._piece(token, special=False) for token, n in lengths
-        ]
+    def pieces(self) -> Pieces:
+        read, vocab = read_piece(), self._vocab
+        offsets, data = array("I", [0]), ctypes.create_string_buffer(self.size * USUAL_PIECE)
+        end, room, address = 0, len(data), ctypes.addressof(data)
+        for token in range(self.size):
+            while (length := read(vocab, token, address + end, room - end, 0, False)) < 0:
+                ctypes.resize(data, (room := 2 * room - length))
+                address = ctypes.addressof(data)
+            offsets.append(end := end + length)
+        return Pieces(ctypes.string_at(address, end), offsets)
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(64)
@@ -125,8 +125,8 @@ class LlamaVocabulary:
         } | added
 
     @cached_property
-    def _attributes(self) -> list[int]:
-        return list(map(partial(lib.llama_vocab_get_attr, self._vocab), range(self.size)))
+    def _attributes(self) -> array[int]:
+        return array("H", map(partial(lib.llama_vocab_get_attr, self._vocab), range(self.size)))
 
     def _with(self, attributes: int) -> list[int]:
         return [token for token, has in enumerate(self._attributes) if has & attributes]
@@ -156,7 +156,7 @@ class LlamaVocabulary:
         return begin, between, end
 
     @cached_property
-    def special_texts(self) -> dict[str, Any]:
+    def special_texts(self) -> dict[str, str]:
         names = {
             "bos_token": lib.llama_vocab_bos(self._vocab),
             "eos_token": lib.llama_vocab_eos(self._vocab),
@@ -171,17 +171,6 @@ class LlamaVocabulary:
     def _is_control(self, token: int) -> bool:
         # if the file has no begin token, llama.cpp still names one, which is then an ordinary token
         return token >= 0 and bool(lib.llama_vocab_is_control(self._vocab, token))
-
-    @cached_property
-    def _control_pieces(self) -> dict[int, bytes]:
-        return {
-            token: self._piece(token, special=True)
-            for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)
-        }
-
-    def text_of(self, token: int) -> bytes:
-        control = self._control_pieces
-        return control[token] if token in control else self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if len(text) > PART:
@@ -237,7 +226,7 @@ class LlamaVocabulary:
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        tokens = self.pieces.copy()
+        tokens = list(self.pieces)
         for token, text in self.special_tokens.items():
             tokens[token] = MARK + text.encode()
         function = ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value  # noqa: SLF001  # as llguidance.llamacpp does
@@ -254,6 +243,16 @@ class LlamaVocabulary:
     def close(self) -> None:
         """Free what ``load`` loaded."""
         lib.llama_model_free(self._model)
+
+
+def read_piece() -> Callable[[int, int, int, int, int, bool], int]:
+    """Return llama_token_to_piece, which here takes the address of its buffer.
+
+    This saves half of the time that llama-cpp-python's binding takes.
+    """
+    types = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int32, *types, ctypes.c_bool)
+    return prototype(("llama_token_to_piece", lib._lib))  # noqa: SLF001  # has no public name
 
 
 def split_before_specials(text: str, specials: dict[str, bool]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from cllm.answer import Answer, Generation
-from cllm.backends.base import Vocabulary
+from cllm.core.vocabulary import VocabularyTable
 from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
 from cllm.server.token_logprobs import token_objects
@@ -129,7 +129,7 @@ def last_fields(generation: Generation, clock: Clock, last: Delta) -> dict[str, 
 
 
 async def collect(
-    answer: Answer, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool
+    answer: Answer, model: str, clock: Clock, vocabulary: VocabularyTable, *, chat: bool
 ) -> dict[str, Any]:
     """Return the whole answer."""
     token_logprobs: list[TokenLogprob] = []
@@ -160,7 +160,7 @@ class Lines:
         generation: Generation,
         model: str,
         clock: Clock,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularyTable,
         *,
         chat: bool,
     ) -> None:

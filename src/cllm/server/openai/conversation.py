@@ -10,8 +10,7 @@ from pydantic_core import to_json
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, limit_entries
-from cllm.text.chat import Chat
-from cllm.text.chat_template import RESERVED
+from cllm.text.chat import RESERVED, Chat
 
 MAX_TOOLS = 512
 MAX_NAME = 64  # characters of a variable of a chat template

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import to_json
@@ -23,6 +21,10 @@ from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
 from cllm.server.vectors import encode_vectors
 from cllm.service import Service
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 router = APIRouter(tags=["OpenAI"])
 

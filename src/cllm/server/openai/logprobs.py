@@ -7,20 +7,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cllm.backends.base import Vocabulary
 from cllm.core.output import Logprobs
+from cllm.core.vocabulary import VocabularyTable
 from cllm.server.token_logprobs import LEAST, token_objects
 from cllm.text.alignment import TokenLogprob
 from cllm.text.detokenizer import Detokenizer
 
 
-def chat_logprobs(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(
+    vocabulary: VocabularyTable, token_logprobs: Sequence[TokenLogprob]
+) -> dict[str, Any]:
     """Return the ``logprobs`` object of a chat's choice."""
     return {"content": token_objects(vocabulary, token_logprobs), "refusal": None}
 
 
 def completion_logprobs(
-    vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob], offset: int
+    vocabulary: VocabularyTable, token_logprobs: Sequence[TokenLogprob], offset: int
 ) -> dict[str, Any]:
     """Return the ``logprobs`` object of a completion's choice, whose text begins at the character
     ``offset``.
@@ -36,7 +38,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    vocabulary: Vocabulary, prompt: list[int], logprobs: list[Logprobs]
+    vocabulary: VocabularyTable, prompt: list[int], logprobs: list[Logprobs]
 ) -> dict[str, Any]:
     """Return the ``logprobs`` object of an echoed prompt. Its first token has no logprob."""
     others = list(zip(prompt[1:], logprobs, strict=True))
@@ -57,7 +59,7 @@ def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
 
 
 def top_logprobs_by_text(
-    vocabulary: Vocabulary, token: int, logprobs: Logprobs
+    vocabulary: VocabularyTable, token: int, logprobs: Logprobs
 ) -> dict[str, float]:
     """Return the logprobs of the most probable tokens and of ``token``, by text.
 
@@ -69,7 +71,7 @@ def top_logprobs_by_text(
     return found
 
 
-def token_text(vocabulary: Vocabulary, token: int) -> str:
+def token_text(vocabulary: VocabularyTable, token: int) -> str:
     """Return the text of a token, or its bytes as OpenAI writes them, if it is a part of a
     character.
     """
@@ -80,7 +82,7 @@ def token_text(vocabulary: Vocabulary, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def text_offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
+def text_offsets(vocabulary: VocabularyTable, tokens: list[int]) -> list[int]:
     """Return the character of the whole text at which each token begins."""
     detokenizer, at, found = Detokenizer(vocabulary.pieces), 0, []
     for token in tokens:
@@ -89,6 +91,6 @@ def text_offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
     return found
 
 
-def plain_text(vocabulary: Vocabulary, tokens: list[int]) -> str:
+def plain_text(vocabulary: VocabularyTable, tokens: list[int]) -> str:
     """Return the text of tokens. Control tokens have none."""
     return b"".join(vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")

@@ -4,8 +4,6 @@ vLLM.
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
@@ -14,7 +12,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.backends.base import Vocabulary
+from cllm.core.segments import Segment
+from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
@@ -30,9 +29,9 @@ from cllm.server.openai.conversation import (
     drop_nulls,
 )
 from cllm.server.resolve import service_for
-from cllm.service import LONG_TEXT, Service
+from cllm.service import Service
 from cllm.text.chat import Chat
-from cllm.text.chat_template import without_fences
+from cllm.text.fences import remove_fences
 
 router = APIRouter(tags=["Tokens"])
 
@@ -107,18 +106,13 @@ async def tokenize(request: Request) -> Response:
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
         text = await render(request, service, body.messages, body)
-        tokenize = partial(service.chat_template.tokenize, text)
+        segments = service.fences.split(text)
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
         asked = body.add_special if body.add_special is not None else body.add_special_tokens
         add_special = asked if asked is not None else body.prompt is not None
-        tokenize = partial(
-            service.vocabulary.tokenize,
-            text,
-            add_special=add_special,
-            parse_special=body.parse_special,
-        )
-    tokens = tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
+        segments = [Segment(text, add_special, body.parse_special)]
+    [tokens] = await service.tokenize(segments)
     content = await off_loop(call_of(request), lambda: format_tokens(service, body, tokens))
     return Response(content, media_type="application/json")
 
@@ -170,7 +164,7 @@ async def apply_template(request: Request) -> Response:
     body = await read_body(request, TemplateBody)
     service = service_for(request, body.model)
     text = await render(request, service, body.messages, body)
-    return Response(to_json({"prompt": without_fences(text)}), media_type="application/json")
+    return Response(to_json({"prompt": remove_fences(text)}), media_type="application/json")
 
 
 async def render(
@@ -205,7 +199,7 @@ def text_of(service: Service, tokens: list[int]) -> str:
     return b"".join(map(service.vocabulary.text_of, tokens)).decode("utf-8", "replace")
 
 
-def piece(vocabulary: Vocabulary, token: int) -> str | list[int]:
+def piece(vocabulary: VocabularyTable, token: int) -> str | list[int]:
     """Return the text of a token, or its bytes if they are not valid UTF-8."""
     data = vocabulary.text_of(token)
     try:

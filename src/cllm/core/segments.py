@@ -1,0 +1,32 @@
+"""Texts to tokenize, in segments: control tokens are recognized in some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+
+class Segment(NamedTuple):
+    """A part of a text; the other fields are arguments of ``Tokenizer.tokenize``."""
+
+    text: str
+    add_special: bool = False
+    parse_special: bool = False
+
+
+class Tokenizer(Protocol):
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return the token ids of ``text``.
+
+        ``add_special`` adds the model's begin and end tokens. ``parse_special`` recognizes control
+        tokens in the text.
+        """
+        ...
+
+
+def tokenize_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> list[int]:
+    """Return the token ids of a text."""
+    tokens: list[int] = []
+    for text, add_special, parse_special in segments:
+        tokens += tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
+    return tokens

@@ -1,0 +1,122 @@
+"""Texts that the engine process tokenizes for the API process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+
+import pytest
+from conftest import PATIENCE
+
+from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
+from cllm.core.segments import Segment
+from cllm.engine.params import EngineParams
+from cllm.errors import EngineError
+from cllm.process.client import EngineClient
+from cllm.process.messages import Tokenize, Tokenized
+from cllm.process.tokenizing import NUM_THREADS, start_tokenizing
+
+START, END = CONTROL
+
+
+class Tokenizer:
+    """Waits for ``release`` before it tokenizes a text that begins with "long"."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if text.startswith("long"):
+            assert self.release.wait(PATIENCE)
+        if text == "broken":
+            raise MemoryError
+        return [len(text)]
+
+
+def start(tokenizer: Tokenizer) -> tuple[queue.SimpleQueue[Tokenize], queue.Queue[Tokenized]]:
+    questions: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
+    answers: queue.Queue[Tokenized] = queue.Queue()
+    start_tokenizing(questions, tokenizer, answers.put)
+    return questions, answers
+
+
+def test_short_text_does_not_wait_for_long_ones():
+    tokenizer = Tokenizer()
+    questions, answers = start(tokenizer)
+    for number in range(NUM_THREADS - 1):
+        questions.put(Tokenize(number, [[Segment("long")]]))
+    questions.put(Tokenize(9, [[Segment("short"), Segment("er")], []]))
+    assert answers.get(timeout=PATIENCE) == Tokenized(9, [[5, 2], []])
+    tokenizer.release.set()
+    rest = [answers.get(timeout=PATIENCE) for _ in range(NUM_THREADS - 1)]
+    assert {answer.number for answer in rest} == set(range(NUM_THREADS - 1))
+
+
+def test_failure_is_an_answer_and_the_next_text_is_tokenized(caplog):
+    questions, answers = start(Tokenizer())
+    for _ in range(NUM_THREADS + 1):
+        questions.put(Tokenize(1, [[Segment("broken")]]))
+        assert answers.get(timeout=PATIENCE) == Tokenized(1, None)
+    assert "cannot tokenize" in caplog.text
+
+
+def run(test):
+    """Run ``test(client)`` with a started engine."""
+
+    async def main():
+        client = EngineClient(EngineParams(backend="fake"))
+        await client.start()
+        try:
+            await asyncio.wait_for(test(client), PATIENCE)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_client_gets_vocabulary_and_tokens():
+    """Many callers at once get their own."""
+
+    async def test(client):
+        assert client.vocabulary.chat_template == FakeVocabulary.chat_template
+        parsed = [Segment("<|im_start|>a", parse_special=True), Segment("<|im_end|>")]
+        texts = [[parsed, [Segment(f"{i}")]] for i in range(50)]
+        answers = await asyncio.gather(*map(client.tokenize, texts))
+        for i, answer in enumerate(answers):
+            assert answer == [[START, *b"a<|im_end|>"], [*f"{i}".encode()]]
+        assert not client._pending_tokens
+
+    run(test)
+
+
+def test_death_of_the_engine_ends_tokenizing():
+    async def test(client):
+        os.kill(client.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(client.tokenize([[Segment("a")]]))
+        await asyncio.sleep(0)
+        assert client._pending_tokens
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="died"):
+            await asking
+        with pytest.raises(EngineError, match="not ready"):
+            await client.tokenize([[Segment("a")]])
+
+    run(test)
+
+
+def test_cancelled_caller_leaves_nothing_behind():
+    async def test(client):
+        os.kill(client.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(client.tokenize([[Segment("a")]]))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        os.kill(client.pid, signal.SIGCONT)
+        assert await client.tokenize([[Segment("b")]]) == [[98]]
+        assert not client._pending_tokens
+
+    run(test)
