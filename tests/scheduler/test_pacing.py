@@ -131,3 +131,22 @@ def test_long_row_alone_is_in_every_step(fake_engine):
     engine.add("long", [5] * 4000, max_tokens=50)
     run(engine, lambda: bool(engine.tokens("long")))
     assert len(run(engine, lambda: len(engine.tokens("long")) == 50)) == 49
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
+    """Although a step has room for one of them, or for a part of the long one, but not for both."""
+    costs = Costs(step=0.03, row=0.01, token=0.008)
+    engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6)
+    start_streams(engine, 4)
+    engine.add("long", [5] * 4000, max_tokens=2)
+    for _ in range(4):
+        engine.step()
+    waits = []
+    for i in range(10):
+        engine.add(f"short{i}", [60 + i] * 50, max_tokens=2)
+        begun = engine.now
+        run(engine, lambda i=i: bool(engine.tokens(f"short{i}")))
+        waits.append(engine.now - begun)
+    assert not engine.tokens("long")
+    assert max(waits) < 4 * 0.6
+    run(engine, lambda: bool(engine.tokens("long")))

@@ -39,6 +39,7 @@ class Pacing:
         self.long_rows = 0.0
         self.paused: set[Sequence] = set()
         self._head: Sequence | None = None  # the prompt that is served first
+        self._is_odd = False
         self._num_lacking = 0  # sequences whose prompts are unfinished
         self._head_seconds = 0.0  # that it has been computed for
 
@@ -86,6 +87,11 @@ class Pacing:
         if not num_decoding or head is None:
             self.prompts = 0.0
         return self.prompts >= 0
+
+    def alternate(self) -> bool:
+        """Return True and False in turn, for the steps that compute prompts."""
+        self._is_odd = not self._is_odd
+        return self._is_odd
 
     def observe(self, step: Step, rows: Run[Row], num_waiting: int) -> None:
         """Learn what ``step`` has cost, and note what it was used for."""

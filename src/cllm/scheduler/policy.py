@@ -157,13 +157,19 @@ class Fair(Priorities):
 
 
 def split_prefill_budget(
-    lacking: list[Sequence], budget: int, efficient_tokens: float, undivided: int = 0
+    lacking: list[Sequence],
+    budget: int,
+    efficient_tokens: float,
+    undivided: int = 0,
+    *,
+    short_first: bool = False,
 ) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
     ``lacking``: in the order of ``Running``, in which they are served. But up to half of the budget
     first goes to sequences of the head's class that lack less than half as many tokens as the head.
-    So short prompts do not wait for a long one, and cannot delay it forever. Once
+    So short prompts do not wait for a long one, and cannot delay it forever. With ``short_first``,
+    which should alternate, they may take all of it, because half may be too small for one. Once
     ``efficient_tokens`` have been assigned, no further prompt starts. Prompts that are computed
     together all get their first tokens when the last one does. If they are computed one after the
     other, all except the last get theirs sooner. A prompt of at most ``undivided`` tokens that does
@@ -173,7 +179,8 @@ def split_prefill_budget(
     if not lacking:
         return
     first = lacking[0]
-    left = budget - min(first.num_lacking_tokens, (budget + 1) // 2)
+    half = (budget + 1) // 2
+    left = budget - (0 if short_first else min(first.num_lacking_tokens, half))
     short = set()
     for seq in lacking[1:]:
         lacks = seq.num_lacking_tokens
@@ -183,6 +190,8 @@ def split_prefill_budget(
             budget -= lacks
             short.add(seq)
             yield seq, lacks
+    if short_first and budget < half:
+        budget = 0  # a small part of a long prompt costs a pass, too
     whole = budget
     for seq in lacking:
         if seq not in short:

@@ -187,7 +187,8 @@ class Scheduler(Sequences):
                 lacking,
                 self.step.prefill_budget,
                 self.cost.efficient_prefill_tokens,
-                self.kv_cache.layout.undivided,
+                undivided := self.kv_cache.layout.undivided,
+                short_first=undivided > 0 and self.pacing.alternate(),
             )
         )
         rows: list[Row] = []
