@@ -27,6 +27,7 @@ from cllm.observe.cpu_time import process_tree
 
 START_TIMEOUT = 180.0  # seconds
 STOP_TIMEOUT = 20.0
+REQUEST_TIMEOUT = 7200.0  # a very long prompt beside others takes more than half an hour
 LLAMA_SERVER = FOLDER / "llama-server"
 MODEL = "m"  # the model's name in all requests
 
@@ -83,7 +84,7 @@ def running(
             start_s = time.perf_counter() - begun
             yield Server(
                 url,
-                timeout=1800.0,
+                timeout=REQUEST_TIMEOUT,
                 keep_alive=keep_alive,
                 api=api,
                 pid=process.pid,
