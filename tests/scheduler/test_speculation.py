@@ -206,3 +206,35 @@ def test_failing_drafter_disables_speculation(fake_engine, caplog):
     assert [record.message for record in caplog.records] == [
         "disabling speculation because the drafter failed: llama_decode returned -1"
     ]
+
+
+def test_new_sequences_begin_with_the_rate_of_earlier_ones():
+    """A drafter that was always right gets long drafts at once, one that was never right short
+    ones or none.
+    """
+
+    class Repeats:
+        def draft(self, wanted):
+            return {seq: (1,) * count for seq, count in wanted.items()}
+
+        def forget(self, seq) -> None:
+            pass
+
+    def first_drafts(num_right: int) -> list[int]:
+        """Return the number of draft tokens that each new sequence begins with."""
+        speculation, cost = Speculation(Repeats(), 8, 100), StepCost(16)
+        for rows in range(1, 12):
+            cost.observe(rows, 0, 0.010 + 0.002 * rows)
+        begun = []
+        for _ in range(8):
+            seq = sequence([1, 2, 3])
+            drafts = speculation.propose([seq], cost, 100)
+            begun.append(len(drafts.get(seq, ())))
+            for _ in range(20):
+                speculation.record_verification(seq, 4, num_right)
+            speculation.forget(seq)
+        return begun
+
+    good, bad = first_drafts(4), first_drafts(0)
+    assert good[0] == bad[0]
+    assert good[-1] > good[0] > bad[-1]

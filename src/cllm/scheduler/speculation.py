@@ -16,10 +16,12 @@ from cllm.scheduler.step_cost import StepCost
 
 log = logging.getLogger("cllm.scheduler")
 
-START = 0.6  # expected acceptance rate of a new sequence
+START = 0.6  # expected acceptance rate of the first sequences
 MEMORY = 0.1  # weight of one verified token in that rate
-# weight of START in each step: the rate slowly recovers, so drafting is tried again
+# weight of the rate of new sequences in each step: a low rate recovers, so drafting is tried again
 RECOVERY = 0.002
+CARRIED = 0.3  # weight of a finished sequence in the rate of new ones
+MIN_START = 0.3  # so that new sequences try at all
 
 
 class Drafter(Protocol):
@@ -84,6 +86,8 @@ class Speculation:
         self._max_draft_tokens = max_draft_tokens
         self._max_samples = max_samples
         self._acceptance_rates: dict[Sequence, float] = {}
+        self._judged: set[Sequence] = set()  # sequences whose drafts have been verified
+        self._start = START
         self._has_failed = False
 
     def propose(
@@ -95,8 +99,8 @@ class Speculation:
         space = min(self._max_samples, max_tokens) - len(seqs)
         wanted: dict[Sequence, int] = {}
         for seq in seqs:
-            rate = self._acceptance_rates.get(seq, START)
-            self._acceptance_rates[seq] = rate + RECOVERY * (START - rate)
+            rate = self._acceptance_rates.get(seq, self._start)
+            self._acceptance_rates[seq] = rate + RECOVERY * (self._start - rate)
             max_count = min(
                 self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1
             )
@@ -132,12 +136,16 @@ class Speculation:
 
     def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
         """Learn that the first ``num_right`` of the draft tokens were accepted."""
-        rate = self._acceptance_rates.get(seq, START)
+        rate = self._acceptance_rates.get(seq, self._start)
+        self._judged.add(seq)
         num_judged = min(num_guesses, num_right + 1)  # tokens after a rejected one teach nothing
         for i in range(num_judged):
             rate += MEMORY * ((i < num_right) - rate)
         self._acceptance_rates[seq] = rate
 
     def forget(self, seq: Sequence) -> None:
-        self._acceptance_rates.pop(seq, None)
+        rate = self._acceptance_rates.pop(seq, self._start)
+        if seq in self._judged:
+            self._judged.remove(seq)
+            self._start = max(MIN_START, self._start + CARRIED * (rate - self._start))
         self._drafter.forget(seq)
