@@ -132,6 +132,10 @@ class Speculation:
             speed = num_rows * expected / cost.estimate_decode(num_rows * (1 + count))
             if speed > best_speed:
                 best, best_speed = count, speed
+        # the cost of a number of rows that was never tried is only a guess
+        longer = min(2 * best, max_count)
+        if rate >= START and longer > best and not cost.is_known(num_rows * (1 + longer)):
+            return longer
         return best
 
     def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:

@@ -60,6 +60,10 @@ class StepCost:
                 self.per_tile, max(0.0, seconds - expected) / num_tiles, share
             )
 
+    def is_known(self, num_rows: int) -> bool:
+        """Return whether a similar number of decoding rows has been observed."""
+        return any(abs(known - num_rows) <= num_rows // 4 for known in self.per_rows)
+
     def estimate_decode(self, num_rows: int) -> float:
         """Return the expected seconds of a step with only decoding rows; 0 if none has been
         observed.
