@@ -149,7 +149,7 @@ def test_context_length_limits_answers() -> None:
 # --- prefixes and replicas ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+@pytest.mark.parametrize("layout", ["paged", "partitioned", "unified"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_shared_prefix_is_computed_once_per_replica(layout: str, replicas: int) -> None:
     """Ten requests share 1,024 tokens and have 512 of their own."""
@@ -342,12 +342,12 @@ def test_synthetic_traces_share_prefixes() -> None:
 # --- the whole ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+@pytest.mark.parametrize("layout", ["paged", "partitioned", "unified"])
 @pytest.mark.parametrize("speculation", ["off", "prompt_lookup"])
 def test_fast_and_checking_backends_agree(layout: str, speculation: str) -> None:
     entries = synthesize("shared-prefix", 30, 2.0, 5)
     options = {"layout": layout, "speculation": speculation, "max_num_seqs": 4, "context": 4096}
-    options["num_cells"] = 6000 if layout == "unified" else None
+    options["num_cells"] = None if layout == "partitioned" else 6000
     assert run(entries, **options, check=True) == run(entries, **options, check=False)
 
 
@@ -473,7 +473,7 @@ def test_oversized_requests_give_exit_code_1(cllm, trace: Path) -> None:
         ("--routing", "none"),
         ("--costs", "1,2"),
         ("--key", "nobody"),
-        ("--num-cells", "10000"),
+        ("--layout", "partitioned", "--num-cells", "10000"),
         ("--layout", "unified", "--num-cells", "10"),
         ("--max-num-batched-tokens", "8"),
         ("--ttft", "0"),

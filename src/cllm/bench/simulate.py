@@ -45,7 +45,7 @@ Progress = Callable[[int], None]
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated system.
 
-    Sizes are those of one replica. ``num_cells`` is for the unified layout only.
+    Sizes are those of one replica. ``num_cells`` is for layouts in which sequences share cells.
 
     Raises StartupError for inconsistent sizes.
     """
@@ -56,7 +56,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     routing: Routing = "least-loaded"
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    layout: Literal["partitioned", "unified"] = "partitioned"
+    layout: Literal["paged", "partitioned", "unified"] = "paged"
     num_cells: int | None = None
     ram_cache_tokens: int = 0
     target_itl_ms: float | None = 1000.0
@@ -74,8 +74,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.num_cells is not None and self.layout == "partitioned":
             raise StartupError(
-                "--num-cells needs --layout unified: else each sequence has --context cells of "
-                "its own"
+                "--num-cells cannot be combined with --layout partitioned, in which each sequence "
+                "has --context cells of its own"
             )
         if self.num_cells is not None and self.num_cells < self.context:
             raise StartupError(
@@ -134,7 +134,8 @@ class Replica:
             context_length=setup.context,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
-            num_cells=setup.cells if unified else None,
+            layout=setup.layout,
+            num_cells=setup.cells,
             num_spare_ids=max(0, MAX_SEQ_IDS - setup.max_num_seqs) if unified else 0,
             length=NEVER,
             costs=setup.costs,

@@ -88,14 +88,17 @@ class ReplayOptions:
         ),
     ] = None
     layout: Annotated[
-        Literal["partitioned", "unified"],
-        Parameter(help="KV cache layout: cells for each sequence, or one pool."),
-    ] = "partitioned"
+        Literal["paged", "partitioned", "unified"],
+        Parameter(
+            help="KV cache layout: pages that sequences can share, cells for each sequence, or one "
+            "pool."
+        ),
+    ] = "paged"
     num_cells: Annotated[
         int | None,
         Parameter(
             validator=Positive,
-            help="Tokens in a unified KV cache. [default: --max-num-seqs times --context]",
+            help="Tokens in a paged or unified KV cache. [default: --max-num-seqs times --context]",
             show_default=False,
         ),
     ] = None
