@@ -428,7 +428,12 @@ def test_simulate_prints_json(cllm, trace: Path) -> None:
         2,
     )
     assert report["settings"]["policy"] == "fcfs"
-    assert report["settings"]["costs"] == {"step": 0.012, "row": 0.012, "token": 0.0066}
+    assert report["settings"]["costs"] == {
+        "step": 0.012,
+        "row": 0.012,
+        "token": 0.0066,
+        "context": 0.0,
+    }
     assert report["settings"]["ttft"] == 1000
     assert set(report["e2e_ms"]) == {"mean", "p50", "p95", "p99"}
     assert set(report["keys"]) == set(report["fairness"]["served"]) == {"heavy", "light"}

@@ -30,10 +30,14 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 ONE_THREAD = Options(n_threads=1).model_dump()
 
 
+def kv_bytes(path: Path, kv_type: str = "f16") -> int:
+    return compute_kv_bytes_per_token(read_header(path), kv_type) or 0
+
+
 @pytest.fixture(scope="module", params=["partitioned", "paged"])
 def backend(request, builtin_path: Path):
     params = BackendParams(
-        kv_bytes_per_token=compute_kv_bytes_per_token(read_header(builtin_path), "f16") or 0,
+        kv_bytes_per_token=kv_bytes(builtin_path),
         path=str(builtin_path),
         context_length=CONTEXT,
         max_num_seqs=3,
@@ -146,7 +150,12 @@ def test_thread_and_batch_options_reach_llama_cpp(builtin_path: Path, monkeypatc
         return init(model, params)
 
     monkeypatch.setattr(module.lib, "llama_init_from_model", spy)
-    params = BackendParams(path=str(builtin_path), context_length=256, max_num_seqs=1)
+    params = BackendParams(
+        path=str(builtin_path),
+        context_length=256,
+        max_num_seqs=1,
+        kv_bytes_per_token=kv_bytes(builtin_path),
+    )
     for options in (Options(n_threads=1), Options(n_threads=1, n_threads_batch=2, n_ubatch=64)):
         LlamaCppBackend(msgspec.structs.replace(params, options=options.model_dump())).close()
     assert seen == [(1, 1, 512), (1, 2, 64)]

@@ -16,23 +16,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
-from cllm.backends.llama_cpp.cells import Cells
+from cllm.backends.llama_cpp.cells import Cells, PagedCells
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
 from cllm.backends.llama_cpp.fit import (
     MIN_SEQS,
+    PAD,
     USUAL_CONTEXT,
     Fit,
     fit,
     max_samples,
     pad_context,
 )
-from cllm.backends.llama_cpp.ggml_memory import is_supported
+from cllm.backends.llama_cpp.ggml_memory import KVAddresses, is_supported
 from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
     check_pointer,
@@ -43,6 +45,7 @@ from cllm.backends.llama_cpp.library import (
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.passes import TILE, Pass, plan_passes
+from cllm.backends.llama_cpp.states import CELL
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk
@@ -109,6 +112,8 @@ class LlamaCppBackend:
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
         self._context: Any = None
+        self._addresses: KVAddresses | None = None
+        self._pages: PagedMemory | None = None
         self._open(params)
 
     def reopen(self, params: BackendParams) -> None:
@@ -133,9 +138,9 @@ class LlamaCppBackend:
             or lib.llama_model_is_hybrid(self._model)
             or windowed
         )
-        pages = plain and not on_gpu and params.kv_bytes_per_token > 0 and is_supported()
+        pages = plain and not on_gpu and is_supported()
         self._params, self._options, self._plain = params, options, plain
-        sizes, probed = self._open_fitting(params, trained, pages=pages, on_gpu=on_gpu)
+        sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
         vectors = facts_of(self._model, self._context, vocabulary_size)
         if not generates:  # an encoder keeps no state between texts
@@ -158,7 +163,7 @@ class LlamaCppBackend:
             layout=sizes.layout,
             end_tokens=[t for t in range(vocabulary_size) if lib.llama_vocab_is_eog(vocab, t)],
             model_bytes=int(lib.llama_model_size(self._model)),
-            kv_bytes_per_token=params.kv_bytes_per_token,
+            kv_bytes_per_token=self._params.kv_bytes_per_token,
             system=system_info(),
             on_gpu=on_gpu,
             row_seconds=probed.row_seconds,
@@ -177,57 +182,74 @@ class LlamaCppBackend:
             f"{'' if plain else sizes}",
         )
 
-    def _open_fitting(
-        self, params: BackendParams, trained: int, *, pages: bool, on_gpu: bool
-    ) -> tuple[Fit, Probed]:
+    def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[Fit, Probed]:
         """Open a context of the size that fits; if it cannot have paged memory, one without.
 
         Raises StartupError if that fails, or if paged memory was asked for.
         """
-        sizes = fit(params, trained, plain=self._plain, pages=pages)
-        self._sizes = sizes
-        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
+        if not self._params.kv_bytes_per_token:
+            self._measure_kv()
+        sizes = fit(self._params, trained, plain=self._plain, pages=pages)
         # on a GPU, a call with all rows is the fastest
         self._in_passes = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
         try:
-            self._open_context()
-            probed = self._probe() if self._memory else Probed(True, 0, 0, 0.0)
+            return sizes, self._open_context(sizes)
         except NotPaged as reason:
             self._close_context()
-            if params.layout == "paged":
-                raise StartupError(f"kv.layout cannot be paged: {reason}") from None
-            log.warning("the KV cache has no paged memory: %s", reason)
-            return self._open_fitting(params, trained, pages=False, on_gpu=on_gpu)
-        return sizes, probed
+            expected = self._params.kv_bytes_per_token
+            self._measure_kv()
+            if self._params.kv_bytes_per_token == expected:
+                if self._params.layout == "paged":
+                    raise StartupError(f"kv.layout cannot be paged: {reason}") from None
+                log.warning("the KV cache has no paged memory: %s", reason)
+                pages = False
+            return self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
 
-    def _open_context(self) -> None:
-        """Raises NotPaged if llama.cpp does not use the paged memory."""
-        sizes = self._sizes
-        self._pages: PagedMemory | None = None
+    def _measure_kv(self) -> None:
+        """Measure the memory of a token's keys and values, if the file's header does not say it."""
+        probed = self._open_context(Fit(PAD, 1, PAD, "partitioned"))
+        self._close_context()
+        num_bytes = max(0, probed.state_bytes_per_token - CELL)
+        self._params = msgspec.structs.replace(self._params, kv_bytes_per_token=num_bytes)
+
+    def _open_context(self, sizes: Fit) -> Probed:
+        """Open a context of these sizes, and try it out.
+
+        Raises NotPaged if the KV cache cannot have the paged memory that it should have, and
+        StartupError for other failures.
+        """
+        params = self._params
+        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
         if sizes.layout == "paged":
             num_tokens = pad_context(sizes.context_length) * sizes.max_num_seqs
-            self._pages = PagedMemory(
-                sizes.max_num_seqs,
-                num_tokens * self._params.kv_bytes_per_token,
-                self._params.kv_memory,
-            )
-            with self._pages.intercept():
-                self._context = self._make_context()
-            if not self._pages.open():
-                raise NotPaged("llama.cpp does not allocate it as expected")
+            num_bytes = num_tokens * params.kv_bytes_per_token
+            self._addresses = KVAddresses(sizes.max_num_seqs, num_bytes, params.kv_memory)
+            with self._addresses.intercept():
+                try:
+                    self._context = self._make_context(sizes)
+                except StartupError as error:
+                    raise NotPaged(str(error)) from None
         else:
-            self._context = self._make_context()
+            self._context = self._make_context(sizes)
         self._memory = lib.llama_get_memory(self._context)
         self._logits_address = 0
-        if self._memory:
-            self._cells = Cells(self._context, sizes, self._pages, plain=self._plain)
+        if not self._memory:
+            return Probed(True, 0, 0, 0.0)
+        self._cells: Cells
+        if self._addresses:
+            self._pages = PagedMemory(self._addresses.find_rows(), sizes.max_num_seqs)
+            self._cells = PagedCells(self._context, sizes, self._pages)
+        else:
+            self._cells = Cells(self._context, sizes, plain=self._plain)
+        return self._probe()
 
     def _close_context(self) -> None:
         lib.llama_free(self._context)
         self._context = None  # so it is not freed again
-        if self._pages:
-            self._pages.close()
-            self._pages = None
+        for each in (self._pages, self._addresses):
+            if each:
+                each.close()
+        self._pages = self._addresses = None
 
     def _probe(self) -> Probed:
         """Find out by trying what this model's memory supports and how big its states are.
@@ -253,7 +275,7 @@ class LlamaCppBackend:
 
         count = min(4, len(self._token))
         first = decode(0, 1)
-        self._cells.check_paged()
+        self._cells.check_states()
         per_token = (decode(1, count) - first) // count
         begun = time.perf_counter()
         decode(1 + count, 1)
@@ -299,8 +321,8 @@ class LlamaCppBackend:
             raise failed[0]
         return check_pointer(model, f"cannot load {self._path}")
 
-    def _make_context(self) -> Any:
-        params, options, sizes = self._params, self._options, self._sizes
+    def _make_context(self, sizes: Fit) -> Any:
+        params, options = self._params, self._options
         threads = options.n_threads or os.cpu_count() or 1
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
@@ -405,7 +427,7 @@ class LlamaCppBackend:
     def _check(self, batch: Batch) -> None:
         """Raises EngineError for what would abort the process."""
         for row in batch.rows:
-            self._cells.check_seq_id(row.seq.seq_id, len(self._ids))
+            self._cells.check_row(row.seq.seq_id)
         if batch.num_tokens > self._batch_size:
             raise EngineError(f"a batch of more than {self._batch_size} tokens")
         if batch.num_tokens == 0:
@@ -455,3 +477,4 @@ class LlamaCppBackend:
         self._embedder.close()
         self._close_context()
         lib.llama_model_free(self._model)
+        self._model = None  # so it is not freed again

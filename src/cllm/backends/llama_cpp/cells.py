@@ -15,7 +15,6 @@ from cllm.backends.llama_cpp.states import Bytes, PagedStates, States
 from cllm.core.batch import Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.errors import EngineError
 
-NOTHING = np.zeros(0, np.uint8)
 # libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
 MAX_SEQ_IDS = 256
 SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
@@ -28,113 +27,75 @@ class Cells:
     last cells. ``plain``: the model's only memory is attention to all tokens.
     """
 
-    def __init__(self, context: Any, sizes: Fit, pages: PagedMemory | None, *, plain: bool) -> None:
+    def __init__(self, context: Any, sizes: Fit, *, plain: bool) -> None:
         self._memory = lib.llama_get_memory(context)
         self._num_seqs = self.num_ids = sizes.max_num_seqs
         self._is_unified = sizes.layout == "unified"
-        self._pages = pages
         self._snapshots: dict[int, Bytes] = {}
+        self._copied: tuple[int, Bytes] | None = None  # the source of the last copy, and its state
         self.can_trim = True
         if self._is_unified and plain:
             self.num_ids = max(self.num_ids, SCRATCH_ID)
         self._states = States(context, sizes.max_num_seqs, sizes.layout, portable=plain)
-        if pages:
-            max_tokens = pad_context(sizes.context_length)
-            self._paged_states = PagedStates(context, self._states, pages, max_tokens)
 
-    def check_paged(self) -> None:
-        """Raises NotPaged if libllama's state of one token is not the one read from its pages."""
-        if self._pages is None:
-            return
-        self._pages.save(0, 0, 1)
-        is_same = np.array_equal(self._paged_states.make(0), self._states.save(0))
-        self._pages.drop(0)
-        if not is_same:
-            raise NotPaged("this model's state has another form")
+    def check_states(self) -> None:
+        """Check the state of seq_id 0, which has one token. Raises NotPaged if its form is new."""
 
     def operate(self, operations: Run[Operation]) -> None:
         """Carry out ``operations``. Raises EngineError for what would abort the process."""
-        copied: tuple[int, Bytes] = (-1, NOTHING)
         for operation in operations:
-            copied = self._operate(operation, copied)
-
-    def _operate(self, operation: Operation, copied: tuple[int, Bytes]) -> tuple[int, Bytes]:
-        """Carry out one operation.
-
-        If it copies a saved state, return the source's seq_id and state, which the next call gets
-        as ``copied``.
-        """
-        match operation:
-            case Trim(seq_id, keep):
-                self.trim(seq_id, keep)
-            case Swap(first, second):
-                self._swap(first, second)
-            case Copy(source, target, count) if self._pages:
-                self.check_seq_id(target, self.num_ids)
-                self._check_count(count, self._count_tokens(source))
-                self._pages.share(source, target, count)
-                self._set_positions(target, count)
-            case Save(seq_id, key) if self._pages:
-                self._pages.save(seq_id, key, self._count_tokens(seq_id))
-            case Load(key, seq_id, count) if self._pages and (
-                (length := self._pages.count_saved(key)) is not None
-            ):
-                self.check_seq_id(seq_id, self.num_ids)
-                self._check_count(count, length)
-                self._pages.load(key, seq_id, count)
-                self._set_positions(seq_id, count)
-            case Copy(source, target, count) if self._is_unified:
-                self.check_seq_id(source, self.num_ids)
-                self.trim(target, 0)
-                lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
-            case Copy(source, target, count):
-                # seq_cp would copy whole streams in the next decode, which costs more
-                self.check_seq_id(source, self.num_ids)
-                state = copied[1] if copied[0] == source else self._state(source)
-                self._restore(target, state, count)
-                return source, state
-            case Save(seq_id, key):
-                self._snapshots[key] = self._state(seq_id)
-            case Load(key, seq_id, count):
-                if key not in self._snapshots:
-                    raise EngineError(f"there is no snapshot {key}")
-                self._restore(seq_id, self._snapshots[key], count)
-            case Drop(key):
-                self._snapshots.pop(key, None)
-                if self._pages:
-                    self._pages.drop(key)
-        return -1, NOTHING
-
-    def _count_tokens(self, seq_id: int) -> int:
-        self.check_seq_id(seq_id, self.num_ids)
-        return int(lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
-
-    def _set_positions(self, seq_id: int, num_tokens: int) -> None:
-        """Make ``seq_id`` have ``num_tokens`` tokens, those in its memory."""
-        if num_tokens <= self._count_tokens(seq_id):
-            lib.llama_memory_seq_rm(self._memory, seq_id, num_tokens, -1)
-        else:
-            self._paged_states.set_positions(seq_id, num_tokens)
-
-    def _swap(self, first: int, second: int) -> None:
-        if not self._pages:
-            raise EngineError("only paged memory can be swapped")
-        counts = self._count_tokens(first), self._count_tokens(second)
-        self._pages.swap(first, second)
-        self._set_positions(first, counts[1])
-        self._set_positions(second, counts[0])
+            if not isinstance(operation, Copy):
+                self._copied = None
+            match operation:
+                case Trim(seq_id, keep):
+                    self.trim(seq_id, keep)
+                case Swap(first, second):
+                    self._swap(first, second)
+                case Copy(source, target, count):
+                    self.check_seq_id(source, self.num_ids)
+                    self.check_seq_id(target, self.num_ids)
+                    self._copy(source, target, count)
+                case Save(seq_id, key):
+                    self.check_seq_id(seq_id, self.num_ids)
+                    self._save(seq_id, key)
+                case Load(key, seq_id, count):
+                    self.check_seq_id(seq_id, self.num_ids)
+                    self._load(key, seq_id, count)
+                case Drop(key):
+                    self._drop(key)
+        self._copied = None
 
     def trim(self, seq_id: int, keep: int) -> None:
         self.check_seq_id(seq_id, self.num_ids)
-        length = self._count_tokens(seq_id) if self._pages else 0
         if not lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1):
             raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
-        if self._pages:
-            self._pages.trim(seq_id, keep, length)
+
+    def _swap(self, first: int, second: int) -> None:
+        raise EngineError("only paged memory can be swapped")
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        if self._is_unified:
+            self.trim(target, 0)
+            lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
+            return
+        # seq_cp would copy whole streams in the next decode, which costs more
+        if self._copied is None or self._copied[0] != source:
+            self._copied = source, self._state(source)
+        self._restore(target, self._copied[1], count)
+
+    def _save(self, seq_id: int, key: int) -> None:
+        self._snapshots[key] = self._state(seq_id)
+
+    def _load(self, key: int, seq_id: int, count: int) -> None:
+        if key not in self._snapshots:
+            raise EngineError(f"there is no snapshot {key}")
+        self._restore(seq_id, self._snapshots[key], count)
+
+    def _drop(self, key: int) -> None:
+        self._snapshots.pop(key, None)
 
     def _state(self, seq_id: int) -> Bytes:
         """Return the state of ``seq_id``."""
-        self.check_seq_id(seq_id, self.num_ids)
         # libllama saves no owners for these ids, so 0 owns the cells meanwhile
         if seq_id >= self._num_seqs:
             self._move(0, SCRATCH_ID)
@@ -161,27 +122,104 @@ class Cells:
             self.trim(seq_id, count)
 
     def snapshot(self, key: int) -> memoryview:
-        state = self._snapshots.get(key)
-        if state is None and self._pages and self._pages.count_saved(key) is not None:
-            state = self._paged_states.make(key)
-        if state is None:
-            raise KeyError(key)
-        return self._states.saved_part(state)
+        return self._states.saved_part(self._snapshots[key])
 
     def new_state_buffer(self, num_bytes: int) -> StateBuffer:
         state = self._states.new_state_buffer(num_bytes)
         return StateBuffer(self._states.saved_part(state), state)
 
     def install_snapshot(self, key: int, filled: StateBuffer) -> None:
-        if self._pages:
-            self._pages.drop(key)
+        self._drop(key)
         self._snapshots[key] = filled.state
 
-    def _check_count(self, wanted: int, num_tokens: int) -> None:
-        if wanted > num_tokens:
-            raise EngineError(f"there are {num_tokens} tokens, not {wanted}")
+    def check_row(self, seq_id: int) -> None:
+        """Raises EngineError unless tokens can be computed for ``seq_id``."""
+        self.check_seq_id(seq_id, self._num_seqs)
 
     def check_seq_id(self, seq_id: int, limit: int) -> None:
         """Raises EngineError unless 0 <= ``seq_id`` < ``limit``."""
         if not 0 <= seq_id < limit:
             raise EngineError(f"sequence id {seq_id} is not below {limit}")
+
+
+class PagedCells(Cells):
+    """Cells in paged memory, which moves and shares prefixes; libllama gets only their positions.
+
+    Snapshots are in paged memory, too, except those that were installed and not yet loaded.
+    """
+
+    def __init__(self, context: Any, sizes: Fit, pages: PagedMemory) -> None:
+        """Raises NotPaged if the system refuses the addresses."""
+        super().__init__(context, sizes, plain=True)
+        self._pages = pages
+        max_tokens = pad_context(sizes.context_length)
+        self._paged_states = PagedStates(context, self._states, pages, max_tokens)
+
+    def check_states(self) -> None:
+        self._pages.save(0, 0, 1)
+        is_same = np.array_equal(self._paged_states.make(0), self._states.save(0))
+        self._pages.drop(0)
+        if not is_same:
+            raise NotPaged("this model's state has another form")
+
+    def trim(self, seq_id: int, keep: int) -> None:
+        length = self._count_tokens(seq_id)
+        super().trim(seq_id, keep)
+        self._pages.trim(seq_id, keep, length)
+
+    def _swap(self, first: int, second: int) -> None:
+        counts = self._count_tokens(first), self._count_tokens(second)
+        self._pages.swap(first, second)
+        self._set_positions(first, counts[1])
+        self._set_positions(second, counts[0])
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        self._check_count(count, self._count_tokens(source))
+        self.trim(target, 0)
+        self._pages.share(source, target, count)
+        self._set_positions(target, count)
+
+    def _save(self, seq_id: int, key: int) -> None:
+        self._drop(key)
+        self._pages.save(seq_id, key, self._count_tokens(seq_id))
+
+    def _load(self, key: int, seq_id: int, count: int) -> None:
+        if (state := self._snapshots.get(key)) is not None:
+            self._paged_states.install(key, state)
+            del self._snapshots[key]
+        if (length := self._pages.count_saved(key)) is None:
+            raise EngineError(f"there is no snapshot {key}")
+        self._check_count(count, length)
+        self.trim(seq_id, 0)
+        self._pages.load(key, seq_id, count)
+        self._set_positions(seq_id, count)
+
+    def _drop(self, key: int) -> None:
+        super()._drop(key)
+        self._pages.drop(key)
+
+    def _count_tokens(self, seq_id: int) -> int:
+        self.check_seq_id(seq_id, self.num_ids)
+        return int(lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
+
+    def _set_positions(self, seq_id: int, num_tokens: int) -> None:
+        """Make ``seq_id`` have ``num_tokens`` tokens, those in its memory."""
+        if num_tokens <= self._count_tokens(seq_id):
+            lib.llama_memory_seq_rm(self._memory, seq_id, num_tokens, -1)
+        else:
+            self._paged_states.set_positions(seq_id, num_tokens)
+
+    def _check_count(self, wanted: int, num_tokens: int) -> None:
+        if wanted > num_tokens:
+            raise EngineError(f"there are {num_tokens} tokens, not {wanted}")
+
+    def snapshot(self, key: int) -> memoryview:
+        if key in self._snapshots:
+            return super().snapshot(key)
+        if self._pages.count_saved(key) is None:
+            raise KeyError(key)
+        return self._states.saved_part(self._paged_states.make(key))
+
+    def check_row(self, seq_id: int) -> None:
+        super().check_row(seq_id)
+        self._pages.check_mapped(seq_id)

@@ -1,21 +1,23 @@
-"""The system's and ggml's functions for paged memory, which have no bindings, and ggml's private
-structures, of the version that library.py requires.
+"""Gives llama.cpp addresses for its KV cache instead of memory.
+
+llama.cpp has no parameter for the memory of its KV cache. ``KVAddresses.intercept`` therefore
+replaces, while a context is being created, the function with which ggml allocates memory on CPUs.
+It uses private structures of the version that library.py requires, and checks them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import sys
-from pathlib import Path
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llama_cpp import llama_cpp as lib
 
-from cllm.errors import EngineError
-
-PAGE = mmap.PAGESIZE
+from cllm.backends.llama_cpp.mappings import PAGE, libc, release, reserve
+from cllm.backends.llama_cpp.paged_memory import NotPaged, Rows
 
 # positions of pointers in ggml's private structures, see ggml-backend-impl.h
 BUFT_GET_NAME, BUFT_ALLOC = 0, 1
@@ -29,13 +31,13 @@ GetBase = ctypes.CFUNCTYPE(Pointer, Pointer)
 InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer)
 SetTensor = ctypes.CFUNCTYPE(None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t)
 Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
-PUNCH_HOLE, KEEP_SIZE = 2, 1
-FAILED = ctypes.c_void_p(-1).value
+
+# llama.cpp may allocate less than this for other purposes; it writes all of a KV cache
+SMALL_BYTES = 1 << 30
 
 
 class Tensor(ctypes.Structure):
-    """ggml_tensor of ggml.h."""
+    """The beginning of ggml_tensor of ggml.h."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -53,37 +55,95 @@ class Tensor(ctypes.Structure):
     )
 
 
+class KVAddresses:
+    """The addresses of one KV cache, to which nothing is mapped yet.
+
+    llama.cpp can neither clear it nor write to it by its functions for states.
+    """
+
+    def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:
+        """``num_bytes``: what llama.cpp will ask for. ``max_bytes``: of memory that can be spent.
+
+        Call ``intercept``, then ``find_rows``.
+        """
+        self._num_streams = num_streams
+        self._num_bytes = num_bytes
+        self._max_bytes = max_bytes
+        self._base = 0
+        self._rows: list[Rows] = []
+        # kept as long as ggml's buffer has pointers to them
+        self._callbacks = {
+            BUFFER_INIT: InitTensor(self._register),
+            BUFFER_SET: SetTensor(do_nothing),
+            BUFFER_CLEAR: Clear(do_nothing),  # its memory is zero already
+        }
+
+    @contextmanager
+    def intercept(self) -> Iterator[None]:
+        """Inside the ``with`` block, let ggml use these addresses when this thread asks for
+        ``num_bytes``.
+        """
+        global _interceptor  # noqa: PLW0603  # ggml has one function for all threads
+        with _lock:
+            _interceptor = self, threading.get_ident()
+            _functions[BUFT_ALLOC] = ctypes.cast(_alloc, Pointer).value
+            try:
+                yield
+            finally:
+                _functions[BUFT_ALLOC] = _original
+                _interceptor = None
+
+    def allocate(self, buffer_type: int, size: int) -> int | None:
+        """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
+        if size != self._num_bytes or self._base:
+            if size > max(self._max_bytes, SMALL_BYTES):  # not as expected
+                return None
+            return _allocate(buffer_type, size)
+        try:
+            self._base = reserve(size)
+        except OSError:
+            return None
+        buffer: int = ggml.ggml_backend_cpu_buffer_from_ptr(self._base, size)
+        functions = (Pointer * 11).from_address(buffer)
+        for at, callback in self._callbacks.items():
+            functions[at] = ctypes.cast(callback, Pointer).value
+        return buffer
+
+    def _register(self, buffer: int, address: int) -> int:
+        tensor = Tensor.from_address(address)
+        if not tensor.view_src:
+            offset = sum(rows.stream_bytes for rows in self._rows)
+            _, row_bytes, stream_bytes, _ = tensor.nb
+            self._rows.append(
+                Rows(tensor.name, tensor.data or 0, stream_bytes, row_bytes, tensor.type, offset)
+            )
+        return 0
+
+    def find_rows(self) -> list[Rows]:
+        """Return the rows of all tensors. Raises NotPaged if they are not where they should be."""
+        end = self._base
+        for rows in self._rows:
+            if rows.address != end or rows.stream_bytes % rows.row_bytes:
+                raise NotPaged("llama.cpp arranges the KV cache in another way")
+            end += rows.stream_bytes * self._num_streams
+        if not self._rows or end != self._base + self._num_bytes:
+            raise NotPaged("llama.cpp allocates another KV cache than expected")
+        return self._rows
+
+    def close(self) -> None:
+        """Remove all mappings, after llama.cpp has freed the context."""
+        if self._base:
+            release(self._base, self._num_bytes)
+        self._base = 0
+
+
 def do_nothing(*_: object) -> None:
     pass
 
 
-def max_mappings() -> int:
-    """Return how many mappings the system allows a process to have."""
-    try:
-        return int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        return 65530
-
-
-def punch(file: int, begin: int, size: int) -> None:
-    """Free the pages of a part of ``file``; it reads as zeros afterwards."""
-    if libc.fallocate(file, PUNCH_HOLE | KEEP_SIZE, begin, size):
-        raise EngineError(f"cannot free memory of the KV cache: {os.strerror(ctypes.get_errno())}")
-
-
 def is_supported() -> bool:
-    """Return whether this system has what PagedMemory needs, and ggml's structures are as known."""
+    """Return whether this is Linux, and ggml's structures are as known."""
     return ggml is not None
-
-
-def _load_libc() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    size, offset = ctypes.c_size_t, ctypes.c_int64
-    library.mmap.argtypes = (Pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset)
-    library.mmap.restype = Pointer
-    library.munmap.argtypes = (Pointer, size)
-    library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, offset, offset)
-    return library
 
 
 def _load_ggml() -> Any:
@@ -111,8 +171,23 @@ def _load_ggml() -> Any:
     return library if is_known else None
 
 
-libc: Any = None
+def _allocate_any(buffer_type: int, size: int) -> int | None:
+    """Allocate for ggml; also called by threads that do not create this context."""
+    interceptor = _interceptor
+    if interceptor is None or interceptor[1] != threading.get_ident():
+        return _allocate(buffer_type, size)
+    return interceptor[0].allocate(buffer_type, size)
+
+
+def _allocate(buffer_type: int, size: int) -> int | None:
+    buffer: int | None = Alloc(_original)(buffer_type, size)
+    return buffer
+
+
+_lock = threading.Lock()
+_interceptor: tuple[KVAddresses, int] | None = None
 ggml: Any = None
-if sys.platform == "linux" and sys.maxsize > 1 << 32:
-    libc = _load_libc()
-    ggml = _load_ggml()
+if libc is not None and (ggml := _load_ggml()) is not None:
+    _functions = (Pointer * 6).from_address(ggml.ggml_backend_cpu_buffer_type())
+    _original = _functions[BUFT_ALLOC] or 0
+    _alloc = Alloc(_allocate_any)

@@ -11,46 +11,32 @@ SOSP 2023, share blocks of tokens by a table that the kernels read. As in Prabhu
 "vAttention", ASPLOS 2025, the table is the page table of the system here, so the kernels need not
 know of it.
 
-llama.cpp has no parameter for the memory of its KV cache. ``intercept`` therefore replaces, while
-the context is being created, the function with which ggml allocates memory on CPUs. This depends on
-private structures of the version that library.py requires; ``is_supported`` checks them.
+The file consists of slabs, each with room for all tokens of one stream. A token's rows have the
+same place in every slab, so a prefix can be in several slabs: its first tokens in one, the next
+tokens in another. One stream may write to a slab, behind the tokens that others use.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import takewhile
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
+from typing import NamedTuple
 
-from cllm.backends.llama_cpp.ggml_memory import (
-    BUFFER_CLEAR,
-    BUFFER_INIT,
-    BUFFER_SET,
-    BUFT_ALLOC,
-    FAILED,
-    MAP_FIXED,
-    MAP_NORESERVE,
+from cllm.backends.llama_cpp.mappings import (
     PAGE,
-    Alloc,
-    Clear,
-    InitTensor,
-    Pointer,
-    SetTensor,
-    Tensor,
-    do_nothing,
-    ggml,
-    libc,
+    create_file,
+    map_file,
     max_mappings,
+    may_get_huge_pages,
+    must_reserve,
     punch,
 )
 from cllm.errors import EngineError
 
-KEPT_TOKENS = 128  # memory that a stream keeps when it is emptied, because it is soon used again
-MAX_PARTS = 6  # of a stream; each is a mapping for each tensor, and their number is limited
+KEPT_TOKENS = 128  # whose memory a stream keeps after a trim, because it is soon used again
+MAX_PARTS = 6  # of a stream; each is a mapping for each tensor
 COPIED_AT_ONCE = 1 << 20  # bytes
 OPEN = 1 << 62  # the end of the part that a stream writes to
 
@@ -60,8 +46,8 @@ class NotPaged(Exception):
 
 
 class Rows(NamedTuple):
-    """The keys or the values of one layer, a row for each token: where they are in memory and in a
-    slab, in bytes.
+    """The keys or the values of one layer, a row for each token: where they are in memory (of the
+    first stream) and in a slab, in bytes.
 
     ``type``: ggml's number of the type of the values.
     """
@@ -81,16 +67,16 @@ class Rows(NamedTuple):
 class Slab:
     """Room in the file for all tokens of one stream; only pages that were written take memory.
 
-    writer: the stream that may write. ends: for each holder of the slab, the end of the tokens that
-    it uses; OPEN for the writer.
+    ``ends``: for each holder, the end of the tokens that it uses; OPEN for the stream that writes.
+    ``trimmed``: the end of the tokens of streams that were trimmed, and whose memory was kept.
     """
 
-    __slots__ = ("ends", "index", "writer")
+    __slots__ = ("ends", "index", "trimmed")
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.writer: int | None = None
         self.ends: dict[int, int] = {}
+        self.trimmed = 0
 
     def end(self, without: int | None = None) -> int:
         """Return the end of the tokens that holders other than ``without`` use."""
@@ -98,221 +84,159 @@ class Slab:
 
 
 class Part(NamedTuple):
-    """The tokens of a stream or a snapshot from ``start`` to the next part are in ``slab``."""
+    """The tokens of a holder from ``start`` to its next part are in ``slab``."""
 
     start: int
     slab: Slab
 
 
 class PagedMemory:
-    """The memory of one KV cache whose streams have one sequence each, from token 0 on.
+    """The memory of streams that have one sequence each, from token 0 on, and of snapshots.
 
-    The holders of tokens are streams (their seq_ids) and snapshots (-1 - key).
+    Their holders are streams (by seq_id) and snapshots (-1 - key). After an EngineError, what a
+    stream contains is unknown until ``trim(seq_id, 0)``.
     """
 
-    def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:
-        """``num_bytes``: what llama.cpp will ask for. ``max_bytes``: of memory that can be spent.
-
-        Call ``intercept``, then ``open``.
-        """
+    def __init__(self, tensors: list[Rows], num_streams: int) -> None:
+        """Map empty streams. Raises NotPaged if the system does not allow that."""
+        self.tensors = tensors
         self._num_streams = num_streams
-        self._num_bytes = num_bytes
-        self._max_bytes = max_bytes
-        self._base = 0
-        self._buffer = 0
-        self._file = -1
-        self.tensors: list[Rows] = []
-        self._callbacks = (
-            Alloc(self._alloc),
-            InitTensor(self._register),
-            Clear(do_nothing),  # the memory is zero already
-            SetTensor(do_nothing),
-        )
-        self._original_alloc: Any = None
-
-    # --- creation --------------------------------------------------------------------------------
-
-    @contextmanager
-    def intercept(self) -> Iterator[None]:
-        """Inside the ``with`` block, give ggml this memory when it asks for ``num_bytes``."""
-        functions = (Pointer * 6).from_address(ggml.ggml_backend_cpu_buffer_type())
-        original = functions[BUFT_ALLOC]
-        self._original_alloc = Alloc(original or 0)
-        functions[BUFT_ALLOC] = ctypes.cast(self._callbacks[0], Pointer).value
-        try:
-            yield
-        finally:
-            functions[BUFT_ALLOC] = original
-
-    def _alloc(self, buffer_type: int, size: int) -> int | None:
-        if size != self._num_bytes or self._base:
-            if size > 2 * self._max_bytes:  # not as expected, and llama.cpp would write all of it
-                return None
-            buffer: int | None = self._original_alloc(buffer_type, size)
-            return buffer
-        base = libc.mmap(
-            None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
-        )
-        if base == FAILED:
-            return None
-        self._base = base
-        self._buffer = ggml.ggml_backend_cpu_buffer_from_ptr(base, size)
-        functions = self._functions()
-        functions[BUFFER_INIT] = ctypes.cast(self._callbacks[1], Pointer).value
-        functions[BUFFER_CLEAR] = ctypes.cast(self._callbacks[2], Pointer).value
-        return self._buffer
-
-    def _functions(self) -> Any:
-        return (Pointer * 11).from_address(self._buffer)
-
-    def _register(self, buffer: int, address: int) -> int:
-        tensor = Tensor.from_address(address)
-        if not tensor.view_src:
-            offset = sum(rows.stream_bytes for rows in self.tensors)
-            _, row_bytes, stream_bytes, _ = tensor.nb
-            self.tensors.append(
-                Rows(tensor.name, tensor.data, stream_bytes, row_bytes, tensor.type, offset)
-            )
-        return 0
-
-    def open(self) -> bool:
-        """Map the streams; return False if llama.cpp uses other memory or in another way."""
-        total = sum(rows.stream_bytes for rows in self.tensors) * self._num_streams
-        whole_pages = all(rows.stream_bytes % PAGE == 0 for rows in self.tensors)
-        num_mappings = len(self.tensors) * self._num_streams * MAX_PARTS // 2
-        if total != self._num_bytes or not whole_pages or num_mappings > max_mappings() // 2:
-            return False
-        self._slab_bytes = total // self._num_streams
-        self._file = os.memfd_create("cllm-kv", os.MFD_CLOEXEC)
+        self._slab_bytes = sum(rows.stream_bytes for rows in tensors)
+        if must_reserve():
+            raise NotPaged("with vm.overcommit_memory 2, the system may refuse the next page")
+        if any(rows.stream_bytes % PAGE or rows.address % PAGE for rows in tensors):
+            raise NotPaged("the rows of a stream do not fill whole pages")
+        # the other half of the mappings is for the rest of the process
+        self._max_parts = min(MAX_PARTS, max_mappings() // 2 // (num_streams * len(tensors)))
+        if self._max_parts < 2:
+            raise NotPaged("vm.max_map_count is too low for so many layers and sequences")
+        self._huge_pages = may_get_huge_pages()
         self._num_slabs = 0
         self._free: list[Slab] = []
-        self._streams: list[list[Part]] = []
-        self._unmapped: set[int] = set()  # streams whose mapping has failed
-        self._snapshots: dict[int, list[Part]] = {}  # by holder
+        self._parts: dict[int, list[Part]] = {}  # by holder
         self._lengths: dict[int, int] = {}  # of snapshots, by holder
-        for seq_id in range(self._num_streams):
-            slab = self._take_slab()
-            slab.writer, slab.ends[seq_id] = seq_id, OPEN
-            self._streams.append([Part(0, slab)])
-            self._map(seq_id, 0)
-        return True
-
-    @contextmanager
-    def without_data(self) -> Iterator[None]:
-        """Inside the ``with`` block, llama.cpp loads states without changing this memory."""
-        functions = self._functions()
-        original = functions[BUFFER_SET]
-        functions[BUFFER_SET] = ctypes.cast(self._callbacks[3], Pointer).value
+        self._unmapped: set[int] = set()  # streams whose mapping has failed
         try:
-            yield
-        finally:
-            functions[BUFFER_SET] = original
+            self._file = create_file()
+        except OSError as error:
+            raise NotPaged(f"the system provides no file in memory: {error.strerror}") from None
+        try:
+            for seq_id in range(num_streams):
+                self._put(seq_id, [Part(0, self._take_slab())], OPEN)
+                self._map(seq_id, 0)
+        except EngineError as error:
+            self.close()
+            raise NotPaged(str(error)) from None
 
     def close(self) -> None:
-        """Free everything, after llama.cpp has freed the context."""
-        if self._base:
-            libc.munmap(self._base, self._num_bytes)
+        """Free the memory, once nothing maps it."""
         if self._file >= 0:
             os.close(self._file)
-        self._base, self._file = 0, -1
+        self._file = -1
 
     # --- prefixes --------------------------------------------------------------------------------
 
     def save(self, seq_id: int, key: int, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens of a stream as the snapshot ``key``."""
-        self.drop(key)
-        parts, holder = cut(self._streams[seq_id], num_tokens), -1 - key
-        self._snapshots[holder], self._lengths[holder] = parts, num_tokens
-        self._hold(holder, parts, num_tokens)
+        self._keep(key, cut(self._parts[seq_id], num_tokens), num_tokens)
+
+    def install(self, key: int, num_tokens: int, rows: Iterable[tuple[Rows, memoryview]]) -> None:
+        """Write ``num_tokens`` rows of each tensor as the snapshot ``key``."""
+        slab = self._take_slab()
+        with self._writing(slab):
+            for each, data in rows:
+                self._write(slab, each, 0, data)
+        self._keep(key, [Part(0, slab)], num_tokens)
+
+    def _keep(self, key: int, parts: list[Part], num_tokens: int) -> None:
+        holder = -1 - key
+        self._put(holder, parts, num_tokens)
+        self._lengths[holder] = num_tokens
 
     def drop(self, key: int) -> None:
         """Forget a snapshot, if there is one."""
-        if (parts := self._snapshots.pop(-1 - key, None)) is not None:
-            del self._lengths[-1 - key]
-            self._release(-1 - key, parts)
+        self._put(-1 - key, [], 0)
+        self._lengths.pop(-1 - key, None)
 
     def count_saved(self, key: int) -> int | None:
         """Return the number of tokens of a snapshot; None if there is none."""
         return self._lengths.get(-1 - key)
 
     def load(self, key: int, seq_id: int, num_tokens: int) -> None:
-        """Give a stream the first ``num_tokens`` tokens of a snapshot."""
-        self._assign(seq_id, self._snapshots[-1 - key], num_tokens)
+        """Give an empty stream the first ``num_tokens`` tokens of a snapshot."""
+        self._assign(seq_id, self._parts[-1 - key], num_tokens)
 
     def share(self, source: int, target: int, num_tokens: int) -> None:
-        """Give a stream the first ``num_tokens`` tokens of another one."""
-        self._assign(target, self._streams[source], num_tokens)
+        """Give an empty stream the first ``num_tokens`` tokens of another one."""
+        self._assign(target, self._parts[source], num_tokens)
 
     def trim(self, seq_id: int, keep: int, length: int) -> None:
-        """Free the memory after the first ``keep`` of the ``length`` tokens of a stream.
+        """Remove the tokens after the first ``keep`` of the ``length`` tokens of a stream.
 
-        The stream may write there afterwards.
+        The stream may write there afterwards, and keeps memory for KEPT_TOKENS.
         """
-        self._assign(seq_id, self._streams[seq_id], keep)
-        kept = max(keep, KEPT_TOKENS)
-        last = self._streams[seq_id][-1].slab
-        if length > kept:
-            self._punch(last, max(kept, last.end(without=seq_id)))
+        end = OPEN if seq_id in self._unmapped else length
+        self._assign(seq_id, self._parts[seq_id], keep)
+        slab = self._parts[seq_id][-1].slab
+        slab.trimmed = max(slab.trimmed, end)
+        if slab.trimmed > keep + KEPT_TOKENS:
+            self._free_pages(slab, keep + KEPT_TOKENS)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange all tokens of two streams."""
-        streams = self._streams
-        for seq_id in (first, second):
-            for part in streams[seq_id]:
-                part.slab.ends.pop(seq_id, None)
-                if part.slab.writer == seq_id:
-                    part.slab.writer = None
-        streams[first], streams[second] = streams[second], streams[first]
-        for seq_id in (first, second):
-            self._hold(seq_id, streams[seq_id], OPEN)
-            streams[seq_id][-1].slab.writer = seq_id
-            self._map(seq_id, 0)
+        moved = {first: second, second: first}
+        before = self._parts[first], self._parts[second]
+        for slab in {part.slab for parts in before for part in parts}:
+            slab.ends = {moved.get(holder, holder): end for holder, end in slab.ends.items()}
+        self._parts[second], self._parts[first] = before
+        try:
+            self._map(first, 0)
+            self._map(second, 0)
+        except EngineError:
+            self._unmapped |= {first, second}  # the caller cannot know which of them was mapped
+            raise
 
-    def _hold(self, holder: int, parts: list[Part], length: int) -> None:
-        for part, end in zip(parts, [*(part.start for part in parts[1:]), length], strict=True):
-            part.slab.ends[holder] = end
-
-    def _release(self, holder: int, parts: list[Part]) -> None:
-        for slab in {part.slab: None for part in parts}:
+    def _put(self, holder: int, parts: list[Part], length: int) -> None:
+        """Let ``holder`` have ``length`` tokens in ``parts``, instead of what it had, and free the
+        pages that no holder uses now.
+        """
+        before = {part.slab: part.slab.end() for part in self._parts.pop(holder, [])}
+        for slab in before:
             del slab.ends[holder]
-            if slab.writer == holder:
-                slab.writer = None
+        for part, following in zip_longest(parts, parts[1:]):
+            part.slab.ends[holder] = following.start if following else length
+        for slab, end in before.items():
+            if slab.end() < end:
+                self._free_pages(slab, slab.end())
             if not slab.ends:
-                self._punch(slab, 0)
                 self._free.append(slab)
-            elif slab.writer is None:
-                self._punch(slab, slab.end())
+        if parts:
+            self._parts[holder] = parts
 
     def _assign(self, seq_id: int, source: list[Part], keep: int) -> None:
         """Give a stream the first ``keep`` tokens of ``source``, and memory to write after them."""
-        before = self._streams[seq_id]
-        parts = cut(source, keep)
+        before = self._parts[seq_id]
+        parts = self._extend(seq_id, cut(source, keep), keep)
+        changed = 0 if seq_id in self._unmapped else first_difference(before, parts)
+        self._put(seq_id, parts, OPEN)
+        if changed < OPEN:
+            self._map(seq_id, changed)
+
+    def _extend(self, seq_id: int, parts: list[Part], keep: int) -> list[Part]:
+        """Return ``parts``, and a new one after ``keep`` tokens unless the stream may write to the
+        last one. At most max_parts; if there are more, the tokens are copied to a new slab.
+        """
         last = parts[-1].slab
-        if last.writer not in (None, seq_id) or last.end(without=seq_id) > keep:
-            own = self._take_slab()
-            if len(parts) == MAX_PARTS:
-                for i, part in enumerate(parts):
-                    end = parts[i + 1].start if i + 1 < len(parts) else keep
-                    self._copy(part.slab, own, part.start, end)
-                parts = []
-            elif keep:
-                self._copy(last, own, keep, keep)
-            if keep and parts:
-                parts = [*parts, Part(keep, own)]
-            else:
-                parts = [Part(0, own)]
-        if parts == before and seq_id not in self._unmapped:
-            return
-        gone = [part for part in before if part.slab not in {p.slab for p in parts}]
-        self._hold(seq_id, parts, OPEN)
-        self._release(seq_id, gone)
-        for part in parts[:-1]:
-            if part.slab.writer == seq_id:
-                part.slab.writer = None
-        parts[-1].slab.writer = seq_id
-        self._streams[seq_id] = parts
-        same = sum(1 for _ in takewhile(are_equal, zip(before, parts, strict=False)))
-        self._map(seq_id, 0 if seq_id in self._unmapped else max(0, same - 1))
+        if last.end(without=seq_id) <= keep:
+            return parts
+        own = self._take_slab()
+        with self._writing(own):
+            if len(parts) == self._max_parts:
+                for part, following in zip_longest(parts, parts[1:]):
+                    self._copy(part.slab, own, part.start, following.start if following else keep)
+                return [Part(0, own)]
+            self._copy(last, own, keep, keep)
+        return [*parts, Part(keep, own)] if keep else [Part(0, own)]
 
     # --- pages -----------------------------------------------------------------------------------
 
@@ -320,36 +244,40 @@ class PagedMemory:
         if self._free:
             return self._free.pop()
         self._num_slabs += 1
-        os.ftruncate(self._file, self._num_slabs * self._slab_bytes)
         return Slab(self._num_slabs - 1)
 
-    def _map(self, seq_id: int, first: int) -> None:
-        """Map the parts of a stream from the part ``first`` on."""
-        parts = self._streams[seq_id]
+    @contextmanager
+    def _writing(self, slab: Slab) -> Iterator[None]:
+        """If writing to a new slab fails in the ``with`` block, free it, and raise EngineError."""
+        try:
+            yield
+        except OSError as error:
+            self._free_pages(slab, 0)
+            self._free.append(slab)
+            raise failure(error) from None
+
+    def _map(self, seq_id: int, token: int) -> None:
+        """Map the tokens of a stream from ``token`` on."""
         self._unmapped.add(seq_id)
-        for i in range(first, len(parts)):
-            start, slab = parts[i]
-            end = parts[i + 1].start if i + 1 < len(parts) else OPEN
-            place = slab.index * self._slab_bytes
+        parts = self._parts[seq_id]
+        for part, following in zip_longest(parts, parts[1:]):
             for rows in self.tensors:
-                begin, stop = rows.pages(start), rows.pages(end)
-                if begin == stop:
+                begin = rows.pages(max(part.start, token))
+                end = rows.pages(following.start if following else OPEN)
+                if begin >= end:
                     continue
                 address = rows.address + seq_id * rows.stream_bytes + begin
-                mapped = libc.mmap(
-                    address,
-                    stop - begin,
-                    mmap.PROT_READ | mmap.PROT_WRITE,
-                    mmap.MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
-                    self._file,
-                    place + rows.offset + begin,
-                )
-                if mapped == FAILED:
-                    raise EngineError(
-                        f"cannot map memory of the KV cache: {os.strerror(ctypes.get_errno())}"
-                    )
-
+                place = self._place(part.slab, rows) + begin
+                try:
+                    map_file(address, end - begin, self._file, place, huge_pages=self._huge_pages)
+                except OSError as error:
+                    raise failure(error) from None
         self._unmapped.discard(seq_id)
+
+    def check_mapped(self, seq_id: int) -> None:
+        """Raise EngineError if nothing may be mapped to the addresses of a stream."""
+        if seq_id in self._unmapped:
+            raise EngineError(f"the memory of sequence id {seq_id} is not mapped")
 
     def _copy(self, source: Slab, target: Slab, start: int, end: int) -> None:
         """Copy the rows from ``start`` to ``end``, and those before ``start`` in the same page."""
@@ -358,30 +286,40 @@ class PagedMemory:
             while at < stop:
                 size = min(COPIED_AT_ONCE, stop - at)
                 data = os.pread(self._file, size, self._place(source, rows) + at)
-                os.pwrite(self._file, data, self._place(target, rows) + at)
+                self._write(target, rows, at, memoryview(data))
                 at += size
+
+    def _write(self, slab: Slab, rows: Rows, at: int, data: memoryview) -> None:
+        while len(data):
+            count = os.pwrite(self._file, data, self._place(slab, rows) + at)
+            at, data = at + count, data[count:]
 
     def read(self, key: int, rows: Rows, data: memoryview) -> None:
         """Fill ``data`` with the first bytes of a snapshot's rows."""
-        parts, at = self._snapshots[-1 - key], 0
-        for i, (_, slab) in enumerate(parts):
-            stop = rows.pages(parts[i + 1].start) if i + 1 < len(parts) else len(data)
+        parts, at = self._parts[-1 - key], 0
+        for part, following in zip_longest(parts, parts[1:]):
+            stop = rows.pages(following.start) if following else len(data)
             while at < stop:
-                place = self._place(slab, rows) + at
+                place = self._place(part.slab, rows) + at
                 at += os.preadv(self._file, [data[at : min(stop, at + COPIED_AT_ONCE)]], place)
 
     def _place(self, slab: Slab, rows: Rows) -> int:
         return slab.index * self._slab_bytes + rows.offset
 
-    def _punch(self, slab: Slab, keep: int) -> None:
-        """Give the pages after the first ``keep`` tokens of a slab back to the system."""
-        if not keep:
-            punch(self._file, slab.index * self._slab_bytes, self._slab_bytes)
-            return
-        for rows in self.tensors:
-            begin = min(-(-keep * rows.row_bytes // PAGE) * PAGE, rows.stream_bytes)
-            if begin < rows.stream_bytes:
-                punch(self._file, self._place(slab, rows) + begin, rows.stream_bytes - begin)
+    def _free_pages(self, slab: Slab, keep: int) -> None:
+        """Give the pages after the first ``keep`` tokens of a slab back to the system.
+
+        If that fails, memory is wasted until it is used again.
+        """
+        slab.trimmed = min(slab.trimmed, keep)
+        with suppress(OSError):
+            if not keep:
+                punch(self._file, slab.index * self._slab_bytes, self._slab_bytes)
+                return
+            for rows in self.tensors:
+                begin = min(-(-keep * rows.row_bytes // PAGE) * PAGE, rows.stream_bytes)
+                if begin < rows.stream_bytes:
+                    punch(self._file, self._place(slab, rows) + begin, rows.stream_bytes - begin)
 
     @property
     def num_bytes_used(self) -> int:
@@ -390,23 +328,23 @@ class PagedMemory:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        holders = {**dict(enumerate(self._streams)), **self._snapshots}
-        ends: dict[int, dict[int, int]] = {}
-        for holder, parts in holders.items():
-            length = self._lengths.get(holder, OPEN)
+        ends: dict[int, dict[int, int]] = {slab.index: {} for slab in self._free}
+        slabs = {slab.index: slab for slab in self._free}
+        for holder, parts in self._parts.items():
             starts = [part.start for part in parts]
             assert starts == sorted(set(starts)), (holder, starts)
-            assert starts[0] == 0, (holder, starts)
+            assert (starts[0], len(starts) <= self._max_parts) == (0, True), (holder, starts)
+            length = self._lengths.get(holder, OPEN)
             for part, end in zip(parts, [*starts[1:], length], strict=True):
-                assert part.slab.ends[holder] == end, (holder, part.start)
-                ends.setdefault(part.slab.index, {})[holder] = end
-        for seq_id, parts in enumerate(self._streams):
-            last = parts[-1]
-            assert last.slab.writer == seq_id, seq_id
-            assert OPEN not in {**last.slab.ends, seq_id: 0}.values(), seq_id
-        used = {part.slab.index: part.slab for parts in holders.values() for part in parts}
-        assert all(slab.ends == ends[index] for index, slab in used.items()), "stale holders"
-        assert len(used) + len(self._free) == self._num_slabs, "slabs lost"
+                assert holder not in ends.setdefault(part.slab.index, {}), (holder, part.start)
+                ends[part.slab.index][holder] = end
+                slabs[part.slab.index] = part.slab
+        assert self._parts.keys() == {*range(self._num_streams), *self._lengths}, "holders lost"
+        assert {i: slab.ends for i, slab in slabs.items()} == ends, "stale holders"
+        assert len(slabs) == self._num_slabs, "slabs lost"
+        assert not any(slab.ends for slab in self._free), "free slabs have holders"
+        for slab in slabs.values():
+            assert list(slab.ends.values()).count(OPEN) <= 1, slab.ends
 
 
 def cut(parts: list[Part], keep: int) -> list[Part]:
@@ -414,5 +352,13 @@ def cut(parts: list[Part], keep: int) -> list[Part]:
     return [part for part in parts if part.start < keep] or parts[:1]
 
 
-def are_equal(pair: tuple[Part, Part]) -> bool:
-    return pair[0] == pair[1]
+def first_difference(before: list[Part], after: list[Part]) -> int:
+    """Return the first token that is in another slab than before; OPEN if there is none."""
+    for pair in zip_longest(before, after):
+        if pair[0] != pair[1]:
+            return min(part.start for part in pair if part)
+    return OPEN
+
+
+def failure(error: OSError) -> EngineError:
+    return EngineError(f"the system refuses memory for the KV cache: {error.strerror}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,15 +20,17 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.llama_cpp.ggml_memory import MAP_NORESERVE
 from cllm.backends.llama_cpp.library import last_error
-from cllm.backends.llama_cpp.paged_memory import PagedMemory, Rows
+from cllm.backends.llama_cpp.mappings import MAP_NORESERVE
+from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory, Rows
 from cllm.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
 WORD = 4  # bytes of a count
 HEAD = 3 * WORD
+CELLS = HEAD + WORD  # where the cells begin
 CELL = 3 * WORD  # position, number of owners, owner
+ROWS_HEAD = struct.Struct("<iQ")  # before the rows of a tensor: their type, and bytes in a row
 KEYS = b"cache_k"  # begins the names of libllama's tensors of keys
 
 
@@ -91,51 +94,63 @@ class States:
 
 
 class PagedStates:
-    """Makes states for a context whose cells are in paged memory, without libllama's help.
+    """Makes the states of a context whose cells are in paged memory, without libllama's help.
 
     libllama finds a token's cell by the positions that it keeps for each stream. When a stream gets
-    a prefix in paged memory, it gets the positions from a state whose rows are not read.
+    a prefix in paged memory, it gets the positions from a state whose rows libllama does not read.
     """
 
     def __init__(self, context: Any, states: States, memory: PagedMemory, max_tokens: int) -> None:
+        """Raises NotPaged if the system refuses the addresses for the longest state."""
         self._context = context
         self._states = states
         self._memory = memory
+        self._max_tokens = max_tokens
         keys = [rows for rows in memory.tensors if rows.name.startswith(KEYS)]
         self._tensors = [*keys, *(rows for rows in memory.tensors if rows not in keys)]
-        self._num_layers = len(keys)
-        # only the pages that are written take memory
-        self._scratch = mmap.mmap(
-            -1,
-            self._compute_size(max_tokens),
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE,
-        )
+        self._before_rows = struct.pack("<II", 0, len(keys))  # the values are not transposed
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:  # only the pages that are written take memory
+            self._scratch = mmap.mmap(-1, self._compute_size(max_tokens), flags)
+        except OSError as error:
+            raise NotPaged(f"the system refuses addresses: {error.strerror}") from None
         self._pointer = ctypes.pointer(ctypes.c_uint8.from_buffer(self._scratch))
 
     def _compute_size(self, num_tokens: int) -> int:
-        layers = sum(CELL + num_tokens * rows.row_bytes for rows in self._tensors)
-        return HEAD + WORD + num_tokens * CELL + 2 * WORD + layers + self._states.tail
+        found = self._find_rows(num_tokens)
+        return (found[-1][1] if found else CELLS) + self._states.tail
 
-    def _describe(self, num_tokens: int) -> Iterator[tuple[int, bytes, Rows]]:
-        """Yield what libllama writes before the rows of each tensor, its offset, and the tensor."""
+    def _find_rows(self, num_tokens: int) -> list[tuple[int, int, Rows]]:
+        """Return where the rows of each tensor begin and end in a state, and the tensor."""
+        end = CELLS + num_tokens * CELL + len(self._before_rows)
+        found: list[tuple[int, int, Rows]] = []
+        for rows in self._tensors if num_tokens else ():
+            begin = end + ROWS_HEAD.size
+            end = begin + num_tokens * rows.row_bytes
+            found.append((begin, end, rows))
+        return found
+
+    def _describe(self, num_tokens: int) -> Iterator[tuple[int, bytes]]:
+        """Yield all of a state but rows and zeros: where it is, and the bytes."""
+        yield 0, self._states.head + struct.pack("<I", num_tokens)
         cells = np.zeros((num_tokens, 3), np.int32)
         cells[:, 0], cells[:, 1] = np.arange(num_tokens), 1
-        layers = np.array([0, self._num_layers], np.uint32)  # 0: the values are not transposed
-        before = self._states.head + np.uint32(num_tokens).tobytes()
-        before += cells.tobytes() + layers.tobytes()
-        at = 0
-        for rows in self._tensors:
-            before += np.int32(rows.type).tobytes() + np.uint64(rows.row_bytes).tobytes()
-            yield at, before, rows
-            at, before = at + len(before) + num_tokens * rows.row_bytes, b""
+        yield CELLS, cells.tobytes()
+        yield from self._describe_rows(num_tokens)
+
+    def _describe_rows(self, num_tokens: int) -> Iterator[tuple[int, bytes]]:
+        """Yield what is before the rows: where it is, and the bytes."""
+        if num_tokens:
+            yield CELLS + num_tokens * CELL, self._before_rows
+        for begin, _, rows in self._find_rows(num_tokens):
+            yield begin - ROWS_HEAD.size, ROWS_HEAD.pack(rows.type, rows.row_bytes)
 
     def set_positions(self, seq_id: int, num_tokens: int) -> None:
         """Make ``seq_id`` have the positions 0 to ``num_tokens`` - 1, and its memory as it is."""
-        for at, before, _ in self._describe(num_tokens):
-            self._scratch[at : at + len(before)] = before
+        for at, data in self._describe(num_tokens):
+            self._scratch[at : at + len(data)] = data
         size = self._compute_size(num_tokens)
-        with self._memory.without_data():
-            done = lib.llama_state_seq_set_data(self._context, self._pointer, size, seq_id)
+        done = lib.llama_state_seq_set_data(self._context, self._pointer, size, seq_id)
         self._scratch.madvise(mmap.MADV_DONTNEED)  # all zeros again
         if done != size:
             raise EngineError(f"cannot set the positions of sequence id {seq_id}: {last_error('')}")
@@ -144,11 +159,44 @@ class PagedStates:
         """Return the state of the snapshot ``key`` of the memory, as ``States.save`` would."""
         num_tokens = self._memory.count_saved(key) or 0
         state = np.zeros(self._compute_size(num_tokens), np.uint8)
-        for at, before, rows in self._describe(num_tokens):
-            begin = at + len(before)
-            state[at:begin] = np.frombuffer(before, np.uint8)
-            self._memory.read(key, rows, state[begin : begin + num_tokens * rows.row_bytes].data)
+        for at, data in self._describe(num_tokens):
+            state[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        for begin, end, rows in self._find_rows(num_tokens):
+            self._memory.read(key, rows, state[begin:end].data)
         return state
+
+    def install(self, key: int, state: Bytes) -> None:
+        """Make ``state`` the snapshot ``key`` of the memory.
+
+        Its cells may be in any order. Raises EngineError if it is not a state of this context.
+        """
+        count = int.from_bytes(state[HEAD:CELLS].tobytes(), "little")
+        if len(state) < CELLS or not self._fits(state, count):
+            raise EngineError("a saved state is damaged, or of another model or type of cells")
+        order = np.argsort(self._cells_of(state, count)[:, 0])
+
+        def sort(begin: int, end: int, rows: Rows) -> tuple[Rows, memoryview]:
+            data = state[begin:end].reshape(count, rows.row_bytes)
+            return rows, data[order].data.cast("B")
+
+        self._memory.install(key, count, (sort(*found) for found in self._find_rows(count)))
+
+    def _fits(self, state: Bytes, count: int) -> bool:
+        """Return whether ``state`` is a state of ``count`` tokens of this context."""
+        if count > self._max_tokens or len(state) != self._compute_size(count):
+            return False
+        cells = self._cells_of(state, count)
+        return (
+            bool((cells[:, 1] == 1).all())
+            and bool((np.sort(cells[:, 0]) == np.arange(count)).all())
+            and all(
+                state[at : at + len(data)].tobytes() == data
+                for at, data in self._describe_rows(count)
+            )
+        )
+
+    def _cells_of(self, state: Bytes, count: int) -> npt.NDArray[np.int32]:
+        return state[CELLS : CELLS + count * CELL].view(np.int32).reshape(count, 3)
 
 
 def pointer_to(state: Bytes) -> Any:

@@ -1,0 +1,123 @@
+"""Mappings of a file in memory, by functions of Linux that Python lacks or has in another form."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+PAGE = mmap.PAGESIZE
+PROT_NONE = 0
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+MADV_NOHUGEPAGE = 15
+PUNCH_HOLE, KEEP_SIZE = 2, 1
+FAILED = ctypes.c_void_p(-1).value
+MANY_MAPPINGS = 65530  # Linux's usual limit
+LARGEST_FILE = 1 << 62  # bytes
+SETTINGS = Path("/proc/sys/vm")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def reserve(size: int) -> int:
+    """Return the first of ``size`` addresses to which nothing is mapped. Raises OSError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return _map(None, size, PROT_NONE, flags, -1, 0)
+
+
+def release(address: int, size: int) -> None:
+    """Remove all mappings from a range of addresses."""
+    libc.munmap(address, size)
+
+
+def create_file() -> int:
+    """Return a file in memory that has no pages yet, and no limit of size. Raises OSError."""
+    file = os.memfd_create("cllm-kv", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, LARGEST_FILE)
+        punch(file, 0, PAGE)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def map_file(address: int, size: int, file: int, offset: int, *, huge_pages: bool) -> None:
+    """Map a part of ``file`` to ``address``, instead of what was there. Raises OSError.
+
+    huge_pages: whether the system might provide them; then it is asked not to.
+    """
+    flags = mmap.MAP_SHARED | MAP_FIXED | MAP_NORESERVE
+    _map(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
+    if huge_pages:
+        libc.madvise(address, size, MADV_NOHUGEPAGE)
+
+
+def punch(file: int, begin: int, size: int) -> None:
+    """Free the pages of a part of ``file``; it reads as zeros afterwards. Raises OSError."""
+    if libc.fallocate(file, PUNCH_HOLE | KEEP_SIZE, begin, size):
+        raise _error()
+
+
+def max_mappings() -> int:
+    """Return how many mappings the system allows a process to have."""
+    return int(_read_setting("max_map_count") or MANY_MAPPINGS)
+
+
+def must_reserve() -> bool:
+    """Return whether the system provides no more memory than it has, so that a page that is
+    written may be refused.
+    """
+    return _read_setting("overcommit_memory") == "2"
+
+
+def may_get_huge_pages() -> bool:
+    """Return whether the system may provide 2 MB when a page of a file in memory is written."""
+    for path in [HUGE_PAGES / "shmem_enabled", *HUGE_PAGES.glob("*/shmem_enabled")]:
+        try:
+            chosen = path.read_text().partition("[")[2].partition("]")[0]
+        except OSError:
+            continue
+        if chosen in ("always", "within_size", "force"):
+            return True
+    return False
+
+
+def _read_setting(name: str) -> str:
+    try:
+        return (SETTINGS / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _map(
+    address: int | None, size: int, protection: int, flags: int, file: int, offset: int
+) -> int:
+    mapped = libc.mmap(address, size, protection, flags, file, offset)
+    if mapped == FAILED:
+        raise _error()
+    return int(mapped)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _load_libc() -> Any:
+    """Return the C library; None on systems other than 64-bit Linux."""
+    if sys.platform != "linux" or sys.maxsize < 1 << 32:
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    size, offset, pointer = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p
+    library.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset)
+    library.mmap.restype = pointer
+    library.munmap.argtypes = (pointer, size)
+    library.madvise.argtypes = (pointer, size, ctypes.c_int)
+    library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, offset, offset)
+    return library
+
+
+libc = _load_libc()
