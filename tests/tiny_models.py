@@ -19,6 +19,9 @@ WIDTH, LAYERS, VOCABULARY, CONTEXT = 64, 4, 512, 512
 HEADS, FEED_FORWARD, WINDOW = 4, 128, 32
 INFILL = (300, 301, 302)
 INNER, STATE, CONV, TIME_STEP = 2 * WIDTH, 8, 4, 8  # of a state-space layer
+KV_HEADS = (4, 2, 1, 2)  # of the layers of deci
+# of compressed keys: numbers in a compressed one, in its positional part, and in a whole one
+COMPRESSED, ROTATED, WHOLE = 32, 8, 24
 
 Tensors = Iterator[tuple[str, np.ndarray]]
 
@@ -33,6 +36,22 @@ class Weights:
     def attention(self, prefix: str) -> Tensors:
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             yield f"{prefix}.{name}.weight", self.matrix(WIDTH, WIDTH)
+
+    def grouped_attention(self, prefix: str, num_kv_heads: int) -> Tensors:
+        width = num_kv_heads * WIDTH // HEADS
+        for name, rows in (("q", WIDTH), ("k", width), ("v", width), ("output", WIDTH)):
+            yield f"{prefix}.attn_{name}.weight", self.matrix(rows, WIDTH)
+
+    def compressed_attention(self, prefix: str) -> Tensors:
+        head = WIDTH // HEADS
+        yield f"{prefix}.attn_q.weight", self.matrix(HEADS * WHOLE, WIDTH)
+        yield f"{prefix}.attn_kv_a_mqa.weight", self.matrix(COMPRESSED + ROTATED, WIDTH)
+        yield f"{prefix}.attn_kv_a_norm.weight", np.ones(COMPRESSED, np.float32)
+        keys = self.matrix(HEADS * COMPRESSED, WHOLE - ROTATED)
+        yield f"{prefix}.attn_k_b.weight", keys.reshape(HEADS, COMPRESSED, -1)
+        values = self.matrix(HEADS * head, COMPRESSED)
+        yield f"{prefix}.attn_v_b.weight", values.reshape(HEADS, head, -1)
+        yield f"{prefix}.attn_output.weight", self.matrix(WIDTH, WIDTH)
 
     def feed_forward(self, prefix: str) -> Tensors:
         yield f"{prefix}.ffn_norm.weight", np.ones(WIDTH, np.float32)
@@ -96,6 +115,10 @@ class Weights:
                 continue
             if kind == "lfm2" and layer % 2 == 0:
                 yield from self.short_convolution(prefix)
+            elif kind == "deci":
+                yield from self.grouped_attention(prefix, KV_HEADS[layer])
+            elif kind == "deepseek2":
+                yield from self.compressed_attention(prefix)
             else:
                 yield from self.attention(prefix)
                 yield f"{prefix}.attn_q_norm.weight", np.ones(WIDTH // HEADS, np.float32)
@@ -120,7 +143,8 @@ ENCODERS = {
 
 def write_tiny_model(kind: str, path: Path) -> None:
     """Write a model of ``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3
-    (a sliding window), or one of ENCODERS.
+    (a sliding window), deci (layers with different numbers of key heads), deepseek2 (compressed
+    keys, no values), or one of ENCODERS.
     """
     writer = gguf.GGUFWriter(path, "bert" if kind in ENCODERS else kind)
     writer.add_name(f"tiny {kind}")
@@ -140,10 +164,24 @@ def write_tiny_model(kind: str, path: Path) -> None:
         writer.add_ssm_inner_size(INNER)
         writer.add_ssm_state_size(STATE)
         writer.add_ssm_time_step_rank(TIME_STEP)
+    elif kind == "deepseek2":
+        writer.add_head_count_kv(1)
+        writer.add_key_length(COMPRESSED + ROTATED)
+        writer.add_value_length(COMPRESSED)
+        writer.add_key_length_mla(WHOLE)
+        writer.add_value_length_mla(WIDTH // HEADS)
+        writer.add_kv_lora_rank(COMPRESSED)
+        writer.add_q_lora_rank(0)
+        writer.add_rope_dimension_count(ROTATED)
+        writer.add_leading_dense_block_count(LAYERS)
+        writer.add_expert_feed_forward_length(1)
+        writer.add_expert_shared_count(0)
     else:
         writer.add_key_length(WIDTH // HEADS)
         writer.add_value_length(WIDTH // HEADS)
         writer.add_rope_freq_base(1e4)
+    if kind == "deci":
+        writer.add_head_count_kv(KV_HEADS)
     if kind == "lfm2":
         writer.add_head_count_kv([HEADS * (layer % 2) for layer in range(LAYERS)])
         writer.add_shortconv_l_cache(CONV)

@@ -57,6 +57,17 @@ def test_truncated_model_gives_one_line(cllm, builtin_path: Path, tmp_path: Path
     assert "incomplete" in one_line(cllm("serve", path))
 
 
+@pytest.mark.llama
+@pytest.mark.parametrize("kind", ["gemma3", "lfm2"])
+def test_impossible_layout_gives_one_line(cllm, tiny_model, kind: str):
+    """Paged memory is for attention to all tokens."""
+    result = cllm("serve", tiny_model(kind), "--kv.layout", "paged", "--port", 0)
+    assert (result.code, result.out) == (2, "")
+    loading, error = result.err.splitlines()
+    assert loading == f"cllm: loading {kind}"
+    assert error.startswith("cllm: kv.layout is paged, which needs Linux, a model on the CPU, and ")
+
+
 def test_unknown_option_gives_one_line(cllm, tmp_path: Path):
     """The error names the flag, or the file and its key."""
     assert "server.port" in one_line(cllm("serve", "--port", "70000"))
