@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,10 +41,14 @@ def cllm(
     def run(*arguments: object, text: str = "") -> Result:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         code: int | str | None = 0
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             command_line.main([str(argument) for argument in arguments])
         except SystemExit as end:
             code = end.code
+        finally:
+            for number, handler in handlers.items():  # serve sets its own
+                signal.signal(number, handler)
         output = capsys.readouterr()
         return Result(int(code or 0), output.out, output.err)
 
