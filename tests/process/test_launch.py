@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,14 @@ def test_engine_process_gets_no_secrets(monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere/lib")
     process = launch()
     try:
-        entries = Path(f"/proc/{process.pid}/environ").read_bytes().decode().split("\0")
+        # empty for a moment, until the system has set up the new program
+        while not (content := Path(f"/proc/{process.pid}/environ").read_bytes()):
+            time.sleep(0.01)
     finally:
         process.kill()
         process.communicate()
-    environment = dict(entry.split("=", 1) for entry in entries if entry)
+    entries = content.decode().rstrip("\0").split("\0")
+    environment = dict(entry.split("=", 1) for entry in entries)
     assert NEEDED.items() <= environment.items()
     assert environment["LD_LIBRARY_PATH"] == "/nowhere/lib"
     assert {"PATH", "GLIBC_TUNABLES"} <= environment.keys()

@@ -15,9 +15,9 @@ from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
 from cllm.core.segments import Segment
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError
-from cllm.process.client import EngineClient
+from cllm.process.client import EngineClient, PendingTokens
 from cllm.process.messages import Tokenize, Tokenized
-from cllm.process.tokenizing import NUM_THREADS, start_tokenizing
+from cllm.process.tokenizing import MAX_TOKENS, NUM_THREADS, divide, start_tokenizing
 
 START, END = CONTROL
 
@@ -61,6 +61,35 @@ def test_failure_is_an_answer_and_the_next_text_is_tokenized(caplog):
         questions.put(Tokenize(1, [[Segment("broken")]]))
         assert answers.get(timeout=PATIENCE) == Tokenized(1, None)
     assert "cannot tokenize" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [],
+        [0],
+        [MAX_TOKENS],
+        [MAX_TOKENS + 1],
+        [0, MAX_TOKENS, 0, 1, 0],
+        [3 * MAX_TOKENS, 5],
+        [MAX_TOKENS - 1, 3, 2 * MAX_TOKENS, 0, MAX_TOKENS],
+    ],
+)
+def test_long_answers_come_in_parts(lengths):
+    texts = [[*range(length)] for length in lengths]
+
+    async def put_together():
+        pending = PendingTokens()
+        parts = [*divide(7, texts)]
+        for part in parts:
+            assert part.number == 7
+            assert sum(map(len, part.tokens)) <= MAX_TOKENS
+            assert not pending.future.done()
+            pending.put(part)
+        assert len(parts) <= sum(lengths) // MAX_TOKENS + 1
+        return await pending.future
+
+    assert asyncio.run(put_together()) == texts
 
 
 def run(test):

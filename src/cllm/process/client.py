@@ -96,7 +96,7 @@ class EngineClient:
         self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
-        self._pending_tokens: dict[int, asyncio.Future[list[list[int]]]] = {}
+        self._pending_tokens: dict[int, PendingTokens] = {}
         self._numbers = count()
         self._process: EngineProcess | None = None
         self._loaded: asyncio.Future[Ready]
@@ -165,9 +165,8 @@ class EngineClient:
             case EmbeddingOutput():
                 self._embeddings.put(message)
             case Tokenized():
-                if (waiting := self._pending_tokens.get(message.number)) is not None:
-                    failed = EngineError("The engine failed to tokenize this text; please retry.")
-                    resolve(waiting, failed if message.tokens is None else message.tokens)
+                if (pending := self._pending_tokens.get(message.number)) is not None:
+                    pending.put(message)
             case Explained():
                 resolve(self._pending_explanations.popleft(), message.explanation)
             case Loading():
@@ -212,8 +211,8 @@ class EngineClient:
             self.end_all(died)
             while self._pending_explanations:
                 resolve(self._pending_explanations.popleft(), died)
-            for waiting in self._pending_tokens.values():
-                resolve(waiting, died)
+            for pending in self._pending_tokens.values():
+                resolve(pending.future, died)
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -308,11 +307,10 @@ class EngineClient:
         """
         self.check_ready()
         number = next(self._numbers)
-        future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
-        self._pending_tokens[number] = future
+        pending = self._pending_tokens[number] = PendingTokens()
         try:
             self._write(frame(Tokenize(number, texts)))
-            return await future
+            return await pending.future
         finally:
             del self._pending_tokens[number]
 
@@ -349,6 +347,29 @@ class EngineClient:
         if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
+
+
+class PendingTokens:
+    """The tokens of texts, as far as they have arrived; ``future`` gets them all."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
+        self._texts: list[list[int]] = []
+        self._is_continued = False
+
+    def put(self, message: Tokenized) -> None:
+        if message.tokens is None:
+            failed = EngineError("The engine failed to tokenize this text; please retry.")
+            resolve(self.future, failed)
+            return
+        begin = 0
+        if self._is_continued:
+            self._texts[-1] += message.tokens[0]
+            begin = 1
+        self._texts += message.tokens[begin:]
+        self._is_continued = message.more
+        if not message.more:
+            resolve(self.future, self._texts)
 
 
 def resolve(future: asyncio.Future[T], answer: T | EngineError) -> None:

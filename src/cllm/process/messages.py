@@ -52,17 +52,21 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Texts to tokenize; the answer is a Tokenized with the same ``number``."""
+    """Texts to tokenize; the answer is one or more Tokenized with the same ``number``."""
 
     number: int
     texts: list[list[Segment]]
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The token ids of each text, or None if that failed."""
+    """The token ids of each text, or None if that failed.
+
+    ``more``: another message follows, whose first list continues the last one of this message.
+    """
 
     number: int
     tokens: list[list[int]] | None
+    more: bool = False
 
 
 FromChild = Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained | Tokenized

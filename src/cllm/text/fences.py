@@ -50,7 +50,9 @@ class Fences:
 
 def remove_fences(text: str) -> str:
     """Return rendered text without fences, for people to read."""
-    return MARKS.sub("", text)
+    for mark in (OPEN, CLOSE, CUT):  # much faster than one regular expression
+        text = text.replace(mark, "")
+    return text
 
 
 def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:

@@ -134,14 +134,18 @@ def supports_gpu_offload() -> bool:
 def last_error(default: str) -> str:
     """Return the last logged error that names a cause, else the last warning or error, else
     ``default``.
+
+    Each is returned once: a later failure has other causes.
     """
-    for line in reversed(recent_errors):
+    lines = [*recent_errors]
+    recent_errors.clear()
+    for line in reversed(lines):
         _, _, cause = line.partition("error loading model: ")
         if cause:
             return cause.removeprefix("error loading model architecture: ").removeprefix(
                 "error loading model hyperparameters: "
             )
-    return recent_errors[-1] if recent_errors else default
+    return lines[-1] if lines else default
 
 
 def check_pointer(pointer: Any, what: str) -> Any:

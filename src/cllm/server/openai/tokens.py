@@ -164,7 +164,8 @@ async def apply_template(request: Request) -> Response:
     body = await read_body(request, TemplateBody)
     service = service_for(request, body.model)
     text = await render(request, service, body.messages, body)
-    return Response(to_json({"prompt": remove_fences(text)}), media_type="application/json")
+    content = await off_loop(call_of(request), lambda: to_json({"prompt": remove_fences(text)}))
+    return Response(content, media_type="application/json")
 
 
 async def render(
