@@ -9,7 +9,7 @@ from cllm import LLM, SamplingParams
 from cllm.backends.fake.backend import FakeBackend
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import build_engine
+from cllm.engine.build import build_draft_model, build_engine
 from cllm.engine.commands import Add
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.params import EngineParams
@@ -45,10 +45,14 @@ def test_rejected_draft_tokens_are_undone():
     assert model.draft({seq: 2}) == {seq: (10, 11)}
 
 
-def test_long_prompt_is_computed_in_chunks():
-    """A prompt longer than a step of the draft model takes several of its steps."""
-    seq, model = make_sequence(list(range(40))), make_drafter(max_num_batched_tokens=16)
-    assert model.draft({seq: 2}) == {seq: (40, 41)}
+def test_long_prompt_is_computed_over_several_drafts():
+    """A prompt longer than a batch is computed one batch per draft, after what others lack."""
+    long, short = make_sequence(list(range(40))), make_sequence([7])
+    model = make_drafter(max_num_batched_tokens=16)
+    assert model.draft({long: 2, short: 2}) == {long: (), short: (8, 9)}
+    short.append(8)
+    assert model.draft({long: 2, short: 1}) == {long: (), short: (9,)}
+    assert model.draft({long: 2}) == {long: (40, 41)}
 
 
 def test_draft_model_keeps_most_recent_sequences():
@@ -91,6 +95,21 @@ def test_missing_draft_path_raises_startup_error():
     """One line at the start."""
     with pytest.raises(StartupError, match=r"model\.draft_path is not set"):
         build_engine(FakeBackend(), EngineParams(speculation="draft_model"))
+
+
+@pytest.mark.llama
+def test_draft_model_takes_half_of_the_kv_memory(builtin_path):
+    """Its sequences are as short as that requires."""
+    with LLM(str(builtin_path), kv_max_memory_mb=64) as llm:
+        info = llm.info
+    params = EngineParams(
+        path=str(builtin_path), draft_path=str(builtin_path), kv_memory=64_000_000
+    )
+    draft = build_draft_model(params, info)._backend.info
+    num_bytes = draft.max_num_seqs * draft.context_length * draft.kv_bytes_per_token
+    assert 0.95 * 32_000_000 < num_bytes <= 32_000_000
+    assert draft.layout == info.layout
+    assert draft.context_length < info.context_length
 
 
 @pytest.mark.llama

@@ -30,6 +30,8 @@ from cllm.scheduler.speculation import PromptLookup, Speculation
 
 ROWS_PER_TARGET = 35  # the target time between tokens, in steps of one row
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
+# Tokens of a draft model's step at most: while it computes a new prompt, all sequences wait.
+MAX_DRAFT_BATCH = 256
 
 
 def fit_memory(params: EngineParams) -> EngineParams:
@@ -137,15 +139,26 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     """
     if not params.draft_path:
         raise StartupError("scheduler.speculation is draft_model, but model.draft_path is not set")
+    num_seqs = min(MAX_DRAFTED_SEQS, info.max_num_seqs)
     draft_params = msgspec.structs.replace(
         params,
         path=params.draft_path,
-        context_length=info.context_length,
-        max_num_seqs=min(MAX_DRAFTED_SEQS, info.max_num_seqs),
-        layout="partitioned",
-        kv_memory=1 << 62,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=min(MAX_DRAFT_BATCH, params.max_num_batched_tokens),
+        layout="auto",
         kv_type="f16",
-        kv_bytes_per_token=0,
+    )
+    size = import_loader(params.backend).measure(draft_params)
+    num_bytes = size.kv_bytes_per_token if size else 0
+    context_length, kv_memory = info.context_length, 1 << 62
+    if num_bytes:  # sequences for which half of the model's own memory does not last get no drafts
+        kv_memory = params.kv_memory // 2
+        context_length = min(context_length, kv_memory // (num_seqs * num_bytes))
+    draft_params = msgspec.structs.replace(
+        draft_params,
+        context_length=context_length,
+        kv_memory=kv_memory,
+        kv_bytes_per_token=num_bytes,
     )
     backend = build_backend(draft_params)
     if build_vocabulary(params).pieces != backend.vocabulary.pieces:

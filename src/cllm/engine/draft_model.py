@@ -19,7 +19,8 @@ class DraftModel:
 
     It keeps cells for as many sequences as the backend has seq_ids, the ones drafted for most
     recently. A sequence's shadow in ``_shadows`` describes these cells: some of the sequence's
-    tokens, then possibly rejected draft tokens.
+    tokens, then possibly rejected draft tokens. A prompt that does not fit into one batch is
+    computed in several calls of ``draft``, and gets its first draft in the last of them.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -58,8 +59,8 @@ class DraftModel:
                     token = int(best[shadow.seq_id])
                     drafts[seq].append(token)
                     shadow.tokens.append(token)
-                    if len(drafts[seq]) == unfinished[seq]:
-                        del unfinished[seq]
+                if shadow.seq_id not in best or len(drafts[seq]) == unfinished[seq]:
+                    del unfinished[seq]
         return {seq: tuple(draft) for seq, draft in drafts.items()}
 
     def _rewind(self, seq: Sequence) -> Trim:
@@ -84,8 +85,9 @@ class DraftModel:
     def _make_rows(self, seqs: list[Sequence]) -> list[Row]:
         budget = self._backend.info.max_num_batched_tokens
         rows = []
-        for seq in seqs:
-            shadow = self._shadows[seq]
+        for shadow in sorted(
+            (self._shadows[seq] for seq in seqs), key=lambda shadow: shadow.num_lacking_tokens
+        ):
             count = min(shadow.num_lacking_tokens, budget)
             if count:
                 samples = int(count == shadow.num_lacking_tokens)
