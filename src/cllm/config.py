@@ -220,7 +220,8 @@ class KV(Section):
         default=None,
         ge=1,
         le=100_000_000,
-        description="Memory for the KV cache in MB; null chooses by free memory.",
+        description="Memory for the KV cache in MB; null is half of what the weights leave free, 4 "
+        "GiB at most. A paged cache takes it only as tokens need it.",
     )
     ram_cache_mb: int | None = Field(
         default=None,

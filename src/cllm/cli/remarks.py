@@ -51,9 +51,10 @@ def capacity(info: ModelInfo) -> str:
         what = "scores" if info.pooling == "rank" else "embeddings"
         return f"{what} of texts of up to {info.max_embedding_tokens} tokens"
     size = info.num_cells * info.kv_bytes_per_token / 1e6
+    most = "up to " if info.layout == "paged" else ""  # its memory is taken as tokens need it
     return (
         f"{info.max_num_seqs} sequence{'s' * (info.max_num_seqs != 1)} at a time, up to "
-        f"{info.context_length} tokens each ({info.layout} KV cache, {size:.0f} MB)"
+        f"{info.context_length} tokens each ({info.layout} KV cache, {most}{size:.0f} MB)"
     )
 
 
