@@ -61,7 +61,7 @@ class DraftModel:
                     shadow.tokens.append(token)
                 if shadow.seq_id not in best or len(drafts[seq]) == unfinished[seq]:
                     del unfinished[seq]
-        return {seq: tuple(draft) for seq, draft in drafts.items()}
+        return {seq: tuple(draft) for seq, draft in drafts.items() if draft}
 
     def _rewind(self, seq: Sequence) -> Trim:
         """Set the shadow's tokens to those of ``seq``; return a Trim that keeps the cells of their
