@@ -143,7 +143,7 @@ def test_texts_to_tokenize_do_not_reach_the_engine(exits: Exits) -> None:
     inbox = PipeInbox(io.BytesIO(frame(asked) + frame(Abort("A"))))
     assert exits.called.wait(PATIENCE)
     assert inbox.drain(block=False) == [Abort("A")]
-    assert inbox.texts.get(timeout=PATIENCE) == asked
+    assert inbox.questions.take(long=False) == asked
 
 
 def test_end_of_stdin_ends_the_process(exits: Exits) -> None:

@@ -16,8 +16,15 @@ from cllm.core.segments import Segment
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError
 from cllm.process.client import EngineClient, PendingTokens
-from cllm.process.messages import Tokenize, Tokenized
-from cllm.process.tokenizing import MAX_TOKENS, NUM_THREADS, divide, start_tokenizing
+from cllm.process.messages import Abandon, Tokenize, Tokenized, frame
+from cllm.process.tokenizing import (
+    LONG,
+    MAX_TOKENS,
+    NUM_THREADS,
+    Questions,
+    divide,
+    start_tokenizing,
+)
 
 START, END = CONTROL
 
@@ -36,23 +43,41 @@ class Tokenizer:
         return [len(text)]
 
 
-def start(tokenizer: Tokenizer) -> tuple[queue.SimpleQueue[Tokenize], queue.Queue[Tokenized]]:
-    questions: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
+def start(tokenizer: Tokenizer) -> tuple[Questions, queue.Queue[Tokenized]]:
+    questions = Questions()
     answers: queue.Queue[Tokenized] = queue.Queue()
     start_tokenizing(questions, tokenizer, answers.put)
     return questions, answers
 
 
+LONG_TEXT = [[Segment("long" + "!" * LONG)]]
+
+
 def test_short_text_does_not_wait_for_long_ones():
     tokenizer = Tokenizer()
     questions, answers = start(tokenizer)
-    for number in range(NUM_THREADS - 1):
-        questions.put(Tokenize(number, [[Segment("long")]]))
+    for number in range(5):
+        questions.put(Tokenize(number, LONG_TEXT))
     questions.put(Tokenize(9, [[Segment("short"), Segment("er")], []]))
     assert answers.get(timeout=PATIENCE) == Tokenized(9, [[5, 2], []])
     tokenizer.release.set()
-    rest = [answers.get(timeout=PATIENCE) for _ in range(NUM_THREADS - 1)]
-    assert {answer.number for answer in rest} == set(range(NUM_THREADS - 1))
+    rest = [answers.get(timeout=PATIENCE) for _ in range(5)]
+    assert {answer.number for answer in rest} == set(range(5))
+
+
+def test_abandoned_texts_are_not_tokenized():
+    tokenizer = Tokenizer()
+    questions, answers = start(tokenizer)
+    for number in range(20):
+        questions.put(Tokenize(number, LONG_TEXT))
+    for number in range(NUM_THREADS, 19):
+        questions.abandon(number)
+    tokenizer.release.set()
+    found = {answers.get(timeout=PATIENCE).number for _ in range(NUM_THREADS + 1)}
+    assert found == {*range(NUM_THREADS), 19}
+    questions.put(Tokenize(20, LONG_TEXT))
+    assert answers.get(timeout=PATIENCE).number == 20
+    assert not questions._wanted
 
 
 def test_failure_is_an_answer_and_the_next_text_is_tokenized(caplog):
@@ -139,11 +164,15 @@ def test_death_of_the_engine_ends_tokenizing():
 def test_cancelled_caller_leaves_nothing_behind():
     async def test(client):
         os.kill(client.pid, signal.SIGSTOP)
+        write, written = client._write, []
+        client._write = lambda data: (written.append(data), write(data))
         asking = asyncio.create_task(client.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
+        (number,) = client._pending_tokens
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        assert written[-1] == frame(Abandon(number))
         os.kill(client.pid, signal.SIGCONT)
         assert await client.tokenize([[Segment("b")]]) == [[98]]
         assert not client._pending_tokens

@@ -28,6 +28,7 @@ from cllm.observe import log
 from cllm.observe.cpu_time import decoding
 from cllm.process.messages import (
     LENGTH,
+    Abandon,
     Explained,
     Failed,
     FromChild,
@@ -37,30 +38,33 @@ from cllm.process.messages import (
     Tokenize,
     frame,
 )
-from cllm.process.tokenizing import start_tokenizing
+from cllm.process.tokenizing import Questions, start_tokenizing
 from cllm.scheduler.trace import Explanation
 
+Message = Command | Tokenize | Abandon
 PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the parent is busy
 
 
 class PipeInbox:
-    """Commands from stdin. Texts to tokenize go to ``texts``."""
+    """Commands from stdin. Texts to tokenize go to ``questions``."""
 
     def __init__(self, stdin: BinaryIO) -> None:
-        self.texts: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
+        self.questions = Questions()
         self._stdin = stdin
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._decoder = msgspec.msgpack.Decoder[Command | Tokenize](Command | Tokenize)
+        self._decoder = msgspec.msgpack.Decoder[Message](Message)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         try:
             while (body := read_frame(self._stdin)) is not None:
-                command = self._decoder.decode(body)
-                if isinstance(command, Tokenize):
-                    self.texts.put(command)
+                message = self._decoder.decode(body)
+                if isinstance(message, Tokenize):
+                    self.questions.put(message)
+                elif isinstance(message, Abandon):
+                    self.questions.abandon(message.number)
                 else:
-                    self._queue.put(command)
+                    self._queue.put(message)
         except msgspec.DecodeError:
             logging.getLogger("cllm.engine").exception(
                 "cannot decode a command from the API process"
@@ -157,7 +161,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()  # automatic collections scan all waiting requests, which would slow steps down
 
-    start_tokenizing(inbox.texts, backend.vocabulary, outbox.send_message)
+    start_tokenizing(inbox.questions, backend.vocabulary, outbox.send_message)
     outbox.send_message(Ready(backend.info, VocabularyTable.of(backend.vocabulary)))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, outbox)

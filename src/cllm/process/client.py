@@ -28,6 +28,7 @@ from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import Popen
 from cllm.process.messages import (
+    Abandon,
     Explained,
     Failed,
     FromChild,
@@ -313,6 +314,8 @@ class EngineClient:
             return await pending.future
         finally:
             del self._pending_tokens[number]
+            if pending.future.cancelled() and self.ready:
+                self._write(frame(Abandon(number)))
 
     async def explain(self, num_steps: int) -> Explanation:
         """Return the last ``num_steps`` steps, and what runs or waits and why.

@@ -1,8 +1,8 @@
 """The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and
 stdout.
 
-To the child: EngineParams once, then commands (engine/commands.py) and Tokenize. From the child:
-the other structs below and EmbeddingOutput (core/output.py).
+To the child: EngineParams once, then commands (engine/commands.py), Tokenize and Abandon. From the
+child: the other structs below and EmbeddingOutput (core/output.py).
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     texts: list[list[Segment]]
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to the Tokenize with this ``number`` is not needed any longer."""
+
+    number: int
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):

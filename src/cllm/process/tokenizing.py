@@ -14,28 +14,53 @@ from collections.abc import Callable, Iterator
 from cllm.core.segments import Tokenizer, tokenize_segments
 from cllm.process.messages import Tokenize, Tokenized
 
-NUM_THREADS = 4  # so that short texts need not wait for a few long ones
+NUM_THREADS = 2  # for short texts, and as many for long ones, so that short ones need not wait
+LONG = 20_000  # characters of all texts of a question
 # of a message: decoding more would keep the event loop of the API process from its clients
 MAX_TOKENS = 100_000
 
 log = logging.getLogger("cllm.engine")
 
 
+class Questions:
+    """Texts that wait to be tokenized."""
+
+    def __init__(self) -> None:
+        self._short: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
+        self._long: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
+        self._wanted: set[int] = set()
+
+    def put(self, asked: Tokenize) -> None:
+        size = sum(len(segment.text) for text in asked.texts for segment in text)
+        self._wanted.add(asked.number)
+        (self._long if size > LONG else self._short).put(asked)
+
+    def abandon(self, number: int) -> None:
+        """Nobody waits for the answer to this question any longer."""
+        self._wanted.discard(number)
+
+    def take(self, *, long: bool) -> Tokenize:
+        """Wait for the next question that is still wanted."""
+        while True:
+            asked = (self._long if long else self._short).get()
+            if asked.number in self._wanted:
+                self._wanted.discard(asked.number)
+                return asked
+
+
 def start_tokenizing(
-    questions: queue.SimpleQueue[Tokenize],
-    tokenizer: Tokenizer,
-    send: Callable[[Tokenized], None],
+    questions: Questions, tokenizer: Tokenizer, send: Callable[[Tokenized], None]
 ) -> None:
     """Answer ``questions`` with ``send``, in threads that end with the process."""
 
-    def answer() -> None:
+    def answer(long: bool) -> None:  # of a thread
         while True:
-            asked = questions.get()
+            asked = questions.take(long=long)
             for answer in divide(asked.number, tokenize_texts(tokenizer, asked)):
                 send(answer)
 
-    for _ in range(NUM_THREADS):
-        threading.Thread(target=answer, daemon=True).start()
+    for long in (False, True) * NUM_THREADS:
+        threading.Thread(target=answer, args=(long,), daemon=True).start()
 
 
 def tokenize_texts(tokenizer: Tokenizer, asked: Tokenize) -> list[list[int]] | None:
