@@ -38,7 +38,7 @@ from cllm.bench.workload import Task
 from cllm.errors import StartupError
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {"CPU": "any, 2 cores", "build": "abc"}
+HERE = {"host": "a", "CPU": "any, 2 cores", "build": "abc"}
 SETTINGS = ["default", "-np 8", "-np 8 -kvu"]
 
 
@@ -77,7 +77,7 @@ def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
     assert Rounds(path, HERE).of("shared") == [run(), run(round=1)]
 
 
-@pytest.mark.parametrize("other", [{"CPU": "any, 4 cores"}, {"build": "abd"}])
+@pytest.mark.parametrize("other", [{"CPU": "any, 4 cores"}, {"build": "abd"}, {"host": "b"}])
 def test_only_rounds_of_one_machine_are_combined(tmp_path: Path, other: dict[str, str]) -> None:
     """The machine of the last run counts where nothing is measured. Other facts do not matter."""
     path = tmp_path / "rounds.jsonl"

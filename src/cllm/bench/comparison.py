@@ -19,7 +19,7 @@ FIXED = "cLLM with a fixed layout"
 OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
 BUILD, DEFAULT_BUILD = "cLLM's compiler switches", "default build"
 
-MACHINE = ("CPU", "build")
+MACHINE = ("host", "CPU", "build")
 """What must be equal for rounds to be combined."""
 MOST_OTHERS = 0.02  # share of the CPU that other processes may take
 

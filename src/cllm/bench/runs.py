@@ -45,6 +45,7 @@ from cllm.observe.cpu_time import read_cpu_seconds
 
 TEMPERATURE = 0.8
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.0}  # servers' own defaults differ
+STRANGERS = 1_000_000  # added to the seed, for prompts that only the warm-up sends
 WARM_UP_WORDS, WARM_UP_TOKENS = 20, 4
 WAVES, FEWEST = 2, 4  # requests of each client of the engine, and the least number of all
 ENGINE_WORDS = 16
@@ -155,7 +156,10 @@ class Runner:
     ) -> Measured:
         """Warm the server up, send it the requests and return the measurements."""
         strangers = msgspec.structs.replace(
-            words, seed=-words.seed, prompt_words=WARM_UP_WORDS, max_tokens=WARM_UP_TOKENS
+            words,
+            seed=words.seed + STRANGERS,
+            prompt_words=WARM_UP_WORDS,
+            max_tokens=WARM_UP_TOKENS,
         )
         load(server, word_tasks(row.clients, strangers), row.clients, may_fail=True)
         is_cllm = run.system == CLLM

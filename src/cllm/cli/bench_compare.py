@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import uuid
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,9 +172,11 @@ def measure(model: Path | None, options: CompareOptions, rounds: Rounds) -> dict
 
 def machine() -> dict[str, str]:
     """Return what readers of the results need to know about the machine. Rounds are combined if
-    CPU and build are the same.
+    those of MACHINE are the same.
     """
+    host = hashlib.sha256(f"{platform.node()} {uuid.getnode()}".encode()).hexdigest()
     return {
+        "host": host[:12],
         "CPU": f"{describe_cpu()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cLLM": __version__ + commit(),
