@@ -27,6 +27,8 @@ def arrange(rows: list[Row], running: Iterable[Sequence], kv_cache: KVCache) -> 
     prompts.sort(key=lambda row: row.num_tokens)
     places = Places(running, kv_cache)
     end = 0
+    if len(rows) - len(prompts) == 1:
+        groups.clear()  # a row alone is a pass, whatever its seq_id
     for _, group in sorted(groups.items()):
         begin, end = end, end + len(group)
         free = set(range(begin, end)).difference(seq.seq_id for seq in group)
