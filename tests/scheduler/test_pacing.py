@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 
 from cllm.backends.fake.backend import Costs
+from cllm.core.request import Priority
 from cllm.scheduler.pacing import LONG_TOKENS, PATIENCE
 
 COSTS = Costs(step=0.03, row=0.01, token=0.004)
@@ -78,6 +79,32 @@ def test_many_prompts_get_more_time_than_few_streams(fake_engine):
     assert sum(durations) < 21 * 100 * COSTS.token / 0.8
 
 
+def test_prompt_after_a_long_one_does_not_wait_for_the_streams(fake_engine):
+    """With a share of 1, what the long prompt has used beyond its patience is not held against the
+    next one.
+    """
+    costs = Costs(step=0.03, row=0.01, token=0.02)
+    engine = make_engine(fake_engine, share=1.0, costs=costs)
+    start_streams(engine, 2)
+    engine.add("long", [5] * 3000, max_tokens=1)
+    engine.add("next", [6] * 300, max_tokens=1)
+    run(engine, lambda: bool(engine.tokens("long")))
+    begun = engine.now
+    run(engine, lambda: bool(engine.tokens("next")))
+    assert engine.now - begun < 300 * costs.token * 2
+
+
+def test_prompts_of_a_lower_class_get_no_more_than_their_share(fake_engine):
+    """However many there are."""
+    engine = make_engine(fake_engine, share=0.5)
+    start_streams(engine, 2)
+    for i in range(30):
+        engine.add(f"new{i}", [50 + i] * 100, max_tokens=1, priority=Priority.BATCH)
+    durations = run(engine, lambda: bool(engine.tokens("new10")))
+    prefill = sum(duration - (0.03 + 2 * 0.01) for duration in durations)
+    assert prefill / sum(durations) == pytest.approx(0.5, abs=0.06)
+
+
 def test_prompt_beyond_patience_gets_half_of_the_time(fake_engine):
     engine = make_engine(fake_engine, costs=Costs(step=0.03, row=0.01, token=0.02))
     start_streams(engine, 7)
@@ -124,6 +151,22 @@ def test_long_row_gets_half_of_the_time(fake_engine):
 def test_long_row_gets_less_with_less_weight(fake_engine):
     share, _ = serve_beside_long_row(fake_engine, {"one": 0.25})
     assert 0.1 <= share <= 0.25
+
+
+def test_long_row_gets_its_share_beside_others_that_are_long_too(fake_engine):
+    """Those that are computed in every step do not use up the share of the one that is not."""
+    costs = Costs(step=0.02, row=0.002, token=0.0001, context=0.000005)
+    engine = make_engine(fake_engine, costs=costs, num_cells=200_000, context_length=40_000)
+    engine.add("longest", [5] * 30_000, max_tokens=3000)
+    for i in range(4):
+        engine.add(f"long{i}", [6 + i] * 3000, max_tokens=3000)
+    run(engine, lambda: all(engine.tokens(f"long{i}") for i in range(4)))
+    start_streams(engine, 2)
+    begun, tokens = engine.now, len(engine.tokens("longest"))
+    for _ in range(200):
+        engine.step()
+    spent = (len(engine.tokens("longest")) - tokens) * 30_000 * costs.context
+    assert 0.3 <= spent / (engine.now - begun) <= 0.5
 
 
 def test_long_row_alone_is_in_every_step(fake_engine):

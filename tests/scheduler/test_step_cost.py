@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.step_cost import KNOWN, STALE, StepCost
 
 
 def test_unknown_costs_limit_nothing():
@@ -98,3 +98,28 @@ def test_single_slow_step_changes_little():
     assert cost.estimate_decode(2) < 0.0125
     cost.observe(3, 0, 1.0)
     assert cost.estimate_decode(3) < 0.02
+
+
+def test_steps_of_only_long_sequences_are_learned():
+    """Until a step without them shows what attention to them costs."""
+    cost = StepCost(16)
+    for _ in range(50):
+        cost.observe(2, 0, 0.100, num_long_tokens=8000)
+    assert cost.estimate_decode(2, 8000) == pytest.approx(0.100, rel=0.01)
+    for _ in range(50):
+        cost.observe(2, 0, 0.020)
+        cost.observe(2, 0, 0.100, num_long_tokens=8000)
+    assert cost.estimate_decode(2) == pytest.approx(0.020, rel=0.01)
+    assert cost.estimate_decode(2, 8000) == pytest.approx(0.100, rel=0.01)
+
+
+def test_what_is_not_observed_any_longer_is_forgotten():
+    cost = StepCost(16)
+    for _ in range(KNOWN):
+        assert not cost.is_known(8)
+        cost.observe(8, 0, 0.5)
+    assert cost.is_known(8)
+    for _ in range(STALE + 1):
+        cost.observe(1, 0, 0.010)
+    assert not cost.is_known(8)
+    assert cost.estimate_decode(8) == pytest.approx(0.010 * 11 / 4)

@@ -38,26 +38,27 @@ class Pacing:
         self.prompts = 0.0
         self.long_rows = 0.0
         self.paused: set[Sequence] = set()
+        self._costly: set[Sequence] = set()  # decoding ones that cost more than all others together
         self._head: Sequence | None = None  # the prompt that is served first
         self._is_odd = False
-        self._num_lacking = 0  # sequences whose prompts are unfinished
+        self._num_prompts = 0  # unfinished ones of at least the streams' class
         self._head_seconds = 0.0  # that it has been computed for
 
     def select(self, decoding: list[Sequence]) -> list[Sequence]:
         """Return the sequences of ``decoding`` that get a row in this step."""
-        self.paused = set()
-        short = [seq for seq in decoding if seq.num_tokens < LONG_TOKENS]
+        self.paused, self._costly = set(), set()
+        short = [seq for seq in decoding if not is_long(seq.num_tokens)]
         if len(short) == len(decoding):
             self.long_rows = 0.0
             return decoding
-        rest = self._cost.estimate_decode(len(short))
+        rest = 0.0 if self._cost.includes_long else self._cost.estimate_decode(len(short))
         if short and not rest:  # learn what the others cost
             self.paused = {*decoding}.difference(short)
             return short
         costs = {
             seq: self._cost.estimate_long_row(seq.num_tokens)
             for seq in decoding
-            if seq.num_tokens >= LONG_TOKENS
+            if is_long(seq.num_tokens)
         }
         # from the shortest on, as long as a row costs no more than all before it together
         for seq, seconds in sorted(costs.items(), key=lambda item: item[1]):
@@ -69,22 +70,26 @@ class Pacing:
         if not costs or not rest:
             self.long_rows = 0.0
             return decoding
+        self._costly = {*costs}
         self._weight = self._mean_weight([*costs]) / self._mean_weight(others)
         if self.long_rows >= 0:
             return decoding
-        self.paused = {*costs}
+        self.paused = self._costly
         return others
 
     def _mean_weight(self, seqs: list[Sequence]) -> float:
         return sum(self._weights.get(seq.request.account, 1.0) for seq in seqs) / len(seqs)
 
-    def allows_prompts(self, num_decoding: int, lacking: Run[Sequence]) -> bool:
-        """Return whether prompts may be computed in this step, beside ``num_decoding`` rows."""
-        self._num_lacking = len(lacking)
+    def allows_prompts(self, decoding: Run[Sequence], lacking: Run[Sequence]) -> bool:
+        """Return whether the prompts of ``lacking`` may be computed in this step, beside rows for
+        ``decoding``.
+        """
+        highest = min((seq.effective_priority for seq in decoding), default=0)
+        self._num_prompts = sum(seq.effective_priority <= highest for seq in lacking)
         head = lacking[0] if lacking else None
         if head is not self._head:
             self._head, self._head_seconds = head, 0.0
-        if not num_decoding or head is None:
+        if not decoding or head is None:
             self.prompts = 0.0
         return self.prompts >= 0
 
@@ -93,36 +98,38 @@ class Pacing:
         self._is_odd = not self._is_odd
         return self._is_odd
 
-    def observe(self, step: Step, rows: Run[Row], num_waiting: int) -> None:
+    def observe(self, step: Step, rows: Run[Row]) -> None:
         """Learn what ``step`` has cost, and note what it was used for."""
         num_long_tokens = count_long_tokens(rows)
         num_rows = step.num_rows + step.num_guesses
-        if num_long_tokens:
-            num_rows -= sum(is_long(row) for row in rows)
-        seconds, long = step.seconds, self._cost.estimate_long_row(num_long_tokens)
-        prefill = 0.0
+        seconds, prefill = step.seconds, 0.0
         if step.num_prefill_tokens:
-            prefill = max(0.0, seconds - self._cost.estimate_decode(num_rows) - long)
+            expected = self._cost.estimate_decode(num_rows, num_long_tokens)
+            prefill = max(0.0, seconds - expected)
         decode = seconds - prefill
-        long = min(long, decode)
+        costly = [row for row in rows if row.seq in self._costly]
+        long = min(decode, self._cost.estimate_long_row(count_long_tokens(costly)))
         share = self._share
         if self._head_seconds > PATIENCE:
             share = min(share, USUAL_SHARE)
         elif num_rows:  # many prompts wait longer than few streams do
-            num_prompts = num_waiting + self._num_lacking
-            share = max(share, num_prompts / (num_prompts + num_rows))
+            share = max(share, self._num_prompts / (self._num_prompts + num_rows))
         self._head_seconds += prefill
         if share < 1:
             earned = decode * share / (1 - share)
             self.prompts = min(earned, self.prompts - prefill + earned)
+        else:
+            self.prompts = 0.0
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens)
 
 
-def is_long(row: Row) -> bool:
-    return row.num_tokens == 1 and row.start >= LONG_TOKENS
+def is_long(num_tokens: int) -> bool:
+    return num_tokens >= LONG_TOKENS
 
 
 def count_long_tokens(rows: Run[Row]) -> int:
-    """Return the tokens of the long sequences among the decoding ``rows``."""
-    return sum(row.start for row in rows if is_long(row))
+    """Return the tokens that the positions of decoding ``rows`` attend to, for long sequences."""
+    return sum(
+        row.size * (row.start + 1) for row in rows if row.num_tokens == 1 and is_long(row.start + 1)
+    )

@@ -192,12 +192,11 @@ def split_prefill_budget(
             yield seq, lacks
     if short_first and budget < half:
         budget = 0  # a small part of a long prompt costs a pass, too
-    whole = budget
     for seq in lacking:
         if seq not in short:
             lacks = seq.num_lacking_tokens
             share = min(lacks, budget) if efficient_tokens > 0 else 0
-            if share < lacks <= undivided and (budget < whole or short):
+            if share < lacks <= undivided and (seq is not first or (short_first and short)):
                 share = budget = 0
             budget -= share
             efficient_tokens -= share

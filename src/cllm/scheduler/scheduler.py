@@ -114,7 +114,7 @@ class Scheduler(Sequences):
         self._suspects = self.running
         served = {row.seq for row in rows} | self.pacing.paused
         lacking = [seq for seq in self.running if seq not in served]
-        if self.pacing.allows_prompts(len(rows), lacking):
+        if self.pacing.allows_prompts([row.seq for row in rows], lacking):
             rows += self._prefill(rows, lacking, operations)
         else:
             self.step.blocked = self.step.blocked or DecodingFirst()
@@ -446,7 +446,7 @@ class Scheduler(Sequences):
         step.seconds, step.num_operations = now - step.at, len(batch.operations)
         step.num_running = len(self.running)
         step.num_waiting = len(self.waiting) + len(self.deferred)
-        self.pacing.observe(step, batch.rows, len(self.waiting))
+        self.pacing.observe(step, batch.rows)
         self.statistics.add(step)
         self._suspects = ()
         return self.take_outputs()

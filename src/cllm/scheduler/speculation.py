@@ -8,20 +8,37 @@ speculation, at every temperature.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
-from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.pacing import is_long
+from cllm.scheduler.step_cost import StepCost, update_mean
 
 log = logging.getLogger("cllm.scheduler")
 
-START = 0.6  # expected acceptance rate of the first sequences
-MEMORY = 0.1  # weight of one verified token in that rate
-# weight of the rate of new sequences in each step: a low rate recovers, so drafting is tried again
+START = 0.6  # expected acceptance rates of the first sequences
+MEMORY = 0.1  # weight of one verified token in a rate
+# weight of the rates of new sequences in each step: low rates recover, so drafting is tried again
 RECOVERY = 0.002
-CARRIED = 0.3  # weight of a finished sequence in the rate of new ones
+CARRIED = 0.3  # weight of a finished sequence in the rates of new ones
+FORGOTTEN = 0.1  # weight of START in these rates after each sequence that never had a draft
 MIN_START = 0.3  # so that new sequences try at all
+
+
+@dataclass(slots=True)
+class Rates:
+    """Acceptance rates of draft tokens: of the first one after a rejected one, and of those that
+    follow an accepted one. A text that is being copied is predicted well until it changes.
+    """
+
+    first: float = START
+    following: float = START
+
+    def move(self, target: Rates, weight: float) -> None:
+        self.first += weight * (target.first - self.first)
+        self.following += weight * (target.following - self.following)
 
 
 class Drafter(Protocol):
@@ -39,37 +56,77 @@ class Drafter(Protocol):
 class PromptLookup:
     """Drafts the tokens that followed the previous occurrence of the last n-gram.
 
-    Works well for copies and edits.
+    Works well for copies and edits. Where a copy of at least MIN_COPIED tokens changes, as in a
+    text with another name, there is no such n-gram. Up to MAX_REPLACED tokens are then taken as
+    replacements of as many, and the tokens after those are drafted.
 
     Saxena, "Prompt Lookup Decoding", 2023. Indexing the n-grams of a sequence costs O(1) per token.
     """
 
     SIZES = (4, 2)  # tokens of an n-gram; the longer one is tried first
+    MIN_COPIED = 4
+    MAX_REPLACED = 2
 
     def __init__(self) -> None:
-        self._index: dict[Sequence, tuple[list[int], dict[tuple[int, ...], int]]] = {}
+        self._texts: dict[Sequence, IndexedText] = {}
 
     def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        drafts = {seq: self._look_up(seq, count) for seq, count in wanted.items()}
-        return {seq: draft for seq, draft in drafts.items() if draft}
-
-    def _look_up(self, seq: Sequence, count: int) -> tuple[int, ...]:
-        done, index = self._index.setdefault(seq, ([0], {}))
-        tokens = seq.tokens
-        # index n-grams that end before ``end`` by where they continue
-        for end in range(max(done[0], 1), len(tokens)):
-            for size in self.SIZES:
-                if end >= size:
-                    index[tuple(tokens[end - size : end])] = end
-        done[0] = len(tokens)
-        for size in self.SIZES:
-            at = index.get(tuple(tokens[-size:])) if len(tokens) >= size else None
-            if at is not None:
-                return tuple(tokens[at : at + count])
-        return ()
+        drafts = {}
+        for seq, count in wanted.items():
+            text = self._texts.get(seq)
+            if text is None:
+                text = self._texts[seq] = IndexedText()
+            source = text.find_source(seq.tokens)
+            if source is not None:
+                drafts[seq] = tuple(seq.tokens[source : source + count])
+        return drafts
 
     def forget(self, seq: Sequence) -> None:
-        self._index.pop(seq, None)
+        self._texts.pop(seq, None)
+
+
+class IndexedText:
+    """The n-grams of a text, and where it was copied from last."""
+
+    def __init__(self) -> None:
+        self._size = 0  # tokens of the text at the last call
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram to the index of the token after it
+        self._source: int | None = None  # index of the token that the next one may be a copy of
+        self._num_copied = 0  # tokens that were copies
+        self._num_replaced = 0  # tokens since the last of them
+
+    def find_source(self, tokens: list[int]) -> int | None:
+        """Return the index of the tokens that may follow once more; None if there is none.
+
+        ``tokens``: the text, to which tokens may have been appended since the last call.
+        """
+        if self._source is not None:
+            for token in tokens[self._size :]:
+                if token == tokens[self._source]:
+                    self._num_copied += 1
+                    self._num_replaced = 0
+                else:
+                    self._num_replaced += 1
+                self._source += 1
+        # index n-grams that end before ``end`` by where they continue
+        for end in range(max(self._size, 1), len(tokens)):
+            for size in PromptLookup.SIZES:
+                if end >= size:
+                    self._ends[tuple(tokens[end - size : end])] = end
+        self._size = len(tokens)
+        for size in PromptLookup.SIZES:
+            found = self._ends.get(tuple(tokens[-size:])) if len(tokens) >= size else None
+            if found is not None:
+                if found != self._source:
+                    self._source, self._num_copied = found, 0
+                self._num_replaced = 0
+                return found
+        if (
+            self._num_replaced > PromptLookup.MAX_REPLACED
+            or self._num_copied < PromptLookup.MIN_COPIED
+        ):
+            self._source = None
+        return self._source
 
 
 class Speculation:
@@ -85,9 +142,11 @@ class Speculation:
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._max_samples = max_samples
-        self._acceptance_rates: dict[Sequence, float] = {}
+        self._rates: dict[Sequence, Rates] = {}
         self._judged: set[Sequence] = set()  # sequences whose drafts have been verified
-        self._start = START
+        self._following: set[Sequence] = set()  # sequences whose last draft was entirely right
+        self._start = Rates()  # of new sequences
+        self._share = 1.0  # of the sequences that wanted a draft and got one
         self._has_failed = False
 
     def propose(
@@ -96,60 +155,107 @@ class Speculation:
         """Return draft tokens for some of ``seqs``, which all decode, in a step of at most
         ``max_tokens``.
         """
+        if self._has_failed:
+            return {}
         space = min(self._max_samples, max_tokens) - len(seqs)
+        prospects = self._estimate(seqs, cost, min(self._max_draft_tokens, space // len(seqs)))
         wanted: dict[Sequence, int] = {}
         for seq in seqs:
-            rate = self._acceptance_rates.get(seq, self._start)
-            self._acceptance_rates[seq] = rate + RECOVERY * (self._start - rate)
-            max_count = min(
-                self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1
-            )
+            rates = self._rates.get(seq)
+            if rates is None:
+                rates = self._rates[seq] = replace(self._start)
+            rates.move(self._start, RECOVERY)
             params = seq.request.params
-            if not (params.looks_back or params.is_bound) and (
-                count := self._choose_count(len(seqs), rate, cost, max_count)
-            ):
+            if params.looks_back or params.is_bound:
+                continue
+            first = rates.following if seq in self._following else rates.first
+            count = prospects.choose_count(first, rates.following)
+            if count := min(count, seq.limit - seq.num_tokens - 1):
                 wanted[seq] = count
-        if not wanted or self._has_failed:
+        if not wanted:
             return {}
         try:
-            return self._drafter.draft(wanted)
+            drafts = self._drafter.draft(wanted)
         except EngineError as error:
             log.error("disabling speculation because the drafter failed: %s", error)
             self._has_failed = True
             return {}
+        self._share = update_mean(self._share, len(drafts) / len(wanted), MEMORY)
+        self._following &= drafts.keys()
+        return drafts
 
-    def _choose_count(self, num_rows: int, rate: float, cost: StepCost, max_count: int) -> int:
+    def _estimate(self, seqs: list[Sequence], cost: StepCost, max_count: int) -> Prospects:
+        num_rows = len(seqs)
+        num_drafting = max(1, round(self._share * num_rows))
+        num_long_tokens = sum(seq.num_tokens for seq in seqs if is_long(seq.num_tokens))
+        rows = [num_rows + count * num_drafting for count in range(max_count + 1)]
+        return Prospects(
+            num_rows,
+            num_drafting,
+            [cost.estimate_decode(n, num_long_tokens * n // num_rows) for n in rows],
+            [cost.is_known(n) for n in rows],
+        )
+
+    def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        """Learn that the first ``num_right`` of the draft tokens were accepted."""
+        rates = self._rates[seq]
+        self._judged.add(seq)
+        for i in range(min(num_guesses, num_right + 1)):  # those after a rejected one teach nothing
+            is_right = float(i < num_right)
+            if i or seq in self._following:
+                rates.following += MEMORY * (is_right - rates.following)
+            else:
+                rates.first += MEMORY * (is_right - rates.first)
+        if num_right == num_guesses:
+            self._following.add(seq)
+        else:
+            self._following.discard(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        rates = self._rates.pop(seq, None)
+        self._following.discard(seq)
+        self._drafter.forget(seq)
+        if seq in self._judged and rates is not None:
+            self._judged.remove(seq)
+            self._start.move(rates, CARRIED)
+            self._start.first = max(MIN_START, self._start.first)
+            self._start.following = max(MIN_START, self._start.following)
+        else:
+            self._start.move(Rates(), FORGOTTEN)
+
+
+class Prospects(NamedTuple):
+    """What draft tokens would cost in the next step.
+
+    num_drafting: how many of the ``num_rows`` sequences are expected to get a draft.
+    seconds, are_known: of the step with 0, 1, ... draft tokens for each of these; whether a step of
+    that size has been observed.
+    """
+
+    num_rows: int
+    num_drafting: int
+    seconds: list[float]
+    are_known: list[bool]
+
+    def choose_count(self, first: float, following: float) -> int:
         """Return the number of draft tokens per sequence that maximizes the expected tokens per
         second.
+
+        ``first``, ``following``: see Rates.
         """
-        now = cost.estimate_decode(num_rows)
-        best, best_speed = 0, num_rows / now if now else 0.0
-        if not now:
+        max_count = len(self.seconds) - 1
+        if not self.seconds[0]:
             return min(max_count, 1)
-        expected = 1.0
+        best, best_speed = 0, self.num_rows / self.seconds[0]
+        expected, probability = float(self.num_rows), first
         for count in range(1, max_count + 1):
-            expected += rate**count
-            speed = num_rows * expected / cost.estimate_decode(num_rows * (1 + count))
+            expected += self.num_drafting * probability
+            probability *= following
+            speed = expected / self.seconds[count]
             if speed > best_speed:
                 best, best_speed = count, speed
         # the cost of a number of rows that was never tried is only a guess
         longer = min(2 * best, max_count)
-        if rate >= START and longer > best and not cost.is_known(num_rows * (1 + longer)):
+        if following >= START and longer > best and not self.are_known[longer]:
             return longer
         return best
-
-    def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
-        """Learn that the first ``num_right`` of the draft tokens were accepted."""
-        rate = self._acceptance_rates.get(seq, self._start)
-        self._judged.add(seq)
-        num_judged = min(num_guesses, num_right + 1)  # tokens after a rejected one teach nothing
-        for i in range(num_judged):
-            rate += MEMORY * ((i < num_right) - rate)
-        self._acceptance_rates[seq] = rate
-
-    def forget(self, seq: Sequence) -> None:
-        rate = self._acceptance_rates.pop(seq, self._start)
-        if seq in self._judged:
-            self._judged.remove(seq)
-            self._start = max(MIN_START, self._start + CARRIED * (rate - self._start))
-        self._drafter.forget(seq)

@@ -9,24 +9,32 @@ SHARE = 0.2  # weight of a new observation in the mean
 EFFICIENT_STEPS = 20
 # the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
 ROW_OFFSET = 3
+KNOWN = 5  # observations after which the cost of a number of rows is known
+STALE = 1000  # decoding steps after which a cost that was not observed again is forgotten
 
 
 class StepCost:
-    """Seconds of a step: the cost of its decoding rows, plus that of its prefill tokens, plus that
-    of the rows of long sequences.
+    """Seconds of a step: the cost of its decoding rows, plus that of attention to long sequences,
+    plus that of its prefill tokens.
 
     The first is an exponential mean for each number of rows, because with real kernels it is far
-    from linear. The second is an exponential mean per tile: kernels compute prompts in tiles, and
-    part of a tile costs as much as a whole one. The third is an exponential mean per token of the
-    long sequences, because attention to these tokens is most of it.
+    from linear. Those that have not been observed for a long time are forgotten, because the
+    machine may have other work now. The second is an exponential mean per token of the long
+    sequences. While only long sequences have been observed, it is part of the first. The third is
+    an exponential mean per tile: kernels compute prompts in tiles, and part of a tile costs as much
+    as a whole one.
     """
 
     def __init__(self, tile: int) -> None:
         """``tile``: tokens, see ModelInfo."""
         self.tile = tile
-        self.per_rows: dict[int, float] = {}
+        self.per_rows: dict[int, float] = {}  # the least recently observed one first
+        self._observed: dict[int, tuple[int, int]] = {}  # how often, and in which step last
+        self._num_steps = 0  # observed ones with only decoding rows
         self.per_tile: float | None = None
         self.per_long_token: float | None = None
+        # whether the first includes the second, because each step had long sequences
+        self.includes_long = False
 
     @property
     def per_token(self) -> float | None:
@@ -38,44 +46,55 @@ class StepCost:
     ) -> None:
         """Learn that a step took ``seconds``.
 
-        It had ``num_rows`` decoding rows, further rows of sequences with ``num_long_tokens`` tokens
-        in total, and ``num_tokens`` prefill tokens.
+        It had ``num_rows`` decoding rows, which attend to ``num_long_tokens`` tokens of long
+        sequences, and ``num_tokens`` prefill tokens.
         """
-        expected = self.estimate_decode(num_rows)
-        if num_tokens == 0 and num_long_tokens:
-            self.per_long_token = update_mean(
-                self.per_long_token, max(0.0, seconds - expected) / num_long_tokens
-            )
-            return
-        expected += self.estimate_long_row(num_long_tokens)
-        if num_tokens == 0:
-            self.per_rows[num_rows] = update_mean(
-                self.per_rows.get(num_rows, expected or None), seconds
-            )
-        else:
+        rows, long = self.estimate_decode(num_rows), self.estimate_long_row(num_long_tokens)
+        if num_tokens:
             num_tiles = -(-num_tokens // self.tile)
             # as if each tile had been observed on its own
             share = 1 - (1 - SHARE) ** (num_tokens / self.tile)
-            self.per_tile = update_mean(
-                self.per_tile, max(0.0, seconds - expected) / num_tiles, share
-            )
+            each = max(0.0, seconds - rows - long) / num_tiles
+            self.per_tile = update_mean(self.per_tile, each, share)
+        elif num_long_tokens and rows and not self.includes_long:
+            each = max(0.0, seconds - rows) / num_long_tokens
+            self.per_long_token = update_mean(self.per_long_token, each)
+        else:
+            if self.includes_long and not num_long_tokens:
+                self.per_rows, self._observed, rows = {}, {}, 0.0
+            self.includes_long = num_long_tokens > 0
+            self._num_steps += 1
+            count, _ = self._observed.get(num_rows, (0, 0))
+            self._observed[num_rows] = count + 1, self._num_steps
+            before = self.per_rows.pop(num_rows, rows or None)
+            self.per_rows[num_rows] = update_mean(before, seconds)
+            oldest = next(iter(self.per_rows))
+            if self._num_steps - self._observed[oldest][1] > STALE:
+                del self.per_rows[oldest], self._observed[oldest]
 
     def is_known(self, num_rows: int) -> bool:
-        """Return whether a similar number of decoding rows has been observed."""
-        return any(abs(known - num_rows) <= num_rows // 4 for known in self.per_rows)
+        """Return whether a similar number of decoding rows has been observed several times."""
+        return any(
+            abs(known - num_rows) <= num_rows // 4 and count >= KNOWN
+            for known, (count, _) in self._observed.items()
+        )
 
-    def estimate_decode(self, num_rows: int) -> float:
+    def estimate_decode(self, num_rows: int, num_long_tokens: int = 0) -> float:
         """Return the expected seconds of a step with only decoding rows; 0 if none has been
         observed.
         """
-        known = self.per_rows.get(num_rows)
-        if known is not None or not self.per_rows or num_rows == 0:
-            return known or 0.0
-        nearest = min(self.per_rows, key=lambda n: abs(n - num_rows))
-        return self.per_rows[nearest] * (num_rows + ROW_OFFSET) / (nearest + ROW_OFFSET)
+        if not self.per_rows or num_rows == 0:
+            return 0.0
+        seconds = self.per_rows.get(num_rows)
+        if seconds is None:
+            nearest = min(self.per_rows, key=lambda n: abs(n - num_rows))
+            seconds = self.per_rows[nearest] * (num_rows + ROW_OFFSET) / (nearest + ROW_OFFSET)
+        return seconds + self.estimate_long_row(num_long_tokens)
 
     def estimate_long_row(self, num_tokens: int) -> float:
-        """Return the expected seconds for a row of a long sequence; 0 if none has been observed."""
+        """Return the expected seconds of attention to ``num_tokens`` tokens of long sequences; 0 if
+        none has been observed.
+        """
         return num_tokens * (self.per_long_token or 0.0)
 
     def estimate_prefill(self, num_tokens: int) -> float:
