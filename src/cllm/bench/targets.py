@@ -100,6 +100,8 @@ def figure_of(runs: Sequence[Run], row: Row, target: Target) -> Figure:
         if run.system == DEFAULT_SERVER and target.against == LLAMA_SERVER
     }
     used = [*own.values(), *theirs.values()]
+    if target.default_limit is not None:
+        used += default.values()
     return Figure(
         name=name_of(row, target),
         values=[*compared(own, theirs if target.against else None, target)],
