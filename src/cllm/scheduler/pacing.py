@@ -18,6 +18,8 @@ from cllm.scheduler.trace import Step
 LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
 USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
+MANY_STREAMS = 16  # for each prompt
+SHARE_BESIDE_MANY = 0.4  # of the time, at most, for prompts beside more streams than that
 
 
 class Pacing:
@@ -112,7 +114,10 @@ class Pacing:
         share = self._share
         if self._head_seconds > PATIENCE:
             share = min(share, USUAL_SHARE)
-        elif num_rows:  # many prompts wait longer than few streams do
+        if num_rows > MANY_STREAMS * max(1, self._num_prompts):
+            share = min(share, SHARE_BESIDE_MANY)
+        elif num_rows and self._head_seconds <= PATIENCE:
+            # many prompts wait longer than few streams do
             share = max(share, self._num_prompts / (self._num_prompts + num_rows))
         self._head_seconds += prefill
         if share < 1:
