@@ -111,7 +111,7 @@ class Scheduler(Section):
     """How requests are scheduled."""
 
     max_num_seqs: int = Field(
-        default=32,
+        default=64,
         ge=1,
         le=256,
         description="Largest number of sequences in a batch; other sequences wait.",

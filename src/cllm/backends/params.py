@@ -18,7 +18,7 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str = ""
     context_length: int | None = None
-    max_num_seqs: int = 32
+    max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     layout: str = "auto"
     kv_type: str = "f16"

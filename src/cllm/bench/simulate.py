@@ -54,7 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "fair"
     replicas: int = 1
     routing: Routing = "least-loaded"
-    max_num_seqs: int = 32
+    max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     layout: Literal["paged", "partitioned", "unified"] = "paged"
     num_cells: int | None = None
