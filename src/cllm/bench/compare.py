@@ -39,6 +39,7 @@ from cllm.errors import StartupError
 from cllm.models.catalog import BUILTIN
 
 REPEATS = 3  # of a run in which other processes took too much of the CPU
+DEFAULT_BUILD_ROUNDS = 3  # llama.cpp's default build is measured in every third round
 
 Progress = Callable[[float, str], None]
 
@@ -130,7 +131,8 @@ class Comparison:
 
     def _settings(self, row: Row, system: str, i: int, work: str) -> list[str]:
         """Return the settings to measure: all in the first round, and then those that may be the
-        best ones; for llama-server's default build, the best ones of the other build.
+        best ones; for llama-server's default build, in some rounds, the best ones of the other
+        build.
         """
         if row.kind == "context":
             return [str(context) for context in CONTEXTS if self._model(row).fits(context, row)]
@@ -141,6 +143,8 @@ class Comparison:
         openers = self._openers(row, system)
         first = [run for run in self.rounds.of(row.name, work) if run.round == 0]
         if system == DEFAULT_SERVER:
+            if i % DEFAULT_BUILD_ROUNDS:
+                return []
             best = best_settings(first, row, LLAMA_SERVER, row.targets[0])
             return [which for which in openers if which == best]
         if i == 0 or len(openers) == 1:

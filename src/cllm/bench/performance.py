@@ -36,7 +36,8 @@ HOW = """\
   first round measures all settings. Those that served every request and were at most 10 % slower than the best one are
   measured in all rounds, and the best one of them is judged. The others are shown below and not judged.
 * It is built with the compiler switches of cLLM's own llama.cpp (pyproject.toml), which shows what the servers add to
-  the same kernels. The default build, as llama.cpp's own instructions make it, runs with the settings that were best.
+  the same kernels. The default build, as llama.cpp's own instructions make it, runs in every third round, with the
+  settings that were best in the first one.
 * Each run starts a server, sends one short request for each client, measures, and stops the server. Systems are
   measured in turn, and every second round runs in reverse order. A round sends the same requests to all systems, and
   other ones than every other round. Temperature 0.8, top-k 40 and top-p 0.95; in `edit`, temperature 0.
