@@ -126,12 +126,13 @@ class Scheduler(Section):
         description="Longest time in ms between two tokens of a stream that prefill may cause; "
         "null means 35 times what one sequence alone takes for a token.",
     )
-    prefill_share: float = Field(
-        default=0.7,
+    prefill_share: float | None = Field(
+        default=None,
         gt=0,
         le=1,
         description="Share of the time for prompts while streams are generated: higher gives "
-        "earlier first tokens, lower gives steadier streams. 1 computes prompts in every step.",
+        "earlier first tokens, lower gives steadier streams. 1 computes prompts in every step. "
+        "Null means 0.7 on CPUs and 1 on GPUs.",
     )
     policy: Text = Field(
         default="fair",

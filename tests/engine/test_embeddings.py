@@ -123,6 +123,20 @@ def test_decoding_keeps_its_target_and_embeddings_progress(fake_engine, prompts)
     assert fake.tokens("talker") == fake.right_tokens(request)
 
 
+def test_streams_keep_their_share_of_the_time_beside_embeddings(fake_engine) -> None:
+    """Texts to embed get no more time than prompts would."""
+    fake = fake_engine(costs=COSTS, context_length=2048, length=2000, engine_prefill_share=0.7)
+    fake.add("talker", [1, 2, 3], max_tokens=1500)
+    for _ in range(30):
+        fake.step()
+    embed(fake, "texts", [[i % 200] * 100 for i in range(200)])
+    begun, tokens = fake.now, len(fake.tokens("talker"))
+    while fake.engine.embeddings.has_work():
+        fake.step()
+    num_tokens = len(fake.tokens("talker")) - tokens
+    assert num_tokens * (COSTS.step + COSTS.row) / (fake.now - begun) >= 0.25
+
+
 def test_aborted_embedding_request_leaves_nothing(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "a", [[1] * 500, [2] * 10])

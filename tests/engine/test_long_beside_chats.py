@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 
 import pytest
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.llama, pytest.mark.slow]
 CHATS = 31
 PROMPT, ANSWER = 30, 60  # tokens
 LONG, LONG_ANSWER = 3000, 60
+NUM_LONG = 4  # one after the other: a single one is computed in about ten parts
 
 
 class Load:
@@ -44,14 +46,14 @@ class Load:
 
     def step(self) -> None:
         for output in self.engine.step():
-            if output.request_id == "long":
+            if output.request_id.startswith("long"):
                 self.long.append(time.process_time())
             else:
                 self.num_tokens += 1
             if output.finish:
                 assert output.finish == FinishReason.LENGTH
                 self.finished.append(output.request_id)
-                if output.request_id != "long":
+                if output.request_id.startswith("chat"):
                     self.add(f"chat{next(self.numbers)}", PROMPT, ANSWER)
 
     def measure(self, until) -> float:
@@ -74,13 +76,15 @@ def test_chats_keep_half_of_their_speed_beside_a_long_request():
         load = Load(llm)
         load.measure_chats(2 * ANSWER)  # learns the costs
         before = load.measure_chats(2 * ANSWER)
-        load.add("long", LONG, LONG_ANSWER)
         added = time.process_time()
-        during = load.measure(lambda: "long" in load.finished)
+        during = []
+        for i in range(NUM_LONG):
+            load.add(f"long{i}", LONG, LONG_ANSWER)
+            during.append(load.measure(lambda i=i: f"long{i}" in load.finished))
         after = load.measure_chats(2 * ANSWER)
-    assert len(load.long) == LONG_ANSWER
+    assert len(load.long) == NUM_LONG * LONG_ANSWER
     gaps = [later - earlier for earlier, later in itertools.pairwise([added, *load.long])]
     assert max(gaps) < 10
     # half and all of the speed, with a margin for noise
-    assert during >= 0.45 * before
+    assert statistics.mean(during) >= 0.45 * before
     assert after >= 0.8 * before

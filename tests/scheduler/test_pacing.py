@@ -193,3 +193,104 @@ def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
     assert not engine.tokens("long")
     assert max(waits) < 4 * 0.6
     run(engine, lambda: bool(engine.tokens("long")))
+
+
+def test_prompt_of_a_higher_class_than_all_streams_is_not_held_back(fake_engine):
+    """It is computed in every step, whatever time other prompts have used."""
+    engine = make_engine(fake_engine)
+    for i in range(20):
+        engine.add(f"stream{i}", [i + 1] * 20, max_tokens=5000, priority=Priority.BATCH)
+    run(engine, lambda: all(engine.tokens(f"stream{i}") for i in range(20)))
+    engine.add("low", [5] * 4000, max_tokens=1, priority=Priority.BATCH)
+    for _ in range(5):
+        engine.step()
+    engine.add("high", [6] * 2000, max_tokens=1, priority=Priority.INTERACTIVE)
+    durations = run(engine, lambda: bool(engine.tokens("high")))
+    assert min(durations) > 2 * (COSTS.step + 20 * COSTS.row)
+
+
+def test_prompt_of_a_lower_class_does_not_starve(fake_engine):
+    """Prompts of a higher class arrive without end, and would use every step's budget."""
+    engine = make_engine(fake_engine)
+    sent, is_added = 0, False
+    while not engine.tokens("low"):
+        if sent >= 60 and not is_added:
+            engine.add("low", [5] * 400, max_tokens=1, priority=Priority.BATCH)
+            is_added = True
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 30:
+            sent += 1
+            prompt = [sent % 200] * 900 + [sent // 200]
+            engine.add(f"high{sent}", prompt, max_tokens=2, priority=Priority.INTERACTIVE)
+        engine.step()
+        assert engine.now < 600
+
+
+def test_account_with_one_prompt_does_not_wait_for_all_prompts_of_another(fake_engine):
+    """Although the others were admitted before."""
+    engine = make_engine(fake_engine)
+    for i in range(30):
+        engine.add(f"many{i}", [i] * 500, account="many", max_tokens=2)
+    for _ in range(3):
+        engine.step()
+    engine.add("one", [200] * 500, account="one", max_tokens=2)
+    run(engine, lambda: bool(engine.tokens("one")))
+    assert sum(bool(engine.tokens(f"many{i}")) for i in range(30)) < 6
+
+
+def test_interrupted_step_does_not_hold_back_prompts(fake_engine):
+    """As if the machine had been suspended for ten minutes during a prompt."""
+    engine = make_engine(fake_engine)
+    start_streams(engine, 7)
+    engine.add("long", [5] * 4000, max_tokens=2)
+    for _ in range(20):
+        engine.step()
+    forward = engine.backend.forward
+
+    def interrupt(batch):
+        if any(row.num_tokens > 1 for row in batch.rows):
+            engine.sleep(600)
+            engine.backend.forward = forward
+        return forward(batch)
+
+    engine.backend.forward = interrupt
+    run(engine, lambda: engine.backend.forward is forward)
+    begun = engine.now
+    run(engine, lambda: bool(engine.tokens("long")))
+    assert engine.now - begun < 2 * 4000 * COSTS.token / 0.5
+
+
+def test_interrupted_step_gives_prompts_no_credit(fake_engine):
+    """As if the machine had been suspended for ten minutes while streams decoded."""
+    engine = make_engine(fake_engine)
+    start_streams(engine, 7)
+    engine.backend._sleep = lambda seconds: engine.sleep(seconds + 600)
+    engine.step()
+    assert engine.scheduler.pacing.prompts < 10
+
+
+def test_prompts_one_after_the_other_get_their_share_together(fake_engine):
+    """A prompt that is sent when the one before has been answered does not begin without debt."""
+    engine = make_engine(fake_engine)
+    start_streams(engine, 1)
+    begun, tokens = engine.now, len(engine.tokens("stream0"))
+    for i in range(30):
+        engine.add(f"short{i}", [50 + i] * 150, max_tokens=1)
+        run(engine, lambda i=i: bool(engine.tokens(f"short{i}")))
+        engine.step()  # the answer is on its way
+    decode = (len(engine.tokens("stream0")) - tokens) * (COSTS.step + COSTS.row)
+    assert decode / (engine.now - begun) >= 0.25
+
+
+def test_steps_of_rows_that_cost_almost_nothing_do_not_hide_the_cost_of_prompts(fake_engine):
+    """As on a GPU: the cost of many rows, extrapolated from one, is far too high."""
+    costs = Costs(step=0.007, row=0.00003, token=0.0001)
+    engine = make_engine(fake_engine, costs=costs, target=0.2)
+    start_streams(engine, 1)
+    for i in range(39):
+        engine.add(f"more{i}", [50 + i] * 50, max_tokens=3000)
+    run(engine, lambda: all(engine.tokens(f"more{i}") for i in range(39)))
+    for i in range(20):
+        engine.abort(f"more{i}")
+        engine.add(f"again{i}", [100 + i] * 50, max_tokens=3000)
+        engine.step()
+    assert engine.scheduler.cost.per_token > costs.token / 4  # part of a tile costs a whole one

@@ -76,7 +76,7 @@ def test_budget_is_whole_tiles():
     assert cost.compute_prefill_budget(100, 1, 0.0, 6) == 14
     assert (
         cost.compute_prefill_budget(100, 0, 0.075, 0)
-        == cost.compute_prefill_budget(100, 1, None, 0)
+        == cost.compute_prefill_budget(100, 1, math.inf, 0)
         == 100
     )
 
@@ -123,3 +123,34 @@ def test_what_is_not_observed_any_longer_is_forgotten():
         cost.observe(1, 0, 0.010)
     assert not cost.is_known(8)
     assert cost.estimate_decode(8) == pytest.approx(0.010 * 11 / 4)
+
+
+def test_row_seconds_follow_the_machine():
+    """A measurement at load that was disturbed does not count once less has been observed."""
+    cost = StepCost(16, 2.4)
+    assert cost.row_seconds == 2.4
+    cost.observe(8, 0, 0.1)
+    assert cost.row_seconds == 0.1
+    for _ in range(30):
+        cost.observe(1, 0, 0.03)
+    assert cost.row_seconds == pytest.approx(0.03, rel=0.01)
+    for _ in range(2 * STALE):
+        cost.observe(8, 0, 0.1)
+    assert cost.row_seconds == pytest.approx(0.03, rel=0.01)
+
+
+def test_cost_of_rows_is_at_most_that_of_a_step_with_a_prompt():
+    cost = StepCost(16)
+    cost.observe(1, 0, 0.030)
+    cost.observe(0, 16, 0.010)
+    cost.observe(60, 16, 0.050)
+    assert cost.estimate_decode(60) == pytest.approx(0.050)
+    assert cost.per_tile == pytest.approx(0.010)
+
+
+def test_step_without_time_makes_nothing_free():
+    """The clock may not have moved."""
+    cost = StepCost(16)
+    cost.observe(1, 0, 0.0)
+    cost.observe(0, 16, 0.0)
+    assert cost.efficient_prefill_tokens > 0

@@ -23,7 +23,7 @@ from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import build_engine
+from cllm.engine.build import CPU_PREFILL_SHARE, build_engine
 from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -60,7 +60,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_cells: int | None = None
     ram_cache_tokens: int = 0
     target_itl_ms: float | None = 1000.0
-    prefill_share: float = 0.7
+    prefill_share: float = CPU_PREFILL_SHARE
     speculation: Literal["off", "prompt_lookup"] = "off"
     costs: Costs = SMALL_MODEL
     seed: int = 0

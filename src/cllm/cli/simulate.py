@@ -22,6 +22,7 @@ from cllm.cli.files import print_json
 from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive
 from cllm.cli.progress import open_bar
 from cllm.config import Settings
+from cllm.engine.build import CPU_PREFILL_SHARE
 from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry, read_trace, write_trace
 from cllm.routing.router import Routing
@@ -77,7 +78,7 @@ class ReplayOptions:
             help="Share of the time for prompts while others decode; 1 computes them in every "
             "step.",
         ),
-    ] = DEFAULTS.scheduler.prefill_share
+    ] = CPU_PREFILL_SHARE
     context: Annotated[
         int | None,
         Parameter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,8 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
-ROWS_PER_TARGET = 35  # the target time between tokens, in steps of one row
+# On a GPU, steps that only decode would waste it: a prompt costs hardly more beside many rows.
+CPU_PREFILL_SHARE = 0.7
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 # Tokens of a draft model's step at most: while it computes a new prompt, all sequences wait.
 MAX_DRAFT_BATCH = 256
@@ -84,8 +84,9 @@ def build_engine(
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_samples=info.max_num_samples,
             tile=info.tile,
-            target_itl=compute_target_itl(params, info),
-            prefill_share=params.prefill_share,
+            row_seconds=info.row_seconds,
+            target_itl=params.target_itl,
+            prefill_share=params.prefill_share or (1.0 if info.on_gpu else CPU_PREFILL_SHARE),
             weights=params.weights,
         ),
         info.end_tokens,
@@ -110,13 +111,6 @@ def build_engine(
         disk,
         check=params.check,
     )
-
-
-def compute_target_itl(params: EngineParams, info: ModelInfo) -> float | None:
-    """Return ``target_itl``, or if it is not set, a multiple of a step's time on this machine."""
-    if params.target_itl is None:
-        return ROWS_PER_TARGET * info.row_seconds or 1.0
-    return None if math.isinf(params.target_itl) else params.target_itl
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -71,6 +72,7 @@ class Embeddings(SideJob):
         self._retries: deque[Text] = deque()  # texts of a failed batch
         self._longest = 0
         self._has_work = False
+        self._has_turn = False  # in this step
         self._done: list[EmbeddingOutput] = []
         self._seconds_per_token = 0.0
         self.num_tokens = 0  # computed so far
@@ -102,22 +104,22 @@ class Embeddings(SideJob):
         return self._has_work
 
     def before(self, now: float) -> list[TokenOutput]:
-        if self._has_work:
-            self._scheduler.reserve((self._scheduler.params.target_itl or 0.0) / 2)
+        self._has_turn = self._has_work and self._scheduler.reserve(0.5)
         return []
 
     def after(self, now: float) -> list[TokenOutput]:
         """Embed as many tokens as fit into the rest of the step's target time, at least one
-        tile.
+        tile, unless this step's time belongs to decoding sequences.
         """
-        if not self._has_work:
+        if not self._has_turn:
             return []
-        target, left = self._scheduler.params.target_itl, None
-        if target is not None and self._scheduler.running:
+        target, left = self._scheduler.target_itl, None
+        if math.isfinite(target) and self._scheduler.running:
             left = target - (now - self._scheduler.step.at)
         try:
             num_tokens = self.embed_batch(self.count_tokens_for(left))
             self.observe(num_tokens, self._clock() - now)
+            self._scheduler.charge(num_tokens * self._seconds_per_token)
         except Exception as error:
             log.exception("cannot compute embeddings")
             self.fail_all(str(error))

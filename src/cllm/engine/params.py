@@ -14,9 +14,9 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     Sizes are in tokens, memory in bytes. backend: one of BACKENDS. weight_bytes: size of the
     model's weights; 0 skips the check of kv_memory against the machine's memory. With the check,
     kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fit_memory``).
-    target_itl, prefill_share: see SchedulerParams, but target_itl None means ROWS_PER_TARGET steps
-    of one row, and inf no limit. check: verify the conservation laws after every step, and raise
-    the exceptions that an engine otherwise survives.
+    target_itl, prefill_share: see SchedulerParams; prefill_share None depends on the device.
+    check: verify the conservation laws after every step, and raise the exceptions that an engine
+    otherwise survives.
     """
 
     backend: str = BACKENDS[0]
@@ -25,7 +25,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     disk_cache: str = ""
     disk_cache_bytes: int = 0
     target_itl: float | None = None
-    prefill_share: float = 0.7
+    prefill_share: float | None = None
     policy: str = "fair"
     weights: dict[str, float] = msgspec.field(default_factory=dict)
     speculation: str = "prompt_lookup"

@@ -2,7 +2,7 @@
 all others.
 
 Two accounts of seconds, as in deficit round robin (Shreedhar and Varghese, 1995): whoever has used
-time waits until the others have had their share. Both are empty while only one side has work.
+time waits until the others have had their share.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Sequence as Run
 
 from cllm.core.batch import Row
 from cllm.core.sequence import Sequence
-from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.step_cost import EFFICIENT_STEPS, StepCost
 from cllm.scheduler.trace import Step
 
 LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
 USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
 MANY_STREAMS = 16  # for each prompt
-SHARE_BESIDE_MANY = 0.4  # of the time, at most, for prompts beside more streams than that
+SHARE_BESIDE_MANY = 0.33  # of the time, at most, for a long prompt beside more streams than that
+LARGEST_SHARE = 0.9  # of the time, for however many prompts
+OUTLIER = 2.0  # time that is charged: at most this many times what is usual, half of it at least
 
 
 class Pacing:
@@ -29,9 +31,8 @@ class Pacing:
     """
 
     def __init__(self, cost: StepCost, prefill_share: float, weights: Mapping[str, float]) -> None:
-        """``prefill_share``: of the time, for prompts while others decode; 1: no limit.
-
-        ``weights``: of accounts, 1 for those not listed.
+        """``prefill_share``: of the time, for prompts while others of their class or a higher one
+        decode; 1: no limit. ``weights``: of accounts, 1 for those not listed.
         """
         self._cost = cost
         self._weights = weights
@@ -43,8 +44,12 @@ class Pacing:
         self._costly: set[Sequence] = set()  # decoding ones that cost more than all others together
         self._head: Sequence | None = None  # the prompt that is served first
         self._is_odd = False
-        self._num_prompts = 0  # unfinished ones of at least the streams' class
+        self._num_prompts = 0  # unfinished ones of the head's class or a higher one
+        self._num_rivals = 0  # streams of the head's class or a higher one
+        self._num_above = 0  # those of a higher one
         self._head_seconds = 0.0  # that it has been computed for
+        self._takes_steps = False  # whether it fills more than one step
+        self._tried: set[int] = set()  # numbers of rows that prompts have let run alone once
 
     def select(self, decoding: list[Sequence]) -> list[Sequence]:
         """Return the sequences of ``decoding`` that get a row in this step."""
@@ -85,15 +90,34 @@ class Pacing:
     def allows_prompts(self, decoding: Run[Sequence], lacking: Run[Sequence]) -> bool:
         """Return whether the prompts of ``lacking`` may be computed in this step, beside rows for
         ``decoding``.
+
+        The first step with a new number of rows computes no prompts, to learn what the rows cost.
         """
-        highest = min((seq.effective_priority for seq in decoding), default=0)
-        self._num_prompts = sum(seq.effective_priority <= highest for seq in lacking)
         head = lacking[0] if lacking else None
         if head is not self._head:
             self._head, self._head_seconds = head, 0.0
-        if not decoding or head is None:
+        if head is None:
+            self._num_prompts = self._num_rivals = self._num_above = 0
+            return True
+        left = self._cost.estimate_prefill(head.num_lacking_tokens)
+        self._takes_steps = self._head_seconds + left > EFFICIENT_STEPS * self._cost.row_seconds
+        priority = head.effective_priority
+        self._num_prompts = sum(seq.effective_priority <= priority for seq in lacking)
+        self._num_rivals = sum(seq.effective_priority <= priority for seq in decoding)
+        self._num_above = sum(seq.effective_priority < priority for seq in decoding)
+        if not self._num_rivals or self._share == 1:
             self.prompts = 0.0
+            return True
+        num_rows = len(decoding)
+        if not self._cost.is_known(num_rows, 1) and num_rows not in self._tried:
+            self._tried.add(num_rows)
+            return False
         return self.prompts >= 0
+
+    def charge(self, seconds: float) -> None:
+        """Note that something else than prompts has used ``seconds`` of their time."""
+        if self._share < 1:
+            self.prompts -= seconds
 
     def alternate(self) -> bool:
         """Return True and False in turn, for the steps that compute prompts."""
@@ -105,21 +129,18 @@ class Pacing:
         num_long_tokens = count_long_tokens(rows)
         num_rows = step.num_rows + step.num_guesses
         seconds, prefill = step.seconds, 0.0
+        expected = self._cost.estimate_decode(num_rows, num_long_tokens)
         if step.num_prefill_tokens:
-            expected = self._cost.estimate_decode(num_rows, num_long_tokens)
             prefill = max(0.0, seconds - expected)
+            if usual := self._cost.estimate_prefill(step.num_prefill_tokens):
+                prefill = min(max(prefill, usual / OUTLIER), usual * OUTLIER, seconds)
         decode = seconds - prefill
+        if expected:
+            decode = min(decode, OUTLIER * expected)
         costly = [row for row in rows if row.seq in self._costly]
         long = min(decode, self._cost.estimate_long_row(count_long_tokens(costly)))
-        share = self._share
-        if self._head_seconds > PATIENCE:
-            share = min(share, USUAL_SHARE)
-        if num_rows > MANY_STREAMS * max(1, self._num_prompts):
-            share = min(share, SHARE_BESIDE_MANY)
-        elif num_rows and self._head_seconds <= PATIENCE:
-            # many prompts wait longer than few streams do
-            share = max(share, self._num_prompts / (self._num_prompts + num_rows))
         self._head_seconds += prefill
+        share = self._choose_share()
         if share < 1:
             earned = decode * share / (1 - share)
             self.prompts = min(earned, self.prompts - prefill + earned)
@@ -127,6 +148,25 @@ class Pacing:
             self.prompts = 0.0
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens)
+
+    def _choose_share(self) -> float:
+        """Return the share of the time for prompts in a step like the last one."""
+        share, streams = self._share, self._num_rivals
+        if share == 1:
+            return share
+        if self._head_seconds > PATIENCE:
+            share = min(share, USUAL_SHARE)
+        if self._takes_steps and streams > MANY_STREAMS * self._num_prompts:
+            return min(share, SHARE_BESIDE_MANY)
+        if (
+            self._head_seconds <= PATIENCE
+            and self._num_prompts > 1
+            and 2 * self._num_above <= streams
+        ):
+            # each further prompt counts as much as MANY_STREAMS streams
+            waiting = MANY_STREAMS * (self._num_prompts - 1)
+            share = max(share, min(LARGEST_SHARE, waiting / (waiting + streams)))
+        return share
 
 
 def is_long(num_tokens: int) -> bool:

@@ -8,7 +8,9 @@ that samples its last token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -33,14 +35,18 @@ from cllm.scheduler.sequences import Sequences
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import Step
+from cllm.scheduler.waiting import AGED_SHARE, PATIENCE
 
+ROWS_PER_TARGET = 35  # the target time between tokens, in steps of one row
+SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 NOTHING: Mapping[int, Logprobs] = {}
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
-    one for each running sequence. tile: see ModelInfo. target_itl: seconds between two tokens of a
-    sequence that other requests' prompts may cause; None gives prompts the whole rest of the step.
+    one for each running sequence. tile, row_seconds: see ModelInfo. target_itl: seconds between two
+    tokens of a sequence that other requests' prompts may cause, inf for no limit; None means
+    ROWS_PER_TARGET steps of one row on this machine, or a second without ``row_seconds``.
     prefill_share: of the time, for prompts while sequences decode; 1 means prompts in every step.
     weights: of accounts, for sequences so long that they do not get a row in every step.
     """
@@ -48,6 +54,7 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     max_num_samples: int = 512
     tile: int = 16
+    row_seconds: float = 0.0
     target_itl: float | None = 1.0
     prefill_share: float = 1.0
     weights: Mapping[str, float] = {}
@@ -73,10 +80,11 @@ class Scheduler(Sequences):
         super().__init__(kv_cache, policy, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
-        self.cost = StepCost(params.tile)
+        self.cost = StepCost(params.tile, params.row_seconds)
         self.pacing = Pacing(self.cost, params.prefill_share, params.weights)
         self.length_estimates = LengthEstimates()
         self.step = Step(0.0)  # the current or last one
+        self._num_sorted = 0  # steps in which several prompts were to be computed
         self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
 
     # --- one step --------------------------------------------------------------------------------
@@ -103,17 +111,16 @@ class Scheduler(Sequences):
         num_tokens = sum(row.size for row in rows)
         reserved += self.cost.estimate_long_row(count_long_tokens(rows))
         space = self.params.max_num_batched_tokens - num_tokens
-        target_itl = None if self.params.target_itl is None else self.params.target_itl - reserved
         self.step.prefill_budget = self.cost.compute_prefill_budget(
             space,
             len(rows),
-            target_itl,
+            self.target_itl - reserved,
             self.kv_cache.layout.tile_offset(num_tokens, self.cost.tile),
         )
         self._admit_waiting(now, operations)
         self._suspects = self.running
         served = {row.seq for row in rows} | self.pacing.paused
-        lacking = [seq for seq in self.running if seq not in served]
+        lacking = self._sort_prompts([seq for seq in self.running if seq not in served], now)
         if self.pacing.allows_prompts([row.seq for row in rows], lacking):
             rows += self._prefill(rows, lacking, operations)
         else:
@@ -126,9 +133,56 @@ class Scheduler(Sequences):
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
 
-    def reserve(self, seconds: float) -> None:
-        """Leave ``seconds`` of the next step's target time for a side job."""
-        self._reserved += seconds
+    @property
+    def target_itl(self) -> float:
+        """Seconds between two tokens of a sequence that other requests' prompts may cause."""
+        if self.params.target_itl is not None:
+            return self.params.target_itl
+        if not self.params.row_seconds:
+            return 1.0
+        return max(SHORTEST_TARGET, ROWS_PER_TARGET * self.cost.row_seconds)
+
+    def reserve(self, share: float) -> bool:
+        """Leave a share of the next step's target time for a side job, if it may have a part of
+        the time for prompts; return whether it may.
+
+        Call ``charge`` after the side job has used it.
+        """
+        if self.pacing.prompts < 0 and self.running:
+            return False
+        if math.isfinite(self.target_itl):
+            self._reserved += share * self.target_itl
+        return True
+
+    def charge(self, seconds: float) -> None:
+        """Count ``seconds`` that a side job has used as time for prompts."""
+        if self.running:
+            self.pacing.charge(seconds)
+
+    def _sort_prompts(self, seqs: list[Sequence], now: float) -> list[Sequence]:
+        """Return sequences in the order in which their prompts are computed: by class, those that
+        were promoted to it first, then as the policy sorts them, then by arrival.
+
+        In one of AGED_SHARE steps, the earliest one comes first if it has waited too long.
+        """
+        if len(seqs) < 2:
+            return seqs
+        policy = self.waiting.policy
+
+        def sort_key(seq: Sequence) -> tuple[Any, ...]:
+            priority = seq.effective_priority
+            if priority < policy.effective_priority(seq):
+                return priority, 0, 0, seq.order
+            return priority, 1, policy.rank(policy.group(seq)), seq.order
+
+        seqs.sort(key=sort_key)
+        self._num_sorted += 1
+        if self._num_sorted % AGED_SHARE == 0:
+            oldest = min(seqs, key=lambda seq: seq.order)
+            if now - oldest.arrived > PATIENCE:
+                seqs.remove(oldest)
+                seqs.insert(0, oldest)
+        return seqs
 
     def _make_row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
         self._suspects = (seq,)

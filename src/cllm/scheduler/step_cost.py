@@ -11,6 +11,7 @@ EFFICIENT_STEPS = 20
 ROW_OFFSET = 3
 KNOWN = 5  # observations after which the cost of a number of rows is known
 STALE = 1000  # decoding steps after which a cost that was not observed again is forgotten
+SHORTEST = 1e-6  # seconds of a step, at least: the clock may not have moved
 
 
 class StepCost:
@@ -18,16 +19,17 @@ class StepCost:
     plus that of its prefill tokens.
 
     The first is an exponential mean for each number of rows, because with real kernels it is far
-    from linear. Those that have not been observed for a long time are forgotten, because the
-    machine may have other work now. The second is an exponential mean per token of the long
-    sequences. While only long sequences have been observed, it is part of the first. The third is
-    an exponential mean per tile: kernels compute prompts in tiles, and part of a tile costs as much
-    as a whole one.
+    from linear. Those that have not been observed for a long time, except for one row, are
+    forgotten, because the machine may have other work now. The second is an exponential mean per
+    token of the long sequences. While only long sequences have been observed, it is part of the
+    first. The third is an exponential mean per tile: kernels compute prompts in tiles, and part of
+    a tile costs as much as a whole one.
     """
 
-    def __init__(self, tile: int) -> None:
-        """``tile``: tokens, see ModelInfo."""
+    def __init__(self, tile: int, row_seconds: float = 0.0) -> None:
+        """``tile``: tokens. ``row_seconds``: of a step of one row, 0 if unknown. See ModelInfo."""
         self.tile = tile
+        self._measured_row = row_seconds
         self.per_rows: dict[int, float] = {}  # the least recently observed one first
         self._observed: dict[int, tuple[int, int]] = {}  # how often, and in which step last
         self._num_steps = 0  # observed ones with only decoding rows
@@ -49,12 +51,17 @@ class StepCost:
         It had ``num_rows`` decoding rows, which attend to ``num_long_tokens`` tokens of long
         sequences, and ``num_tokens`` prefill tokens.
         """
+        seconds = max(seconds, SHORTEST)
         rows, long = self.estimate_decode(num_rows), self.estimate_long_row(num_long_tokens)
-        if num_tokens:
+        if num_tokens and seconds <= rows + long:  # without the prompt it takes even less
+            self.per_rows[num_rows] = seconds
+            self._observed.setdefault(num_rows, (0, self._num_steps))
+        elif num_tokens:
             num_tiles = -(-num_tokens // self.tile)
             # as if each tile had been observed on its own
             share = 1 - (1 - SHARE) ** (num_tokens / self.tile)
-            each = max(0.0, seconds - rows - long) / num_tiles
+            # the difference of two measurements may be far too small
+            each = max((seconds - rows - long) / num_tiles, (self.per_tile or 0.0) / 2)
             self.per_tile = update_mean(self.per_tile, each, share)
         elif num_long_tokens and rows and not self.includes_long:
             each = max(0.0, seconds - rows) / num_long_tokens
@@ -68,16 +75,25 @@ class StepCost:
             self._observed[num_rows] = count + 1, self._num_steps
             before = self.per_rows.pop(num_rows, rows or None)
             self.per_rows[num_rows] = update_mean(before, seconds)
-            oldest = next(iter(self.per_rows))
-            if self._num_steps - self._observed[oldest][1] > STALE:
+            oldest = next((n for n in self.per_rows if n != 1), 1)
+            if oldest != 1 and self._num_steps - self._observed[oldest][1] > STALE:
                 del self.per_rows[oldest], self._observed[oldest]
 
-    def is_known(self, num_rows: int) -> bool:
-        """Return whether a similar number of decoding rows has been observed several times."""
+    def is_known(self, num_rows: int, times: int = KNOWN) -> bool:
+        """Return whether a similar number of decoding rows has been observed at least ``times``
+        times.
+        """
         return any(
-            abs(known - num_rows) <= num_rows // 4 and count >= KNOWN
+            abs(known - num_rows) <= num_rows // 4 and count >= times
             for known, (count, _) in self._observed.items()
         )
+
+    @property
+    def row_seconds(self) -> float:
+        """Seconds of a step of one row; 0 if unknown. More rows take at least as long."""
+        if 1 in self.per_rows or not self._measured_row:
+            return self.estimate_decode(1)
+        return min(self._measured_row, *self.per_rows.values(), math.inf)
 
     def estimate_decode(self, num_rows: int, num_long_tokens: int = 0) -> float:
         """Return the expected seconds of a step with only decoding rows; 0 if none has been
@@ -108,9 +124,9 @@ class StepCost:
         """The number of prefill tokens beyond which a step hardly gets more efficient; inf while
         unknown.
         """
-        if not self.per_token or not self.per_rows:
+        if not self.per_token or not self.row_seconds:
             return math.inf
-        return EFFICIENT_STEPS * self.estimate_decode(1) / self.per_token
+        return EFFICIENT_STEPS * self.row_seconds / self.per_token
 
     def count_tiles(self, num_rows: int, seconds: float) -> int | None:
         """Return how many tiles of prefill tokens fit into ``seconds`` together with the decoding
@@ -123,14 +139,14 @@ class StepCost:
         return max(1, int((seconds - self.estimate_decode(num_rows)) / self.per_tile))
 
     def compute_prefill_budget(
-        self, space: int, num_rows: int, target_itl: float | None, tile_offset: int
+        self, space: int, num_rows: int, target_itl: float, tile_offset: int
     ) -> int:
         """Return how many prefill tokens to compute with the decoding rows: at most ``space``,
         within ``target_itl``.
 
         ``tile_offset``: see ``Layout``.
         """
-        if not num_rows or target_itl is None:
+        if not num_rows or math.isinf(target_itl):
             return space
         num_tiles = self.count_tiles(num_rows, target_itl)
         if num_tiles is None:

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.llama_cpp")
 
+# the time of a step is measured so often, unless it takes longer: other processes may disturb it
+PROBES, PROBE_SECONDS = 3, 0.1
 WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the first progress report
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
@@ -277,9 +279,13 @@ class LlamaCppBackend:
         first = decode(0, 1)
         self._cells.check_states()
         per_token = (decode(1, count) - first) // count
-        begun = time.perf_counter()
-        decode(1 + count, 1)
-        row_seconds = time.perf_counter() - begun
+        times: list[float] = []
+        while len(times) < PROBES and sum(times) < PROBE_SECONDS:
+            begun = time.perf_counter()
+            decode(1 + count + len(times), 1)
+            lib.llama_synchronize(self._context)
+            times.append(time.perf_counter() - begun)
+        row_seconds = min(times)
         can_trim = bool(lib.llama_memory_seq_rm(self._memory, 0, 1, -1))
         lib.llama_memory_clear(self._memory, False)
         self._cells.can_trim = can_trim
