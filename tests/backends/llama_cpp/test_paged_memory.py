@@ -404,6 +404,20 @@ def test_reason_is_given_where_paged_memory_is_impossible(
     assert list(Path("/proc/self/fd").iterdir()) == files
 
 
+def test_python_without_memfd_create_has_paged_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those that uv installs."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.delattr(os, "MFD_CLOEXEC", raising=False)
+    room = Range((64,))
+    assert not os.get_inheritable(room.memory._file)
+    room.close()
+
+
+def test_system_without_memfd_create_has_no_paged_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    assert mappings._load_libc() is None
+
+
 def test_number_of_parts_follows_the_limit_of_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the mappings are for other uses."""
     monkeypatch.setattr(paged_memory, "max_mappings", lambda: 2 * 3 * NUM_STREAMS)

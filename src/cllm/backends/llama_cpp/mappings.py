@@ -14,6 +14,7 @@ PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 MADV_NOHUGEPAGE = 15
 PUNCH_HOLE, KEEP_SIZE = 2, 1
+MFD_CLOEXEC = 1
 FAILED = ctypes.c_void_p(-1).value
 MANY_MAPPINGS = 65530  # Linux's usual limit
 LARGEST_FILE = 1 << 62  # bytes
@@ -34,7 +35,10 @@ def release(address: int, size: int) -> None:
 
 def create_file() -> int:
     """Return a file in memory that has no pages yet, and no limit of size. Raises OSError."""
-    file = os.memfd_create("cllm-kv", os.MFD_CLOEXEC)
+    # os.memfd_create is missing in a Python that was built with an old glibc
+    file: int = libc.memfd_create(b"cllm-kv", MFD_CLOEXEC)
+    if file < 0:
+        raise _error()
     try:
         os.ftruncate(file, LARGEST_FILE)
         punch(file, 0, PAGE)
@@ -107,15 +111,18 @@ def _error() -> OSError:
 
 
 def _load_libc() -> Any:
-    """Return the C library; None on systems other than 64-bit Linux."""
+    """Return the C library; None on systems other than 64-bit Linux, and if it is too old."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "memfd_create"):
+        return None
     size, offset, pointer = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p
     library.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset)
     library.mmap.restype = pointer
     library.munmap.argtypes = (pointer, size)
     library.madvise.argtypes = (pointer, size, ctypes.c_int)
+    library.memfd_create.argtypes = (ctypes.c_char_p, ctypes.c_uint)
     library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, offset, offset)
     return library
 
