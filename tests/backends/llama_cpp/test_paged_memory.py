@@ -117,6 +117,7 @@ class Machine(RuleBasedStateMachine):
         self.streams: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
         self.saved: dict[int, list[int]] = {}
         self.has_copied = False  # whether a prefix had too many parts
+        self.starts: dict[paged_memory.Slab, int] = {}  # of tokens, by slab, since it is used
 
     @rule(
         seq_id=st.integers(0, NUM_STREAMS - 1),
@@ -248,17 +249,21 @@ class Machine(RuleBasedStateMachine):
             for part in parts:
                 end = part.slab.ends[holder]
                 end = len(self.streams[holder]) if end == OPEN else end
-                used[part.slab] = part.start, max(end, used.get(part.slab, (0, 0))[1])
+                start, most = used.get(part.slab, (part.start, 0))
+                used[part.slab] = min(start, part.start), max(end, most)
         num_stored = sum(max(0, end - start) for start, end in used.values())
         holders = [*self.streams, *self.saved.values()]
         if not self.has_copied:
             assert num_stored == len({token for tokens in holders for token in tokens})
+        self.starts = {
+            slab: min(start, self.starts.get(slab, start)) for slab, (start, _) in used.items()
+        }
         most = 0
-        for slab, (start, end) in used.items():
+        for slab, (_, end) in used.items():
             kept = self.kept if OPEN in slab.ends.values() else 0
             for rows in self.memory.tensors:
                 stop = min(-(-(end + kept) * rows.row_bytes // PAGE) * PAGE, rows.stream_bytes)
-                most += max(0, stop - rows.pages(start))
+                most += max(0, stop - rows.pages(self.starts[slab]))
         assert self.memory.num_bytes_used <= most
 
     def teardown(self) -> None:
@@ -308,6 +313,45 @@ def test_prefix_in_too_many_parts_is_copied(room: Range) -> None:
         for n, rows in enumerate(memory.tensors):
             assert (room.row(rows, target, 0, len(tokens)) == content(tokens, n)).all()
     assert most == MAX_PARTS
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("rest", [0, 3])
+def test_followers_of_too_many_parts_share_one_copy(rest: int, *, is_saved: bool) -> None:
+    """Of a stream or a snapshot, which may have further tokens."""
+    room = Range((192, 4416), 35)
+    memory, tokens, source = room.memory, [], 0
+    for i in range(MAX_PARTS):
+        memory.share(source, i % 2, len(tokens))
+        source = i % 2
+        added = [100 * i + j for j in range(10)]
+        room.write(source, len(tokens), added)
+        tokens += added
+        memory.save(source, i, len(tokens))
+        memory.trim(1 - source, 0, len(tokens))
+    key, num_shared = MAX_PARTS - 1, len(tokens) - rest
+    assert len(memory._parts[source]) == MAX_PARTS
+    before, one_copy = memory.num_bytes_used, num_shared * (192 + 4416)
+    for target in range(2, 34):
+        if is_saved:
+            memory.load(key, target, num_shared)
+        else:
+            memory.share(source, target, num_shared)
+        room.write(target, num_shared, [1000 + target])
+        memory.check()
+    room.write(source, len(tokens), [1000 + source])
+    rest_of_pages = 2 * 2 * PAGE * 33
+    assert memory.num_bytes_used < before + one_copy + rest_of_pages
+    for seq_id in (source, *range(2, 34)):
+        expected = tokens if seq_id == source else tokens[:num_shared]
+        for i, rows in enumerate(memory.tensors):
+            found = room.row(rows, seq_id, 0, len(expected) + 1)
+            assert (found == content([*expected, 1000 + seq_id], i)).all()
+    for i, rows in enumerate(memory.tensors):
+        data = np.zeros((len(tokens), rows.row_bytes // 4), np.uint32)
+        memory.read(key, rows, memoryview(data).cast("B"))
+        assert (data == content(tokens, i)).all()
+    room.close()
 
 
 def test_trims_in_small_steps_free_memory(room: Range) -> None:

@@ -164,11 +164,11 @@ class PagedMemory:
 
     def load(self, key: int, seq_id: int, num_tokens: int) -> None:
         """Give an empty stream the first ``num_tokens`` tokens of a snapshot."""
-        self._assign(seq_id, self._parts[-1 - key], num_tokens)
+        self._assign(seq_id, -1 - key, num_tokens)
 
     def share(self, source: int, target: int, num_tokens: int) -> None:
         """Give an empty stream the first ``num_tokens`` tokens of another one."""
-        self._assign(target, self._parts[source], num_tokens)
+        self._assign(target, source, num_tokens)
 
     def trim(self, seq_id: int, keep: int, length: int) -> None:
         """Remove the tokens after the first ``keep`` of the ``length`` tokens of a stream.
@@ -176,7 +176,7 @@ class PagedMemory:
         The stream may write there afterwards, and keeps memory for KEPT_TOKENS.
         """
         end = OPEN if seq_id in self._unmapped else length
-        self._assign(seq_id, self._parts[seq_id], keep)
+        self._assign(seq_id, seq_id, keep)
         slab = self._parts[seq_id][-1].slab
         slab.trimmed = max(slab.trimmed, end)
         if slab.trimmed > keep + KEPT_TOKENS:
@@ -213,28 +213,45 @@ class PagedMemory:
         if parts:
             self._parts[holder] = parts
 
-    def _assign(self, seq_id: int, source: list[Part], keep: int) -> None:
-        """Give a stream the first ``keep`` tokens of ``source``, and memory to write after them."""
+    def _assign(self, seq_id: int, source: int, keep: int) -> None:
+        """Give a stream the first ``keep`` tokens of the holder ``source``, and memory to write
+        after them.
+        """
+        parts = cut(self._parts[source], keep)
+        if len(parts) == self._max_parts and parts[-1].slab.end(without=seq_id) > keep:
+            self._compact(source, keep)
+            parts = cut(self._parts[source], keep)
+        parts = self._extend(seq_id, parts, keep)
         before = self._parts[seq_id]
-        parts = self._extend(seq_id, cut(source, keep), keep)
         changed = 0 if seq_id in self._unmapped else first_difference(before, parts)
         self._put(seq_id, parts, OPEN)
         if changed < OPEN:
             self._map(seq_id, changed)
 
+    def _compact(self, holder: int, keep: int) -> None:
+        """Copy the first ``keep`` tokens of a holder to a new slab, and let it use this one.
+
+        Streams that share these tokens later use the same copy.
+        """
+        parts, length = self._parts[holder], self._lengths.get(holder, OPEN)
+        slab = self._take_slab()
+        with self._writing(slab):
+            for part, following in zip_longest(parts, parts[1:]):
+                self._copy(part.slab, slab, part.start, following.start if following else keep)
+        rest = [Part(keep, parts[-1].slab)] if keep < length else []
+        self._put(holder, [Part(0, slab), *rest], length)
+        if holder >= 0:
+            self._map(holder, 0)
+
     def _extend(self, seq_id: int, parts: list[Part], keep: int) -> list[Part]:
         """Return ``parts``, and a new one after ``keep`` tokens unless the stream may write to the
-        last one. At most max_parts; if there are more, the tokens are copied to a new slab.
+        last one.
         """
         last = parts[-1].slab
         if last.end(without=seq_id) <= keep:
             return parts
         own = self._take_slab()
         with self._writing(own):
-            if len(parts) == self._max_parts:
-                for part, following in zip_longest(parts, parts[1:]):
-                    self._copy(part.slab, own, part.start, following.start if following else keep)
-                return [Part(0, own)]
             self._copy(last, own, keep, keep)
         return [*parts, Part(keep, own)] if keep else [Part(0, own)]
 
