@@ -35,7 +35,7 @@ from cllm.backends.llama_cpp.mappings import (
 )
 from cllm.errors import EngineError
 
-KEPT_TOKENS = 128  # whose memory a stream keeps after a trim, because it is soon used again
+KEPT_TOKENS = 128  # whose memory a trimmed stream keeps, because it is soon used again
 MAX_PARTS = 6  # of a stream; each is a mapping for each tensor
 COPIED_AT_ONCE = 1 << 20  # bytes
 OPEN = 1 << 62  # the end of the part that a stream writes to
@@ -173,14 +173,15 @@ class PagedMemory:
     def trim(self, seq_id: int, keep: int, length: int) -> None:
         """Remove the tokens after the first ``keep`` of the ``length`` tokens of a stream.
 
-        The stream may write there afterwards, and keeps memory for KEPT_TOKENS.
+        The stream may write there afterwards, and keeps memory for KEPT_TOKENS unless it is empty.
         """
         end = OPEN if seq_id in self._unmapped else length
         self._assign(seq_id, seq_id, keep)
         slab = self._parts[seq_id][-1].slab
         slab.trimmed = max(slab.trimmed, end)
-        if slab.trimmed > keep + KEPT_TOKENS:
-            self._free_pages(slab, keep + KEPT_TOKENS)
+        stop = keep + KEPT_TOKENS if keep else 0
+        if slab.trimmed > stop:
+            self._free_pages(slab, stop)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange all tokens of two streams."""
