@@ -65,6 +65,7 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
             return FakeBackend(layout=layout, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
         from cllm.backends.llama_cpp.backend import LlamaCppBackend
+        from cllm.backends.llama_cpp.fit import POSITION_BYTES
         from cllm.backends.llama_cpp.options import Options
 
         if layout in TINY:
@@ -75,6 +76,8 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         per_token = compute_kv_bytes_per_token(read_header(path), "f16")
         if per_token and "kv_type" not in sizes:
             sizes |= {"kv_bytes_per_token": per_token, "kv_memory": NUM_CELLS * per_token}
+            if layout == "paged":
+                sizes["kv_memory"] += NUM_SEQS * CONTEXT * POSITION_BYTES
         options = Options(n_threads=1, n_gpu_layers=0).model_dump()
         return LlamaCppBackend(
             BackendParams(path=str(path), layout=layout, options=options, **sizes)

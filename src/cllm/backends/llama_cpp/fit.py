@@ -12,6 +12,7 @@ MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 MIN_SEQS = 4  # that each have cells for a whole context of more than USUAL_CONTEXT
 PAD = 256  # llama.cpp makes streams a multiple of this many tokens long
+POSITION_BYTES = 52  # that llama.cpp writes for each cell at load, see llama-kv-cells.h
 
 
 class Fit(NamedTuple):
@@ -39,12 +40,12 @@ def fit(
 
     ``plain``: the model's only memory is attention to all tokens; others cannot be unified.
     ``pages``: paged memory can be used. A sequence may be as long as the model was trained for, or
-    as kv_memory. Without paged memory, ``auto`` is partitioned if there are cells for a whole
-    context of each sequence, otherwise unified. A model that cannot be unified gets shorter
-    sequences, so that MIN_SEQS of them have a whole context. Raises StartupError, with the sizes,
-    if not even one sequence fits.
+    as kv_memory. In paged memory, each sequence also needs positions for a whole context; ``auto``
+    is not paged if they leave too little. Without paged memory, ``auto`` is partitioned if there
+    are cells for a whole context of each sequence, otherwise unified. A model that cannot be
+    unified gets shorter sequences, so that MIN_SEQS of them have a whole context. Raises
+    StartupError, with the sizes, if not even one sequence fits.
     """
-    affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
     layout = params.layout
     if layout == "paged" and not pages:
         raise StartupError(
@@ -53,17 +54,26 @@ def fit(
         )
     if layout == "auto" or not plain:
         layout = "paged" if pages else ""
+    is_paged = layout == "paged"
+    position_bytes = POSITION_BYTES * params.max_num_seqs if is_paged else 0
+    affordable = params.kv_memory // max(1, params.kv_bytes_per_token + position_bytes)
     longest = min(trained_context_length, affordable)
     if layout not in ("paged", "unified") and not plain:
         longest = min(longest, max(USUAL_CONTEXT, affordable // MIN_SEQS))
     context = params.context_length or max(MIN_CONTEXT, longest)
     if context > affordable:
-        need = context * params.kv_bytes_per_token
+        if is_paged and params.layout == "auto":
+            return fit(params, trained_context_length)
+        need = context * (params.kv_bytes_per_token + position_bytes)
+        positions = f" and positions for {params.max_num_seqs} sequences" if is_paged else ""
         raise StartupError(
-            f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache, but "
-            f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or "
-            f"raise kv.max_memory_mb"
+            f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache{positions}, "
+            f"but {params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length"
+            f"{' or scheduler.max_num_seqs' if is_paged else ''} or raise kv.max_memory_mb"
         )
+    if is_paged:
+        cell_bytes = params.kv_memory - position_bytes * pad_context(context)
+        affordable = max(context, cell_bytes // max(1, params.kv_bytes_per_token))
     wanted = params.max_num_seqs * context
     if not layout:
         layout = "unified" if plain and wanted > affordable else "partitioned"

@@ -1,0 +1,52 @@
+"""How the memory for the KV cache is divided."""
+
+import pytest
+
+from cllm.backends.llama_cpp.fit import POSITION_BYTES, fit
+from cllm.backends.params import BackendParams
+from cllm.errors import StartupError
+
+TRAINED = 40_960
+CELL = 10_000
+
+
+def params(kv_memory: int, context: int | None = None, layout: str = "auto") -> BackendParams:
+    return BackendParams(
+        path="model.gguf",
+        layout=layout,
+        context_length=context,
+        max_num_seqs=64,
+        kv_bytes_per_token=CELL,
+        kv_memory=kv_memory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "context"), [(10**9, None), (50_000_000, None), (10**9, 4000), (3_500_000, None)]
+)
+def test_paged_cells_and_positions_take_the_given_memory(kv_memory: int, context: int | None):
+    sizes = fit(params(kv_memory, context), TRAINED, pages=True)
+    assert sizes.layout == "paged"
+    assert sizes.num_cells >= sizes.context_length >= 256
+    padding = 255
+    positions = 64 * sizes.context_length * POSITION_BYTES
+    used = sizes.num_cells * CELL + positions
+    assert kv_memory - CELL - 64 * padding * POSITION_BYTES <= used <= kv_memory
+
+
+def test_context_without_room_for_positions_is_not_paged():
+    """They would take 133 MB. If paged was asked for, it is an error."""
+    assert fit(params(420_000_000, TRAINED), TRAINED, pages=True).layout == "unified"
+    with pytest.raises(StartupError) as caught:
+        fit(params(420_000_000, TRAINED, "paged"), TRAINED, pages=True)
+    assert str(caught.value) == (
+        "one sequence of 40960 tokens needs 546 MB of KV cache and positions for 64 sequences, but "
+        "420 MB are allowed: lower model.max_context_length or scheduler.max_num_seqs or raise "
+        "kv.max_memory_mb"
+    )
+
+
+def test_sequence_that_does_not_fit_is_an_error_in_every_layout():
+    for layout in ("auto", "unified"):
+        with pytest.raises(StartupError, match=r"40960 tokens needs 410 MB of KV cache, but 400"):
+            fit(params(400_000_000, TRAINED, layout), TRAINED, pages=True)
