@@ -88,3 +88,66 @@ def test_available_memory_is_plausible():
     """On an unknown system it may be None."""
     available = memory.measure_available_bytes()
     assert available is None or 10_000_000 < available < 10**14
+
+
+@pytest.fixture
+def groups(monkeypatch, tmp_path):
+    """Return a function that makes control groups: the lines of /proc/self/cgroup, and the files
+    of each group by its path.
+    """
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
+
+    def make(own: str, files: dict[str, dict[str, str]]) -> None:
+        (tmp_path / "own").write_text(own)
+        for path, contents in files.items():
+            folder = tmp_path / "groups" / path
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in contents.items():
+                (folder / name).write_text(text)
+
+    return make
+
+
+def version_2(limit: object, used: int, cached: int = 0) -> dict[str, str]:
+    stat = f"anon 5\nfile 7\ninactive_file {cached}\nactive_file 1\n"
+    return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}
+
+
+def version_1(limit: int, used: int, cached: int = 0) -> dict[str, str]:
+    stat = f"inactive_file 99\nactive_file 99\ntotal_inactive_file {cached}\ntotal_active_file 1\n"
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    return dict(zip(names, (f"{limit}\n", f"{used}\n", stat), strict=True))
+
+
+UNLIMITED = 9223372036854771712  # version 1's
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "room"),
+    [
+        ("0::/system.slice/cllm.service\n", {}, None),
+        ("0::/a\n", {"a": version_2("max", 100)}, None),
+        ("0::/\n", {"": version_2(1000, 400, 99)}, 700),
+        ("0::/a/b\n", {"a/b": version_2(1000, 400, 99)}, 700),
+        ("0::/a/b\n", {"a": version_2(900, 700), "a/b": version_2(1000, 400)}, 201),
+        ("0::/a/b\n", {"a": version_2(500, 600), "a/b": version_2("max", 400)}, 0),
+        ("0::/of/the/host\n", {"": version_2(1000, 400)}, 601),
+        ("5:cpu,memory:/a\n1:name=x:/\n", {"memory/a": version_1(1000, 400, 99)}, 700),
+        ("5:memory:/a\n0::/\n", {"memory/a": version_1(UNLIMITED, 4)}, None),
+        (
+            "5:memory:/a\n0::/\n",
+            {"memory": version_1(900, 300), "memory/a": version_1(UNLIMITED, 4)},
+            601,
+        ),
+        ("2:cpu:/a\n", {"a": version_2(1000, 400)}, None),
+    ],
+)
+def test_smallest_room_of_the_control_groups_counts(groups, own, files, room):
+    """A service has a group of its own, and groups above may have limits, too."""
+    groups(own, files)
+    assert memory._measure_container_room() == room
+
+
+def test_system_without_control_groups_has_no_limit_of_them(groups):
+    assert memory._measure_container_room() is None

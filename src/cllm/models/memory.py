@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from cllm.errors import StartupError
 from cllm.models.gguf import format_size
@@ -12,6 +13,27 @@ USUAL_KV_BYTES = 4 << 30
 USUAL_RAM_CACHE_BYTES = 4 << 30
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60  # version 1 has no word for it, but a number near 2 ** 63
+
+
+class GroupFiles(NamedTuple):
+    """Where a control group has its limit and its used memory, and what begins the lines of cached
+    files in its statistics.
+    """
+
+    limit: str
+    used: str
+    cached: tuple[str, str]
+
+
+VERSION_1 = GroupFiles(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file ", "total_inactive_file "),
+)
+VERSION_2 = GroupFiles("memory.max", "memory.current", ("active_file ", "inactive_file "))
 
 
 def measure_available_bytes() -> int | None:
@@ -37,21 +59,38 @@ def _read_physical_bytes() -> int | None:
 
 
 def _measure_container_room() -> int | None:
-    """Return what is left of the control group's memory (version 2); None if there is no limit."""
+    """Return what is left of the memory of this process's control group and of the groups above
+    it; None if none has a limit.
+    """
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (CGROUPS / "memory", VERSION_1) if controllers else (CGROUPS, VERSION_2)
+        # A container may see its group as the root; then the folders below do not exist.
+        own = PurePosixPath(path.lstrip("/"))
+        rooms += [_measure_group_room(root / each, files) for each in (own, *own.parents)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _measure_group_room(group: Path, files: GroupFiles) -> int | None:
+    try:
+        limit = (group / files.limit).read_text().strip()
+        used = int((group / files.used).read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
     # Cached files, such as this model's, count as used, but are released as soon as memory is
     # needed.
-    used -= sum(
-        int(line.split()[1])
-        for line in lines
-        if line.startswith(("active_file ", "inactive_file "))
-    )
-    return None if limit == "max" else max(0, int(limit) - max(0, used))
+    used -= sum(int(line.split()[1]) for line in lines if line.startswith(files.cached))
+    if limit == "max" or int(limit) >= NO_LIMIT:
+        return None
+    return max(0, int(limit) - max(0, used))
 
 
 def compute_kv_budget(
