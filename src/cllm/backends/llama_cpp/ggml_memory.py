@@ -104,9 +104,9 @@ class KVAddresses:
         except OSError:
             return None
         buffer: int = ggml.ggml_backend_cpu_buffer_from_ptr(self._base, size)
-        functions = (Pointer * 11).from_address(buffer)
+        self._functions = (Pointer * 11).from_address(buffer)
         for at, callback in self._callbacks.items():
-            functions[at] = ctypes.cast(callback, Pointer).value
+            self._functions[at] = ctypes.cast(callback, Pointer).value
         return buffer
 
     def _register(self, buffer: int, address: int) -> int:
@@ -120,7 +120,10 @@ class KVAddresses:
         return 0
 
     def find_rows(self) -> list[Rows]:
-        """Return the rows of all tensors. Raises NotPaged if they are not where they should be."""
+        """Return the rows of all tensors, after the context was created.
+
+        Raises NotPaged if they are not where they should be.
+        """
         end = self._base
         for rows in self._rows:
             if rows.address != end or rows.stream_bytes % rows.row_bytes:
@@ -128,6 +131,8 @@ class KVAddresses:
             end += rows.stream_bytes * self._num_streams
         if not self._rows or end != self._base + self._num_bytes:
             raise NotPaged("llama.cpp allocates another KV cache than expected")
+        # ggml would also call it for views of the tensors, many in each step
+        self._functions[BUFFER_INIT] = None
         return self._rows
 
     def close(self) -> None:
