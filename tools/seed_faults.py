@@ -146,7 +146,7 @@ FAULTS = [
         "engine/disk.py",
         "engine/test_disk.py",
         ("if found != head.checksums:", "if not found:"),
-        ("+ len(data) > MAX_PENDING", "- len(data) > MAX_PENDING"),
+        ("+ num_bytes <= MAX_PENDING", "- num_bytes <= MAX_PENDING"),
         ("self._files.keys() - keys - self._writing", "self._files.keys() - keys"),
         ("            os.utime(path)\n", ""),
     ),

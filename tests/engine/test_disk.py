@@ -333,6 +333,17 @@ def test_pending_bytes_are_counted_exactly(tmp_path, monkeypatch):
     assert [result.key for result in disk.results() if result is not True] == [1000, 1001, 1002]
 
 
+def test_snapshot_without_room_for_writing_is_not_copied(tmp_path, monkeypatch):
+    """A paged backend copies it when it is taken."""
+    engine, taken = start(tmp_path), []
+    monkeypatch.setattr(engine.backend, "snapshot", taken.append)
+    ask(engine, LONG)
+    monkeypatch.setattr("cllm.engine.disk.MAX_PENDING", len(LONG) - 1)
+    close(engine)
+    assert taken == []
+    assert not list(tmp_path.glob("*.kv"))
+
+
 def test_unwritable_folder_raises_startup_error(tmp_path):
     """One line, at the start."""
     (tmp_path / "file").write_text("")

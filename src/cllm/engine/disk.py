@@ -150,12 +150,16 @@ class DiskCache:
         """Return the size of the snapshot ``key`` in bytes."""
         return self._files[key].size
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether ``num_bytes`` more may be written without exceeding MAX_PENDING."""
+        return self._num_accepted_bytes - self._num_finished_bytes + num_bytes <= MAX_PENDING
+
     def write(self, key: int, tokens: Tokens, data: memoryview, salt: str = "") -> None:
         """Start writing; ``data`` must not change.
 
         Does nothing if MAX_PENDING would be exceeded.
         """
-        if self._num_accepted_bytes - self._num_finished_bytes + len(data) > MAX_PENDING:
+        if not self.has_room(len(data)):
             return
         self._num_accepted_bytes += len(data)
         raw = tokens.astype("<i4").tobytes()
@@ -322,6 +326,8 @@ class DiskTier(SideJob):
         self._scheduler.finish_read(result.key, succeeded=succeeded)
 
     def write(self, snapshot: Snapshot) -> None:
+        if not self._files.has_room(snapshot.num_bytes):
+            return  # before a paged backend copies the snapshot
         try:
             data = self._backend.snapshot(snapshot.key)
             self._files.write(snapshot.key, snapshot.tokens, data, snapshot.salt)
