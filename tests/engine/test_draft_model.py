@@ -7,13 +7,16 @@ from conftest import is_right
 
 from cllm import LLM, SamplingParams
 from cllm.backends.fake.backend import FakeBackend
+from cllm.backends.llama_cpp.loader import measure
+from cllm.backends.params import ModelSize
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import build_draft_model, build_engine
+from cllm.engine.build import build_draft_model, build_engine, fit_memory
 from cllm.engine.commands import Add
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
+from cllm.models import memory
 from cllm.scheduler.report import collect_stats
 
 
@@ -110,6 +113,47 @@ def test_draft_model_takes_half_of_the_kv_memory(builtin_path):
     assert 0.95 * 32_000_000 < num_bytes <= 32_000_000
     assert draft.layout == info.layout
     assert draft.context_length < info.context_length
+
+
+@pytest.mark.llama
+def test_draft_model_of_unknown_kv_size_takes_half_of_the_kv_memory(tiny_model):
+    path = str(tiny_model("deepseek2"))
+    assert measure(EngineParams(path=path)).kv_bytes_per_token == 0
+    params = EngineParams(path=path, draft_path=path, kv_memory=2_000_000)
+    draft = build_draft_model(params, FakeBackend(context_length=4096).info)._backend.info
+    assert 0 < draft.max_num_seqs * draft.context_length <= draft.num_cells
+    assert draft.num_cells * draft.kv_bytes_per_token <= 1_000_000
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize(
+    ("wanted", "room", "ram_cache", "least"),
+    [(0, 300_000_000, 37_500_000, 768_000), (100_000_000, 150_000_000, 0, 150_000_000)],
+)
+def test_memory_of_both_models_is_checked(
+    builtin_path, monkeypatch, wanted, room, ram_cache, least
+):
+    """Their KV caches divide the memory for one. A size that is set is that of the model."""
+    path, without_kv = str(builtin_path), 2 * 1_000_000 + memory.COMPUTE_BYTES
+    size = ModelSize(weight_bytes=1_000_000, kv_bytes_per_token=2000)
+    monkeypatch.setattr("cllm.backends.llama_cpp.loader.measure", lambda _: size)
+    params = EngineParams(
+        path=path,
+        weight_bytes=size.weight_bytes,
+        kv_bytes_per_token=size.kv_bytes_per_token,
+        kv_memory=wanted,
+        ram_cache_bytes=None,
+        speculation="draft_model",
+        draft_path=path,
+    )
+    monkeypatch.setattr(memory, "measure_available_bytes", lambda: without_kv + room)
+    fitted = fit_memory(params)
+    assert (fitted.kv_memory, fitted.ram_cache_bytes) == (100_000_000, ram_cache)
+    monkeypatch.setattr(memory, "measure_available_bytes", lambda: without_kv + least)
+    fit_memory(params)
+    monkeypatch.setattr(memory, "measure_available_bytes", lambda: without_kv + least - 1)
+    with pytest.raises(StartupError, match=r"weights of both models .* KV cache.* of both models"):
+        fit_memory(params)
 
 
 @pytest.mark.llama

@@ -32,6 +32,7 @@ CPU_PREFILL_SHARE = 0.7
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 # Tokens of a draft model's step at most: while it computes a new prompt, all sequences wait.
 MAX_DRAFT_BATCH = 256
+DRAFT_KV_TYPE = "f16"
 
 
 def fit_memory(params: EngineParams) -> EngineParams:
@@ -43,13 +44,24 @@ def fit_memory(params: EngineParams) -> EngineParams:
     """
     if not params.weight_bytes:
         return params
-    weights, on_gpu = params.weight_bytes, import_loader(params.backend).uses_gpu(params)
+    weights, loader, draft_weights = params.weight_bytes, import_loader(params.backend), 0
+    if params.speculation == "draft_model" and params.draft_path:
+        draft = loader.measure(
+            msgspec.structs.replace(params, path=params.draft_path, kv_type=DRAFT_KV_TYPE)
+        )
+        draft_weights = draft.weight_bytes if draft else 0
     kv_memory = compute_kv_budget(
-        weights, params.kv_bytes_per_token, params.kv_memory, params.context_length, on_gpu=on_gpu
+        weights,
+        params.kv_bytes_per_token,
+        params.kv_memory,
+        params.context_length,
+        on_gpu=loader.uses_gpu(params),
+        draft_weight_bytes=draft_weights,
     )
     ram_cache = params.ram_cache_bytes
     if ram_cache is None:
-        ram_cache = compute_ram_cache_budget(weights, kv_memory)
+        draft_kv_memory = kv_memory // 2 if draft_weights else 0
+        ram_cache = compute_ram_cache_budget(weights + draft_weights, kv_memory + draft_kv_memory)
     return msgspec.structs.replace(
         params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache
     )
@@ -139,18 +151,21 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         path=params.draft_path,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=min(MAX_DRAFT_BATCH, params.max_num_batched_tokens),
-        layout="auto",
-        kv_type="f16",
+        kv_type=DRAFT_KV_TYPE,
     )
     size = import_loader(params.backend).measure(draft_params)
     num_bytes = size.kv_bytes_per_token if size else 0
-    context_length, kv_memory = info.context_length, 1 << 62
-    if num_bytes:  # sequences for which half of the model's own memory does not last get no drafts
-        kv_memory = params.kv_memory // 2
-        context_length = min(context_length, kv_memory // (num_seqs * num_bytes))
+    # sequences for which half of the model's own memory does not last get no drafts
+    kv_memory, layout = params.kv_memory // 2, "auto"
+    context_length: int | None = info.context_length
+    if num_bytes:
+        context_length = min(info.context_length, kv_memory // (num_seqs * num_bytes))
+    elif size:  # the backend measures it; with this layout, no sequence outgrows the memory
+        context_length, layout = None, "partitioned"
     draft_params = msgspec.structs.replace(
         draft_params,
         context_length=context_length,
+        layout=layout,
         kv_memory=kv_memory,
         kv_bytes_per_token=num_bytes,
     )

@@ -100,33 +100,44 @@ def compute_kv_budget(
     context_length: int | None,
     *,
     on_gpu: bool,
+    draft_weight_bytes: int = 0,
 ) -> int:
     """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave,
     4 GiB at most.
 
-    bytes_per_token: of keys and values; 0 if unknown. Raises StartupError with the sizes if the
-    model, or one sequence of ``context_length`` tokens, does not fit. With ``on_gpu`` nothing is
-    checked: only llama.cpp knows that memory.
+    bytes_per_token: of keys and values; 0 if unknown. draft_weight_bytes: of a draft model, whose
+    KV cache takes half as much as the one of the model; without ``wanted_bytes``, both divide the
+    memory for one. Raises StartupError with the sizes if the models, or one sequence of
+    ``context_length`` tokens, do not fit. With ``on_gpu`` nothing is checked: only llama.cpp knows
+    that memory.
     """
     available = measure_available_bytes()
     if on_gpu or available is None:
         return wanted_bytes or USUAL_KV_BYTES
+    weight_bytes += draft_weight_bytes
     without_kv = weight_bytes + COMPUTE_BYTES
     one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
     need = without_kv + (wanted_bytes or one_sequence)
+    models = ""
+    if draft_weight_bytes:
+        need += (wanted_bytes or one_sequence) // 2
+        models = " of both models"
     if need > available:
         tokens = "" if wanted_bytes else f" of {context_length or MIN_CONTEXT} tokens"
         cure = "lower kv.max_memory_mb" if wanted_bytes else "lower model.max_context_length"
         if without_kv > available or not (wanted_bytes or context_length):
             cure = "use a smaller model or quantization"
         raise StartupError(
-            f"not enough memory: {format_size(need)} are needed (weights "
-            f"{format_size(weight_bytes)}, KV cache{tokens} "
+            f"not enough memory: {format_size(need)} are needed (weights{models} "
+            f"{format_size(weight_bytes)}, KV cache{tokens}{models} "
             f"{format_size(need - without_kv)}, work buffers and processes about "
             f"{format_size(COMPUTE_BYTES)}), "
             f"but {format_size(available)} are available: {cure}"
         )
-    return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - without_kv) // 2))
+    usual = min(USUAL_KV_BYTES, (available - without_kv) // 2)
+    if draft_weight_bytes:
+        usual = usual * 2 // 3
+    return wanted_bytes or max(one_sequence, usual)
 
 
 def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
