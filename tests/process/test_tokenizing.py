@@ -88,6 +88,32 @@ def test_failure_is_an_answer_and_the_next_text_is_tokenized(caplog):
     assert "cannot tokenize" in caplog.text
 
 
+def test_answer_that_cannot_be_sent_is_a_failure_and_the_next_text_is_tokenized():
+    """The first part of an answer has been sent when memory runs out."""
+    questions, answers = Questions(), queue.Queue()
+    is_short_of_memory = True
+
+    def send(answer):
+        nonlocal is_short_of_memory
+        if answer.tokens and not answer.more and is_short_of_memory:
+            is_short_of_memory = False
+            raise MemoryError
+        answers.put(answer)
+
+    class Longest:
+        def tokenize(self, text, **_):
+            return [0] * (MAX_TOKENS + 1)
+
+    start_tokenizing(questions, Longest(), send)
+    for _ in range(NUM_THREADS + 1):
+        is_short_of_memory = True
+        questions.put(Tokenize(1, [[Segment("a")]]))
+        assert answers.get(timeout=PATIENCE).more
+        assert answers.get(timeout=PATIENCE) == Tokenized(1, None)
+    questions.put(Tokenize(2, [[]]))
+    assert answers.get(timeout=PATIENCE) == Tokenized(2, [[]])
+
+
 @pytest.mark.parametrize(
     "lengths",
     [

@@ -6,6 +6,7 @@ so the engine goes on with its steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -53,33 +54,33 @@ def start_tokenizing(
 ) -> None:
     """Answer ``questions`` with ``send``, in threads that end with the process."""
 
-    def answer(long: bool) -> None:  # of a thread
-        while True:
-            asked = questions.take(long=long)
-            for answer in divide(asked.number, tokenize_texts(tokenizer, asked)):
+    def answer_next(long: bool) -> None:
+        asked = questions.take(long=long)
+        try:
+            texts = [tokenize_segments(tokenizer, text) for text in asked.texts]
+            for answer in divide(asked.number, texts):
                 send(answer)
+        except Exception:  # the thread must go on, and the caller gets an error
+            log.exception("cannot tokenize")
+            with contextlib.suppress(Exception):
+                send(Tokenized(asked.number, None))
+
+    def answer_all(long: bool) -> None:  # of a thread
+        while True:
+            answer_next(long)
 
     for long in (False, True) * NUM_THREADS:
-        threading.Thread(target=answer, args=(long,), daemon=True).start()
+        threading.Thread(target=answer_all, args=(long,), daemon=True).start()
 
 
-def tokenize_texts(tokenizer: Tokenizer, asked: Tokenize) -> list[list[int]] | None:
-    """Return the token ids of each text, or None if that fails."""
-    try:
-        return [tokenize_segments(tokenizer, text) for text in asked.texts]
-    except Exception:  # the thread must go on, and the caller gets an error
-        log.exception("cannot tokenize")
-        return None
-
-
-def divide(number: int, texts: list[list[int]] | None) -> Iterator[Tokenized]:
+def divide(number: int, texts: list[list[int]]) -> Iterator[Tokenized]:
     """Return the answer to question ``number`` in messages of at most MAX_TOKENS tokens."""
     part: list[list[int]] = []
     room = MAX_TOKENS
-    for tokens in texts or ():
+    for tokens in texts:
         part.append(tokens[:room])
         for begin in range(room, len(tokens), MAX_TOKENS):
             yield Tokenized(number, part, more=True)
             part, room = [tokens[begin : begin + MAX_TOKENS]], MAX_TOKENS
         room -= len(part[-1])
-    yield Tokenized(number, part if texts is not None else None)
+    yield Tokenized(number, part)
