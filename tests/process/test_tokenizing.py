@@ -187,6 +187,33 @@ def test_death_of_the_engine_ends_tokenizing():
     run(test)
 
 
+@pytest.mark.parametrize("how", ["end_all", "close"])
+def test_shutdown_ends_tokenizing_and_explanations(how, monkeypatch):
+    """The engine is stopped, so it does not answer. An answer that comes later goes to nobody."""
+    monkeypatch.setattr("cllm.process.client.CLOSE_TIMEOUT", 0.1)
+
+    async def test(client):
+        os.kill(client.pid, signal.SIGSTOP)
+        asking = [
+            asyncio.create_task(client.tokenize([[Segment("a")]])),
+            asyncio.create_task(client.explain(1)),
+        ]
+        await asyncio.sleep(0)
+        if how == "end_all":
+            client.end_all(EngineError("The server is shutting down."))
+        else:
+            await client.close()
+        for one in asking:
+            with pytest.raises(EngineError):
+                await one
+        if how == "end_all":
+            os.kill(client.pid, signal.SIGCONT)
+            assert await client.tokenize([[Segment("b")]]) == [[98]]
+            assert (await client.explain(1)).running == []
+
+    run(test)
+
+
 def test_cancelled_caller_leaves_nothing_behind():
     async def test(client):
         os.kill(client.pid, signal.SIGSTOP)

@@ -201,6 +201,7 @@ class EngineClient:
             await process.ended.wait()
             self.ready = False
             if self._closing:
+                self.end_all(EngineError("The engine has been closed."))
                 return
             if self._clock() - self._ready_since >= HEALTHY_AFTER:
                 self._backoff = FIRST_BACKOFF
@@ -210,10 +211,7 @@ class EngineClient:
             reason = f"The engine died ({cause}) and is restarting; please retry."
             died = EngineError(reason, self._backoff + self._load_seconds)
             self.end_all(died)
-            while self._pending_explanations:
-                resolve(self._pending_explanations.popleft(), died)
-            for pending in self._pending_tokens.values():
-                resolve(pending.future, died)
+            self._pending_explanations.clear()  # the next engine does not answer them
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -230,7 +228,9 @@ class EngineClient:
             log.warning("the engine is ready again")
 
     def end_all(self, error: EngineError) -> None:
-        """End every stream, and every request for embeddings, with ``error``."""
+        """End everything that waits for the engine with ``error``: streams, requests for
+        embeddings, texts to tokenize and explanations.
+        """
         self.stats = msgspec.structs.replace(
             self.stats,
             num_running=0,
@@ -243,6 +243,10 @@ class EngineClient:
         )
         self._in_flight.fail(error)
         self._embeddings.fail(error)
+        for pending in self._pending_tokens.values():
+            resolve(pending.future, error)
+        for explanation in self._pending_explanations:
+            resolve(explanation, error)
 
     def check_room(
         self, num_tokens: int, account: str, priority: Priority, claim: Claim = NO_CLAIM
