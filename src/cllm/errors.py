@@ -57,11 +57,18 @@ class UnknownModel(BadRequest):
 
 
 class EngineError(CLLMError):
-    """The engine is not ready, failed or died; the client may retry in ``retry_after`` seconds."""
+    """The engine is not ready, failed, died or is overloaded; the client may retry in
+    ``retry_after`` seconds.
 
-    def __init__(self, message: str, retry_after: float = 2.0) -> None:
+    ``reason``: under which a rejection with this error is counted.
+    """
+
+    def __init__(
+        self, message: str, retry_after: float = 2.0, *, reason: str = "not_ready"
+    ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 def context_length_exceeded(

@@ -146,7 +146,7 @@ class Service:
     async def tokenize(self, *texts: list[Segment]) -> list[list[int]]:
         """Return the token ids of each text.
 
-        Raises EngineError without an engine, and RequestTimeout.
+        Raises EngineError without an engine or if too many texts wait, and RequestTimeout.
         """
         if not texts:
             return []
@@ -298,8 +298,8 @@ class Service:
         except QueueFull as error:
             self.metrics.count_rejection(error.bound)
             raise
-        except EngineError:
-            self.metrics.count_rejection("not_ready")
+        except EngineError as error:
+            self.metrics.count_rejection(error.reason)
             raise
 
     def _check(self, generation: Generation) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import signal
+import sys
 import threading
 
 import pytest
@@ -77,7 +78,21 @@ def test_abandoned_texts_are_not_tokenized():
     assert found == {*range(NUM_THREADS), 19}
     questions.put(Tokenize(20, LONG_TEXT))
     assert answers.get(timeout=PATIENCE).number == 20
-    assert not questions._wanted
+    assert not questions._waiting
+
+
+def test_abandoned_texts_are_freed():
+    """Before the texts in front of them have been tokenized."""
+    tokenizer = Tokenizer()
+    questions, _ = start(tokenizer)
+    for number in range(NUM_THREADS):
+        questions.put(Tokenize(number, LONG_TEXT))
+    asked = Tokenize(9, LONG_TEXT)
+    questions.put(asked)
+    num_references = sys.getrefcount(asked)
+    questions.abandon(9)
+    assert sys.getrefcount(asked) == num_references - 1 == 2  # of this function, and the argument
+    tokenizer.release.set()
 
 
 def test_failure_is_an_answer_and_the_next_text_is_tokenized(caplog):

@@ -5,7 +5,9 @@ fake backend.
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 
@@ -23,6 +25,7 @@ from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
+from cllm.process.tokenizing import LONG
 from cllm.registry import Registry
 from cllm.server import off_loop
 from cllm.server.app import create_app
@@ -413,6 +416,33 @@ def test_large_requests_beyond_the_bound_get_503_with_retry_after(path, kind, mo
         finally:
             free.set()
         assert (await first).status_code == (await send(large)).status_code == 200
+
+    with_service(test)
+
+
+def test_long_texts_beyond_the_bound_get_503_with_retry_after(monkeypatch):
+    """They would wait to be tokenized. Short texts are tokenized meanwhile, and long ones
+    afterwards.
+    """
+    monkeypatch.setattr("cllm.process.client.MAX_WAITING_CHARACTERS", 3 * LONG)
+    long = "a" * 2 * LONG
+
+    async def test(service, client):
+        async def ask(text):
+            return await client.post("/tokenize", json={"content": text})
+
+        os.kill(service.engine.pid, signal.SIGSTOP)
+        first = asyncio.create_task(ask(long))
+        while not service.engine._pending_tokens:  # noqa: ASYNC110  # it tells nobody
+            await asyncio.sleep(0.01)
+        answer = await ask(long)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        assert "Too many long texts" in answer.json()["error"]["message"]
+        assert 'reason="large"} 1.0' in (await client.get("/metrics")).text
+        short = asyncio.create_task(ask("a"))
+        os.kill(service.engine.pid, signal.SIGCONT)
+        assert (await first).status_code == (await short).status_code == 200
+        assert (await ask(long)).status_code == 200
 
     with_service(test)
 

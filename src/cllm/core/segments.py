@@ -24,6 +24,11 @@ class Tokenizer(Protocol):
         ...
 
 
+def count_characters(texts: Iterable[Iterable[Segment]]) -> int:
+    """Return the number of characters of all texts."""
+    return sum(len(segment.text) for text in texts for segment in text)
+
+
 def tokenize_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> list[int]:
     """Return the token ids of a text."""
     tokens: list[int] = []

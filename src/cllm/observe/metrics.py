@@ -188,8 +188,7 @@ class Metrics:
         self._refused = Counter(
             "cllm:requests_refused",
             "rejected requests: a queue limit (requests, tokens, seconds), large (large requests "
-            "wait to be read), "
-            "not_ready, draining",
+            "wait to be read or tokenized), not_ready, draining",
             ("model_name", "reason"),
             registry=self._registry,
         )

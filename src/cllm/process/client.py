@@ -18,7 +18,7 @@ import msgspec
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import EmbeddingRequest, Priority, Request
-from cllm.core.segments import Segment
+from cllm.core.segments import Segment, count_characters
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import Abort, Add, Close, Embed, Explain
 from cllm.engine.params import EngineParams
@@ -42,6 +42,7 @@ from cllm.process.messages import (
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess, spawn
+from cllm.process.tokenizing import LONG
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.trace import Explanation
 
@@ -53,6 +54,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the ne
 # seconds of service after which the next death starts with FIRST_BACKOFF again
 HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
+MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 
 
@@ -308,11 +310,17 @@ class EngineClient:
     async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
         """Return the token ids of each text.
 
-        Raises EngineError if there is no engine, or if it dies.
+        Raises EngineError if there is no engine, or if it dies; and for long texts if too many
+        characters wait already.
         """
         self.check_ready()
+        size = count_characters(texts)
+        others = [pending.num_characters for pending in self._pending_tokens.values()]
+        if size > LONG and others and sum(others) + size > MAX_WAITING_CHARACTERS:
+            message = "Too many long texts are waiting to be tokenized; please retry."
+            raise EngineError(message, reason="large")
         number = next(self._numbers)
-        pending = self._pending_tokens[number] = PendingTokens()
+        pending = self._pending_tokens[number] = PendingTokens(size)
         try:
             self._write(frame(Tokenize(number, texts)))
             return await pending.future
@@ -357,9 +365,13 @@ class EngineClient:
 
 
 class PendingTokens:
-    """The tokens of texts, as far as they have arrived; ``future`` gets them all."""
+    """The tokens of texts, as far as they have arrived; ``future`` gets them all.
 
-    def __init__(self) -> None:
+    ``num_characters``: of the texts.
+    """
+
+    def __init__(self, num_characters: int = 0) -> None:
+        self.num_characters = num_characters
         self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
         self._texts: list[list[int]] = []
         self._is_continued = False

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from cllm.core.segments import Tokenizer, tokenize_segments
+from cllm.core.segments import Tokenizer, count_characters, tokenize_segments
 from cllm.process.messages import Tokenize, Tokenized
 
 NUM_THREADS = 2  # for short texts, and as many for long ones, so that short ones need not wait
@@ -27,25 +27,24 @@ class Questions:
     """Texts that wait to be tokenized."""
 
     def __init__(self) -> None:
-        self._short: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
-        self._long: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
-        self._wanted: set[int] = set()
+        self._short: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of questions
+        self._long: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._waiting: dict[int, Tokenize] = {}
 
     def put(self, asked: Tokenize) -> None:
-        size = sum(len(segment.text) for text in asked.texts for segment in text)
-        self._wanted.add(asked.number)
-        (self._long if size > LONG else self._short).put(asked)
+        is_long = count_characters(asked.texts) > LONG
+        self._waiting[asked.number] = asked
+        (self._long if is_long else self._short).put(asked.number)
 
     def abandon(self, number: int) -> None:
-        """Nobody waits for the answer to this question any longer."""
-        self._wanted.discard(number)
+        """Forget a question whose answer is not needed any longer."""
+        self._waiting.pop(number, None)
 
     def take(self, *, long: bool) -> Tokenize:
         """Wait for the next question that is still wanted."""
         while True:
-            asked = (self._long if long else self._short).get()
-            if asked.number in self._wanted:
-                self._wanted.discard(asked.number)
+            number = (self._long if long else self._short).get()
+            if (asked := self._waiting.pop(number, None)) is not None:
                 return asked
 
 
