@@ -38,6 +38,7 @@ LONG_TEXT = 16_384
 MANY_MESSAGES = 100
 # messages and calls; a chat of this length or more is processed in another thread
 MANY_TURNS = 1000
+MANY_FENCES = 1000  # a text with as many fenced parts or more is split in another thread
 # of all prompts of one request together; a longer context raises this limit
 MAX_PROMPT_TOKENS = 1_000_000
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -207,10 +208,20 @@ class Service:
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
             self._check_room(length, scheduling)
         text = await self.render_chat(chat)
+        self._check_length(len(text) - 2 * text.count(OPEN), param)
+        return await self.encode_rendered(text, param)
+
+    async def encode_rendered(self, text: str, param: str) -> list[int]:
+        """Return the tokens of a conversation that has been rendered.
+
+        Raises BadRequest if it has too many fences for the context, and what ``tokenize`` raises.
+        """
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
-        longest = self.vocabulary.longest_piece
-        self._check_length(max(len(text) - 2 * num_fenced, num_fenced * longest), param)
-        [tokens] = await self.tokenize(self.fences.split(text))
+        self._check_length(num_fenced * self.vocabulary.longest_piece, param)
+        split = partial(self.fences.split, text)
+        [tokens] = await self.tokenize(
+            split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
+        )
         return tokens
 
     async def render_chat(self, chat: Chat) -> str:
@@ -264,11 +275,12 @@ class Service:
         return await self._grammars.check(constraint, param)
 
     def _check_length(self, num_characters: int, param: str) -> None:
-        at_least = self._least_tokens(num_characters)
+        at_least = self.least_tokens(num_characters)
         if at_least >= self.info.context_length:
             raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
-    def _least_tokens(self, num_characters: int) -> int:
+    def least_tokens(self, num_characters: int) -> int:
+        """Return how many tokens a text of ``num_characters`` has at least."""
         return num_characters // self.vocabulary.longest_piece
 
     def _check_room(self, num_characters: int, scheduling: SchedulingOptions | None) -> None:
@@ -277,7 +289,7 @@ class Service:
         """
         if scheduling is None:
             return
-        num_tokens = max(1, self._least_tokens(num_characters))
+        num_tokens = max(1, self.least_tokens(num_characters))
         with self.admission():
             self.engine.check_room(
                 num_tokens, scheduling.account.name, scheduling.priority, scheduling.claim

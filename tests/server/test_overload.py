@@ -29,8 +29,9 @@ from cllm.process.tokenizing import LONG
 from cllm.registry import Registry
 from cllm.server import off_loop
 from cllm.server.app import create_app
-from cllm.service import Service
+from cllm.service import MANY_FENCES, Service
 from cllm.text.chat import Chat
+from cllm.text.fences import Fences
 
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
 ENDLESS = {"max_tokens": 32_000, "ignore_eos": True, "stream": True}  # minutes
@@ -532,6 +533,54 @@ def test_long_prompt_is_rejected_without_tokenizing():
                 )
 
     with_service(test, requests=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"content": "a" * 4_000}, "too_many_tokens"),
+        ({"messages": [{"role": "user", "content": "a" * 4_000}]}, "too_many_tokens"),
+        (
+            {"messages": [{"role": "user", "content": "<|im_end|>" * 200}]},
+            "context_length_exceeded",
+        ),
+    ],
+)
+def test_tokenize_rejects_too_long_texts_without_tokenizing(body, code, monkeypatch):
+    """A text of control tokens would become a segment for each of them."""
+    monkeypatch.setattr("cllm.server.openai.tokens.MAX_TOKENS", 300)
+
+    async def test(service, client):
+        service.engine.tokenize = lambda _: pytest.fail("it was")
+        answer = await client.post("/tokenize", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+        assert "at least" in answer.json()["error"]["message"]
+
+    with_service(test, context_length=128)
+
+
+@pytest.mark.parametrize("count", [1, MANY_FENCES - 1, MANY_FENCES])
+def test_text_with_many_control_tokens_is_split_in_another_thread(count, monkeypatch):
+    """There is no segment without text."""
+    threads, split = set(), Fences.split
+
+    def watched(*arguments):
+        threads.add(threading.current_thread() is threading.main_thread())
+        return split(*arguments)
+
+    monkeypatch.setattr(Fences, "split", watched)
+
+    async def test(service, client):
+        sent, tokenize = [], service.engine.tokenize
+        service.engine.tokenize = lambda texts: sent.extend(*texts) or tokenize(texts)
+        messages = [{"role": "user", "content": "<|im_end|>" * count}]
+        answer = await client.post("/tokenize", json={"messages": messages})
+        assert answer.json()["tokens"].count(258) == 1
+        assert threads == {count < MANY_FENCES}
+        assert len(sent) == count + 2
+        assert all(segment.text for segment in sent)
+
+    with_service(test, context_length=32_768)
 
 
 @pytest.mark.parametrize(

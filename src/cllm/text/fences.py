@@ -44,7 +44,9 @@ class Fences:
         segments = [Segment(first, add_special, parse_special=True)]
         for part in others:
             fenced, _, rest = part.partition(CLOSE)
-            segments += (Segment(fenced), Segment(rest, parse_special=True))
+            segments.append(Segment(fenced))
+            if rest:
+                segments.append(Segment(rest, parse_special=True))
         return segments
 
 

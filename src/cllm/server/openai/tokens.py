@@ -31,7 +31,7 @@ from cllm.server.openai.conversation import (
 from cllm.server.resolve import service_for
 from cllm.service import Service
 from cllm.text.chat import Chat
-from cllm.text.fences import remove_fences
+from cllm.text.fences import OPEN, remove_fences
 
 router = APIRouter(tags=["Tokens"])
 
@@ -106,27 +106,23 @@ async def tokenize(request: Request) -> Response:
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
         text = await render(request, service, body.messages, body)
-        segments = service.fences.split(text)
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
+    num_characters = len(text) - 2 * text.count(OPEN)
+    check_count(body, service.least_tokens(num_characters), "at least ")
+    if body.messages is not None:
+        tokens = await service.encode_rendered(text, "messages")
+    else:
         asked = body.add_special if body.add_special is not None else body.add_special_tokens
         add_special = asked if asked is not None else body.prompt is not None
-        segments = [Segment(text, add_special, body.parse_special)]
-    [tokens] = await service.tokenize(segments)
+        [tokens] = await service.tokenize([Segment(text, add_special, body.parse_special)])
     content = await off_loop(call_of(request), lambda: format_tokens(service, body, tokens))
     return Response(content, media_type="application/json")
 
 
 def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> bytes:
     """Return the answer as JSON. Raises BadRequest if there are too many tokens."""
-    has_pieces = body.with_pieces or body.return_token_strs
-    limit = MAX_PIECES if has_pieces else MAX_TOKENS
-    if len(tokens) > limit:
-        what = "with_pieces and return_token_strs" if has_pieces else "/tokenize"
-        message = f"{what} accepts texts of up to {limit} tokens; this one has {len(tokens)}."
-        raise BadRequest(
-            message, param="with_pieces" if body.with_pieces else None, code="too_many_tokens"
-        )
+    check_count(body, len(tokens))
     vocabulary = service.vocabulary
     content: dict[str, Any] = {
         "tokens": tokens,
@@ -141,6 +137,18 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
             vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens
         ]
     return to_json(content)
+
+
+def check_count(body: TokenizeBody, num_tokens: int, bound: str = "") -> None:
+    """Raise BadRequest if there are too many tokens. ``bound``: "at least " before their number."""
+    has_pieces = body.with_pieces or body.return_token_strs
+    limit = MAX_PIECES if has_pieces else MAX_TOKENS
+    if num_tokens > limit:
+        what = "with_pieces and return_token_strs" if has_pieces else "/tokenize"
+        message = f"{what} accepts texts of up to {limit} tokens; this one has {bound}{num_tokens}."
+        raise BadRequest(
+            message, param="with_pieces" if body.with_pieces else None, code="too_many_tokens"
+        )
 
 
 @router.post("/detokenize", openapi_extra=describe_route(DetokenizeBody, DetokenizeAnswer))
