@@ -583,6 +583,70 @@ def test_text_with_many_control_tokens_is_split_in_another_thread(count, monkeyp
     with_service(test, context_length=32_768)
 
 
+PROMPTS = [  # a body for each route that tokenizes
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/responses", {"input": "a"}),
+    ("/v1/responses/input_tokens", {"input": "a"}),
+    ("/v1/messages", {"model": "fake", "max_tokens": 1, "messages": MESSAGES}),
+    ("/v1/messages/count_tokens", {"model": "fake", "messages": MESSAGES}),
+    ("/api/chat", {"model": "fake", "messages": MESSAGES}),
+    ("/api/generate", {"model": "fake", "prompt": "a"}),
+    ("/api/embed", {"model": "fake", "input": "a"}),
+    ("/api/embeddings", {"model": "fake", "prompt": "a"}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ("/generate", {"prompt": "a"}),
+    ("/generate_stream", {"prompt": "a"}),
+    ("/encode", {"text": "a"}),
+    ("/tokenize", {"content": "a"}),
+    ("/tokenize", {"messages": MESSAGES}),
+]
+
+
+def test_prompt_of_a_client_that_disconnects_is_neither_tokenized_nor_submitted():
+    """The engine is stopped, so each prompt still waits when its client disconnects."""
+
+    async def disconnect(service, app, path, body):
+        """Send a request and disconnect when its prompt waits. Return the messages of the
+        answer.
+        """
+        parts, gone, answer = [json.dumps(body).encode()], asyncio.Event(), []
+        headers = {b"content-type": b"application/json"}
+        if path.startswith("/v1/messages"):
+            headers[b"anthropic-version"] = b"2023-06-01"
+
+        async def receive():
+            if parts:
+                return {"type": "http.request", "body": parts.pop()}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            answer.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+        asking = asyncio.create_task(app({**scope, "headers": [*headers.items()]}, receive, send))
+        while not service.engine._pending_tokens:
+            assert not asking.done(), (path, answer)
+            await asyncio.sleep(0.01)
+        gone.set()
+        await asyncio.wait([asking], timeout=30)
+        assert asking.done(), path
+        return answer
+
+    async def test(service, client):
+        os.kill(service.engine.pid, signal.SIGSTOP)
+        for path, body in PROMPTS:
+            answer = await disconnect(service, client._transport.app, path, body)
+            assert answer[0]["status"] == 499, path
+            assert not service.engine._pending_tokens, path
+            assert service.engine.num_unfinished == 0, path
+        os.kill(service.engine.pid, signal.SIGCONT)
+
+    with_service(test)
+
+
 @pytest.mark.parametrize(
     ("limits", "kind"), [({"tokens": 10}, "tokens"), ({"seconds": 5.0}, "requests")]
 )

@@ -408,6 +408,25 @@ def test_work_raises_its_error_if_the_client_stays():
         asyncio.run(until_disconnect(Asked(None), work()))
 
 
+def test_disconnect_is_noticed_by_work_within_and_after_other_work():
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 3
+
+    async def wait(request) -> None:
+        assert await until_disconnect(request, work()) == 3
+        await until_disconnect(request, asyncio.Event().wait())
+
+    async def main() -> None:
+        request = Asked(10)
+        with pytest.raises(ClientGone):
+            await until_disconnect(request, wait(request))
+        with pytest.raises(ClientGone):
+            await wait(request)
+
+    asyncio.run(main())
+
+
 def test_work_is_cancelled_when_its_client_disconnects():
     ended = []
 

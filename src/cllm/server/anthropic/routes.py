@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
+from cllm.answer import Generation
 from cllm.errors import BadRequest
 from cllm.server import resolve
 from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
@@ -23,7 +24,7 @@ from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
 from cllm.server.body import describe_route, read_body
-from cllm.server.call import call_of
+from cllm.server.call import Call, call_of
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
 from cllm.server.request_id import request_id
@@ -63,13 +64,7 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesBody)
     service = service_for(request, body.model)
     call = call_of(request)
-    params, scheduling = body.params(call.state.sampling), body.scheduling_options(call)
-    chat, bound = await off_loop(call, body.chat), FREE
-    if schema := body.output_schema():
-        bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
-    generation = await service.prepare(
-        f"msg_{secrets.token_hex(12)}", chat, params, scheduling, answer=bound
-    )
+    generation = await until_disconnect(request, message_generation(call, service, body))
     answer = service.submit(generation)
     headers = {**answer_headers(answer), **note_skipped(call, service, body.skipped_blocks())}
     if body.stream:
@@ -84,6 +79,17 @@ async def messages(request: Request) -> Response:
     return Response(to_json(message), headers=headers, media_type="application/json")
 
 
+async def message_generation(call: Call, service: Service, body: MessagesBody) -> Generation:
+    """Return the generation of the next message, ready to be submitted."""
+    params, scheduling = body.params(call.state.sampling), body.scheduling_options(call)
+    chat, bound = await off_loop(call, body.chat), FREE
+    if schema := body.output_schema():
+        bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
+    return await service.prepare(
+        f"msg_{secrets.token_hex(12)}", chat, params, scheduling, answer=bound
+    )
+
+
 @router.post(
     "/messages/count_tokens", openapi_extra=describe_route(CountBody, TokenCount, error=Error)
 )
@@ -95,7 +101,8 @@ async def count_tokens(request: Request) -> dict[str, int]:
     body = await read_body(request, CountBody)
     service = service_for(request, body.model)
     chat = await off_loop(call_of(request), body.chat)
-    return {"input_tokens": len(await service.encode_chat(chat))}
+    tokens = await until_disconnect(request, service.encode_chat(chat))
+    return {"input_tokens": len(tokens)}
 
 
 @router.get("/models", include_in_schema=False)

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.answer import Generation
+from cllm.answer import Generation, SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, UnknownModel
@@ -52,6 +52,7 @@ from cllm.server.resolve import registry_of
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import encode_vectors
 from cllm.service import Service
+from cllm.text.chat import Chat
 from cllm.text.grammar import FREE, CheckedGrammar
 
 service_for = partial(
@@ -94,22 +95,36 @@ async def generate(request: Request) -> Response:
     params, bound = await params_of(request, service, body)
     if not body.prompt:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=False))
-    name = secrets.token_hex(12)
+    generation = await until_disconnect(
+        request, prompt_generation(service, body, asked, params, scheduling, bound)
+    )
+    return await respond(request, service, body, generation, clock, chat=False)
+
+
+async def prompt_generation(
+    service: Service,
+    body: GenerateBody,
+    asked: Chat,
+    params: SamplingParams,
+    scheduling: SchedulingOptions,
+    bound: CheckedGrammar,
+) -> Generation:
+    """Return the generation for the prompt of ``body``, ready to be submitted."""
+    name, text = secrets.token_hex(12), body.prompt or ""
     if body.suffix:
-        prefix = await service.encode(body.prompt, scheduling=scheduling, plain=True)
+        prefix = await service.encode(text, scheduling=scheduling, plain=True)
         generation = Generation(
             name, [await infill(service, prefix, body.suffix, scheduling)], params, scheduling
         )
-        generation.bind(bound)
     elif body.raw or not service.vocabulary.chat_template:
-        prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
+        prompt = "\n\n".join(filter(None, (body.system, text)))
         generation = Generation(
             name, [await service.encode(prompt, scheduling=scheduling)], params, scheduling
         )
-        generation.bind(bound)
     else:
-        generation = await service.prepare(name, asked, params, scheduling, "prompt", bound)
-    return await respond(request, service, body, generation, clock, chat=False)
+        return await service.prepare(name, asked, params, scheduling, "prompt", bound)
+    generation.bind(bound)
+    return generation
 
 
 @router.post(
@@ -125,8 +140,9 @@ async def chat(request: Request) -> Response:
     params, bound = await params_of(request, service, body)
     if not body.messages:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))
-    generation = await service.prepare(
-        secrets.token_hex(12), asked, params, scheduling, answer=bound
+    generation = await until_disconnect(
+        request,
+        service.prepare(secrets.token_hex(12), asked, params, scheduling, answer=bound),
     )
     return await respond(request, service, body, generation, clock, chat=True)
 
@@ -195,7 +211,9 @@ async def embed_texts(request: Request) -> Response:
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"Invalid 'dimensions': it must be at most {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
-    texts = await encode_texts(service, given, params, truncate=body.truncate is not False)
+    texts = await until_disconnect(
+        request, encode_texts(service, given, params, truncate=body.truncate is not False)
+    )
     clock.submit()
     found = await until_disconnect(
         request, embed(service, texts, params, body.scheduling_options(call_of(request)))
@@ -217,7 +235,9 @@ async def embeddings(request: Request) -> Response:
     service = service_for(request, body.model)
     if not body.prompt:
         return json_answer({"embedding": []})
-    texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
+    texts = await until_disconnect(
+        request, encode_texts(service, [body.prompt], ["prompt"], truncate=True)
+    )
     found = await until_disconnect(
         request, embed(service, texts, ["prompt"], body.scheduling_options(call_of(request)))
     )

@@ -48,7 +48,9 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
     body = await read_body(request, CompletionBody)
     service = service_for(request, body.model)
-    generation = await completion_generation(call_of(request), service, body)
+    generation = await until_disconnect(
+        request, completion_generation(call_of(request), service, body)
+    )
     answer = service.submit(generation)
     words = CompletionFormatter(service, body, answer)
     if body.stream:

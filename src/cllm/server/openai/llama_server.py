@@ -90,8 +90,9 @@ async def infill(request: Request) -> Response:
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
-    prompt, is_short = await build_infill_prompt(
-        service, before, body.input_suffix, snippets, params.max_tokens
+    prompt, is_short = await until_disconnect(
+        request,
+        build_infill_prompt(service, before, body.input_suffix, snippets, params.max_tokens),
     )
     scheduling = body.scheduling_options(call_of(request))
     generation = Generation(

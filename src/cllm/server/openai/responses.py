@@ -52,7 +52,9 @@ async def create(request: Request) -> Response:
     """
     body = await read_body(request, ResponseBody)
     service = service_for(request, body.model)
-    generation, events, skipped = await response_generation(call_of(request), service, body)
+    generation, events, skipped = await until_disconnect(
+        request, response_generation(call_of(request), service, body)
+    )
     answer = service.submit(generation)
     headers = {"x-request-id": generation.request_id, **answer_headers(answer), **skipped}
     if body.stream:
@@ -87,7 +89,8 @@ async def input_tokens(request: Request) -> Response:
     call = call_of(request)
     chat, _, skipped = await translate(call, service, body)
     with rename_fields():
-        prompt = await service.encode_chat(await off_loop(call, chat.chat), param="input")
+        asked = await off_loop(call, chat.chat)
+        prompt = await until_disconnect(request, service.encode_chat(asked, param="input"))
     content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
     return JSONResponse(content, headers=skipped)
 

@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
     """
     body = await read_body(request, ChatBody)
     service = service_for(request, body.model)
-    generation = await chat_generation(call_of(request), service, body)
+    generation = await until_disconnect(request, chat_generation(call_of(request), service, body))
     answer = service.submit(generation)
     if body.stream:
         return chat_stream(service, body, answer)

@@ -29,6 +29,7 @@ from cllm.server.openai.conversation import (
     drop_nulls,
 )
 from cllm.server.resolve import service_for
+from cllm.server.sse import until_disconnect
 from cllm.service import Service
 from cllm.text.chat import Chat
 from cllm.text.fences import OPEN, remove_fences
@@ -104,6 +105,13 @@ async def tokenize(request: Request) -> Response:
             f"not {len(given)}."
         )
         raise BadRequest(message, param="content", code="invalid_value")
+    tokens = await until_disconnect(request, encode(request, service, body))
+    content = await off_loop(call_of(request), lambda: format_tokens(service, body, tokens))
+    return Response(content, media_type="application/json")
+
+
+async def encode(request: Request, service: Service, body: TokenizeBody) -> list[int]:
+    """Return the tokens of the text or the conversation. Raises BadRequest."""
     if body.messages is not None:
         text = await render(request, service, body.messages, body)
     else:
@@ -111,13 +119,11 @@ async def tokenize(request: Request) -> Response:
     num_characters = len(text) - 2 * text.count(OPEN)
     check_count(body, service.least_tokens(num_characters), "at least ")
     if body.messages is not None:
-        tokens = await service.encode_rendered(text, "messages")
-    else:
-        asked = body.add_special if body.add_special is not None else body.add_special_tokens
-        add_special = asked if asked is not None else body.prompt is not None
-        [tokens] = await service.tokenize([Segment(text, add_special, body.parse_special)])
-    content = await off_loop(call_of(request), lambda: format_tokens(service, body, tokens))
-    return Response(content, media_type="application/json")
+        return await service.encode_rendered(text, "messages")
+    asked = body.add_special if body.add_special is not None else body.add_special_tokens
+    add_special = asked if asked is not None else body.prompt is not None
+    [tokens] = await service.tokenize([Segment(text, add_special, body.parse_special)])
+    return tokens
 
 
 def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> bytes:
@@ -171,7 +177,7 @@ async def apply_template(request: Request) -> Response:
     """
     body = await read_body(request, TemplateBody)
     service = service_for(request, body.model)
-    text = await render(request, service, body.messages, body)
+    text = await until_disconnect(request, render(request, service, body.messages, body))
     content = await off_loop(call_of(request), lambda: to_json({"prompt": remove_fences(text)}))
     return Response(content, media_type="application/json")
 
