@@ -1,6 +1,7 @@
 """Sampling parameters on the way from a request body to the engine, in every dialect."""
 
 import asyncio
+import threading
 
 import httpx2
 import pydantic
@@ -89,7 +90,7 @@ def test_omitted_parameters_get_the_operators_defaults():
 def test_error_names_the_field_that_was_sent(name):
     body = CompletionBody(prompt="a", **{name: 0.0})
     with pytest.raises(BadRequest, match=f"'{name}'") as caught:
-        body.params(Sampling(), DryBreakers([]))
+        asyncio.run(body.params(Sampling(), DryBreakers([])))
     assert caught.value.param == name
 
 
@@ -109,7 +110,22 @@ def test_error_names_the_field_that_was_sent(name):
 )
 def test_limit_of_operator_is_a_default(body, operator, limit):
     defaults = Sampling(max_tokens=operator)
-    assert body.params(defaults, DryBreakers([])).max_tokens == limit
+    assert asyncio.run(body.params(defaults, DryBreakers([]))).max_tokens == limit
+
+
+@pytest.mark.parametrize("texts", [{"dry_sequence_breakers": ["a"]}, {"dry_multiplier": 1.0}])
+def test_breakers_are_found_in_another_thread(texts):
+    """A text that is in many tokens would keep the event loop from other clients."""
+    threads = []
+
+    class Breakers:
+        def ids(self, texts):
+            threads.append(threading.current_thread())
+            return (1,)
+
+    params = asyncio.run(CompletionBody(prompt="a", **texts).params(Sampling(), Breakers()))
+    assert params.dry_breakers == (1,)
+    assert threads != [threading.main_thread()]
 
 
 @pytest.mark.parametrize(

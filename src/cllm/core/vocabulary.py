@@ -4,7 +4,6 @@ and its templates.
 
 from __future__ import annotations
 
-import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,14 +58,17 @@ class Pieces:
 
     def find(self, part: bytes) -> list[int]:
         """Return the ids of the tokens that contain ``part``, which is not empty, in order."""
-        found: dict[int, None] = {}
-        offsets = self.offsets
-        # the lookahead finds matches that overlap
-        for match in re.finditer(b"(?=" + re.escape(part) + b")", self.data):
-            token = bisect_right(offsets, match.start()) - 1
-            if match.start() + len(part) <= offsets[token + 1]:
-                found[token] = None
-        return list(found)
+        found: list[int] = []
+        data, offsets, token = self.data, self.offsets, 0
+        place = data.find(part)
+        while place >= 0:
+            token = bisect_right(offsets, place, token) - 1
+            following = place + 1
+            if place + len(part) <= offsets[token + 1]:
+                found.append(token)
+                following = offsets[token + 1]
+            place = data.find(part, following)
+        return found
 
 
 class VocabularyFacts(Protocol):

@@ -5,7 +5,7 @@ contain them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from cllm.core.vocabulary import Pieces
@@ -26,8 +26,10 @@ class DryBreakers:
         """``pieces`` returns the bytes of each token id."""
         self._find = lru_cache(32)(lambda text: array("I", pieces().find(text.encode())))
 
-    def ids(self, texts: tuple[str, ...] | None) -> tuple[int, ...]:
+    def ids(self, texts: Sequence[str] | None) -> tuple[int, ...]:
         """Return the ids of the tokens that contain one of ``texts``; None means the usual ones.
+
+        This takes up to a second for texts that are in many tokens.
 
         Raises BadRequest if there are too many texts, or if one is empty, too long, or in no single
         token.

@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
 async def completion_generation(call: Call, service: Service, body: CompletionBody) -> Generation:
     """Return the generation for the prompts of ``body``, ready to be submitted."""
     body.check()
-    params = body.params(call.state.sampling, service.dry_breakers)
+    params = await body.params(call.state.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     scheduling = body.scheduling_options(call)
     prompts = []

@@ -86,7 +86,7 @@ async def infill(request: Request) -> Response:
     """
     body = await read_body(request, InfillBody)
     service = service_for(request, body.model)
-    params = body.params(request.app.state.sampling, service.dry_breakers)
+    params = await body.params(request.app.state.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt

@@ -62,7 +62,7 @@ async def chat_generation(
     ``request_id``: a new one by default. ``param`` names its messages in errors.
     """
     body.check()
-    params = body.params(call.state.sampling, service.dry_breakers)
+    params = await body.params(call.state.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     chat = await off_loop(call, body.chat)
     request_id = request_id or f"chatcmpl-{secrets.token_hex(12)}"

@@ -6,6 +6,7 @@ The ranges of sampling parameters are checked in core/params.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -15,6 +16,7 @@ from cllm.config import Sampling
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, limit_entries, rename_parameters
+from cllm.server.off_loop import in_thread
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -112,10 +114,10 @@ class GenerationBody(TermsBody, ConstrainedBody):
             else self.max_tokens
         )
 
-    def params(self, defaults: Sampling, breakers: DryBreakers) -> SamplingParams:
+    async def params(self, defaults: Sampling, breakers: DryBreakers) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range.
 
-        ``breakers``: finds the tokens that end a repetition for DRY.
+        ``breakers``: finds the tokens that end a repetition for DRY, in another thread.
         """
         limit = self.num_new_tokens()
         if limit == LARGEST:  # no limit, not even the operator's
@@ -128,10 +130,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
         if values["repetition_penalty"] is None:
             values["repetition_penalty"] = self.repeat_penalty
             names["repetition_penalty"] = "repeat_penalty"
-        if self.dry_sequence_breakers is not None:
-            values["dry_breakers"] = breakers.ids(tuple(self.dry_sequence_breakers))
-        elif values["dry_multiplier"]:
-            values["dry_breakers"] = breakers.ids(None)
+        if self.dry_sequence_breakers is not None or values["dry_multiplier"]:
+            find = partial(breakers.ids, self.dry_sequence_breakers)
+            values["dry_breakers"] = await in_thread(find)
         values |= {
             **self.logprobs_wanted(),
             "n": self.num_choices(),
