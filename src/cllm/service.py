@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -129,20 +129,38 @@ class Service:
         text: str,
         param: str = "prompt",
         scheduling: SchedulingOptions | None = None,
-        *,
-        plain: bool = False,
     ) -> list[int]:
-        """Return the tokens of a whole prompt, with control tokens parsed; or, if ``plain``, of a
-        part that is text.
+        """Return the tokens of a whole prompt, with control tokens parsed.
 
-        Raises BadRequest for a text that has too many characters to fit, and QueueFull for a long
-        text that would be rejected with these ``scheduling`` options; both without tokenizing it.
+        Raises what ``check_text`` and ``tokenize`` raise.
+        """
+        [tokens] = await self.encode_all([(param, text)], scheduling)
+        return tokens
+
+    async def encode_all(
+        self,
+        prompts: Sequence[tuple[str, str | list[int]]],
+        scheduling: SchedulingOptions | None = None,
+    ) -> list[list[int]]:
+        """Do what ``encode`` does for several prompts, which come with the names of their fields.
+
+        Token ids are returned as they are.
+        """
+        segments = []
+        for param, text in prompts:
+            if isinstance(text, str):
+                self.check_text(text, param, scheduling)
+                segments.append([Segment(text, add_special=True, parse_special=True)])
+        tokenized = iter(await self.tokenize(*segments))
+        return [next(tokenized) if isinstance(text, str) else text for _, text in prompts]
+
+    def check_text(self, text: str, param: str, scheduling: SchedulingOptions | None) -> None:
+        """Raise BadRequest for a text that has too many characters to fit, and QueueFull for a long
+        text that would be rejected with these ``scheduling`` options.
         """
         self._check_length(len(text), param)
         if len(text) >= LONG_TEXT:
             self._check_room(len(text), scheduling)
-        [tokens] = await self.tokenize([Segment(text, not plain, not plain)])
-        return tokens
 
     async def tokenize(self, *texts: list[Segment]) -> list[list[int]]:
         """Return the token ids of each text.

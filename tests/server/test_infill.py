@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from cllm.answer import SchedulingOptions
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.segments import tokenize_segments
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
-from cllm.server.infill import Snippet, build_infill_prompt
+from cllm.server.infill import Snippet, build_infill_prompt, infill
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text here has
 
@@ -39,6 +40,17 @@ def prompt(service, prefix, suffix, snippets=(), num_new_tokens=10):
 def test_prefix_and_suffix_follow_their_tokens():
     assert prompt(service(), "a = ", "\n") == (b"\x01a = \x02\n\x03", False)
     assert prompt(service(), "", "") == (b"\x01\x02\x03", False)
+
+
+def test_several_prefixes_are_tokenized_in_one_call():
+    calls, one = [], service()
+    tokenize = one.tokenize
+    one.tokenize = lambda *texts: calls.append(texts) or tokenize(*texts)
+    one.check_text = lambda *_: None
+    for prefixes in (["a", "bc"], [[97], [98, 99]]):
+        prompts = asyncio.run(infill(one, prefixes, "d", SchedulingOptions()))
+        assert [*map(bytes, prompts)] == [b"\x01a\x02d\x03", b"\x01bc\x02d\x03"]
+    assert len(calls) == 2
 
 
 def test_snippets_of_other_files_come_first():

@@ -20,16 +20,27 @@ class Snippet(NamedTuple):
 
 
 async def infill(
-    service: Service, prefix: list[int], suffix: str, scheduling: SchedulingOptions
-) -> list[int]:
-    """Return a prompt for the text between ``prefix`` and ``suffix``.
+    service: Service,
+    prefixes: Sequence[str | list[int]],
+    suffix: str,
+    scheduling: SchedulingOptions,
+) -> list[list[int]]:
+    """Return a prompt for the text between each of ``prefixes`` (texts or token ids) and
+    ``suffix``.
 
-    Raises BadRequest if the model cannot fill in.
+    Raises BadRequest if the model cannot fill in, and what ``Service.encode`` raises.
     """
     marks = find_marks(service, "suffix")
-    behind = await service.encode(suffix, "suffix", scheduling, plain=True)
-    [begin] = await service.tokenize([Segment("", add_special=True)])
-    return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
+    texts = [prefix for prefix in prefixes if isinstance(prefix, str)]
+    for text in texts:
+        service.check_text(text, "prompt", scheduling)
+    service.check_text(suffix, "suffix", scheduling)
+    begin, behind, *tokenized = await service.tokenize(
+        [Segment("", add_special=True)], *([Segment(text)] for text in (suffix, *texts))
+    )
+    of_texts = iter(tokenized)
+    before = (next(of_texts) if isinstance(prefix, str) else prefix for prefix in prefixes)
+    return [[*begin, marks[0], *prefix, marks[1], *behind, marks[2]] for prefix in before]
 
 
 def find_marks(service: Service, param: str) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
-from cllm.answer import Answer, Generation, SchedulingOptions
+from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, describe_route, example, read_body
@@ -40,7 +40,6 @@ from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.resolve import service_for
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Service
 from cllm.text.output_reader import Delta
 
 router = APIRouter(tags=["cLLM"])
@@ -265,14 +264,10 @@ async def submit(request: Request, body: GenerateBody) -> Answer:
     }
     params = build_params(defaults, read_sampling_values(body, "native") | own)
     scheduling = body.scheduling_options(call_of(request))
-    prompts = await until_disconnect(request, encode_prompts(service, body, scheduling))
+    prompts = await until_disconnect(
+        request, service.encode_all([*body.texts().items()], scheduling)
+    )
     return service.submit(Generation(secrets.token_hex(16), prompts, params, scheduling))
-
-
-async def encode_prompts(
-    service: Service, body: GenerateBody, scheduling: SchedulingOptions
-) -> list[list[int]]:
-    return [await service.encode(text, name, scheduling) for name, text in body.texts().items()]
 
 
 def event_stream(answer: Answer) -> EventStream:

@@ -112,10 +112,8 @@ async def prompt_generation(
     """Return the generation for the prompt of ``body``, ready to be submitted."""
     name, text = secrets.token_hex(12), body.prompt or ""
     if body.suffix:
-        prefix = await service.encode(text, scheduling=scheduling, plain=True)
-        generation = Generation(
-            name, [await infill(service, prefix, body.suffix, scheduling)], params, scheduling
-        )
+        prompts = await infill(service, [text], body.suffix, scheduling)
+        generation = Generation(name, prompts, params, scheduling)
     elif body.raw or not service.vocabulary.chat_template:
         prompt = "\n\n".join(filter(None, (body.system, text)))
         generation = Generation(

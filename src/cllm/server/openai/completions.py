@@ -69,19 +69,12 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
     params = await body.params(call.state.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     scheduling = body.scheduling_options(call)
-    prompts = []
-    for text in body.prompts():
-        plain = body.suffix is not None
-        tokens = (
-            await service.encode(text, scheduling=scheduling, plain=plain)
-            if isinstance(text, str)
-            else text
-        )
-        prompts.append(
-            tokens
-            if body.suffix is None
-            else await infill(service, tokens, body.suffix, scheduling)
-        )
+    given = body.prompts()
+    prompts = (
+        await service.encode_all([("prompt", prompt) for prompt in given], scheduling)
+        if body.suffix is None
+        else await infill(service, given, body.suffix, scheduling)
+    )
     check_echo(body, prompts)
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, scheduling)
     generation.bind(bound)
