@@ -249,19 +249,25 @@ class Answer:
             and scheduling.queue_timeout < deadline
             and elapsed < deadline
         ):
-            limit = round(scheduling.queue_timeout * 1000)
-            return RequestTimeout(
-                f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout"
-            )
-        limit = round((scheduling.deadline or 0) * 1000)
-        return RequestTimeout(
-            f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded"
-        )
+            return waited_too_long(scheduling.queue_timeout)
+        return missed_deadline(scheduling.deadline or 0)
 
 
-def took_too_long(seconds: float | None) -> RequestTimeout:
+def took_too_long(seconds: float) -> RequestTimeout:
     """Return the error for a request that took longer than the server allows."""
     return RequestTimeout(f"The request took longer than {seconds:g} seconds.")
+
+
+def missed_deadline(seconds: float) -> RequestTimeout:
+    """Return the error for a request that took longer than its client allows."""
+    message = f"The request took longer than its deadline_ms, {round(seconds * 1000)}."
+    return RequestTimeout(message, "deadline_exceeded")
+
+
+def waited_too_long(seconds: float) -> RequestTimeout:
+    """Return the error for a request that waited longer than its client allows."""
+    message = f"The request waited longer than its queue_timeout_ms, {round(seconds * 1000)}."
+    return RequestTimeout(message, "queue_timeout")
 
 
 def grammar_error() -> BadRequest:

@@ -11,9 +11,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
-from cllm.answer import Answer, Generation, SchedulingOptions, make_request, took_too_long
+from cllm.answer import (
+    Answer,
+    Generation,
+    SchedulingOptions,
+    make_request,
+    missed_deadline,
+    took_too_long,
+    waited_too_long,
+)
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.core.request import check_prompt
@@ -151,7 +160,7 @@ class Service:
             if isinstance(text, str):
                 self.check_text(text, param, scheduling)
                 segments.append([Segment(text, add_special=True, parse_special=True)])
-        tokenized = iter(await self.tokenize(*segments))
+        tokenized = iter(await self.tokenize(*segments, scheduling=scheduling))
         return [next(tokenized) if isinstance(text, str) else text for _, text in prompts]
 
     def check_text(self, text: str, param: str, scheduling: SchedulingOptions | None) -> None:
@@ -162,19 +171,29 @@ class Service:
         if len(text) >= LONG_TEXT:
             self._check_room(len(text), scheduling)
 
-    async def tokenize(self, *texts: list[Segment]) -> list[list[int]]:
+    async def tokenize(
+        self, *texts: list[Segment], scheduling: SchedulingOptions | None = None
+    ) -> list[list[int]]:
         """Return the token ids of each text.
 
         Raises EngineError without an engine or if too many texts wait, and RequestTimeout.
         """
         if not texts:
             return []
+        scheduling = scheduling or SchedulingOptions()
+        limits = (
+            (self.request_timeout, took_too_long),
+            (scheduling.deadline, missed_deadline),
+            (scheduling.queue_timeout, waited_too_long),
+        )
+        given = [(seconds, error) for seconds, error in limits if seconds is not None]
+        seconds, error = min(given, key=itemgetter(0), default=(None, took_too_long))
         try:
             with self.admission():
-                async with asyncio.timeout(self.request_timeout):
+                async with asyncio.timeout(seconds):
                     return await self.engine.tokenize([*texts])
         except TimeoutError:
-            raise took_too_long(self.request_timeout) from None
+            raise error(seconds or 0) from None
 
     async def prepare(
         self,
@@ -227,9 +246,11 @@ class Service:
             self._check_room(length, scheduling)
         text = await self.render_chat(chat)
         self._check_length(len(text) - 2 * text.count(OPEN), param)
-        return await self.encode_rendered(text, param)
+        return await self.encode_rendered(text, param, scheduling)
 
-    async def encode_rendered(self, text: str, param: str) -> list[int]:
+    async def encode_rendered(
+        self, text: str, param: str, scheduling: SchedulingOptions | None = None
+    ) -> list[int]:
         """Return the tokens of a conversation that has been rendered.
 
         Raises BadRequest if it has too many fences for the context, and what ``tokenize`` raises.
@@ -237,9 +258,8 @@ class Service:
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
         self._check_length(num_fenced * self.vocabulary.longest_piece, param)
         split = partial(self.fences.split, text)
-        [tokens] = await self.tokenize(
-            split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
-        )
+        segments = split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
+        [tokens] = await self.tokenize(segments, scheduling=scheduling)
         return tokens
 
     async def render_chat(self, chat: Chat) -> str:

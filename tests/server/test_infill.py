@@ -19,7 +19,7 @@ def service(context_length=1000, infill=(PREFIX, SUFFIX, MIDDLE), repository=Non
     vocabulary = FakeVocabulary()
     vocabulary.infill_tokens, vocabulary.repository_tokens = infill, repository
 
-    async def tokenize(*texts):
+    async def tokenize(*texts, **_):
         return [tokenize_segments(vocabulary, text) for text in texts]
 
     return SimpleNamespace(
@@ -45,7 +45,7 @@ def test_prefix_and_suffix_follow_their_tokens():
 def test_several_prefixes_are_tokenized_in_one_call():
     calls, one = [], service()
     tokenize = one.tokenize
-    one.tokenize = lambda *texts: calls.append(texts) or tokenize(*texts)
+    one.tokenize = lambda *texts, **_: calls.append(texts) or tokenize(*texts)
     one.check_text = lambda *_: None
     for prefixes in (["a", "bc"], [[97], [98, 99]]):
         prompts = asyncio.run(infill(one, prefixes, "d", SchedulingOptions()))

@@ -596,6 +596,30 @@ def test_several_prompts_are_tokenized_in_one_call(path):
     with_service(test)
 
 
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [
+        ({"deadline_ms": 50}, "deadline_exceeded"),
+        ({"queue_timeout_ms": 50}, "queue_timeout"),
+        ({"deadline_ms": 50, "queue_timeout_ms": 60_000}, "deadline_exceeded"),
+        ({"deadline_ms": 60_000, "queue_timeout_ms": 50}, "queue_timeout"),
+    ],
+)
+def test_time_limits_of_a_request_apply_while_it_is_tokenized(limits, code):
+    """The engine is stopped, so nothing is tokenized."""
+
+    async def test(service, client):
+        os.kill(service.engine.pid, signal.SIGSTOP)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            field = {"messages": MESSAGES} if "chat" in path else {"prompt": "a"}
+            answer = await client.post(path, json=field | limits)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, code)
+            assert " 50." in answer.json()["error"]["message"]
+        os.kill(service.engine.pid, signal.SIGCONT)
+
+    with_service(test)
+
+
 PROMPTS = [  # a body for each route that tokenizes
     ("/v1/chat/completions", {"messages": MESSAGES}),
     ("/v1/completions", {"prompt": "a"}),

@@ -36,7 +36,9 @@ async def infill(
         service.check_text(text, "prompt", scheduling)
     service.check_text(suffix, "suffix", scheduling)
     begin, behind, *tokenized = await service.tokenize(
-        [Segment("", add_special=True)], *([Segment(text)] for text in (suffix, *texts))
+        [Segment("", add_special=True)],
+        *([Segment(text)] for text in (suffix, *texts)),
+        scheduling=scheduling,
     )
     of_texts = iter(tokenized)
     before = (next(of_texts) if isinstance(prefix, str) else prefix for prefix in prefixes)
