@@ -145,7 +145,7 @@ def test_cost_of_rows_is_at_most_that_of_a_step_with_a_prompt():
     cost.observe(0, 16, 0.010)
     cost.observe(60, 16, 0.050)
     assert cost.estimate_decode(60) == pytest.approx(0.050)
-    assert cost.per_tile == pytest.approx(0.010)
+    assert 0.010 <= cost.per_tile <= 0.020
 
 
 def test_step_without_time_makes_nothing_free():

@@ -49,7 +49,6 @@ class Pacing:
         self._num_above = 0  # those of a higher one
         self._head_seconds = 0.0  # that it has been computed for
         self._takes_steps = False  # whether it fills more than one step
-        self._tried: set[int] = set()  # numbers of rows that prompts have let run alone once
 
     def select(self, decoding: list[Sequence]) -> list[Sequence]:
         """Return the sequences of ``decoding`` that get a row in this step."""
@@ -90,8 +89,6 @@ class Pacing:
     def allows_prompts(self, decoding: Run[Sequence], lacking: Run[Sequence]) -> bool:
         """Return whether the prompts of ``lacking`` may be computed in this step, beside rows for
         ``decoding``.
-
-        The first step with a new number of rows computes no prompts, to learn what the rows cost.
         """
         head = lacking[0] if lacking else None
         if head is not self._head:
@@ -108,10 +105,6 @@ class Pacing:
         if not self._num_rivals or self._share == 1:
             self.prompts = 0.0
             return True
-        num_rows = len(decoding)
-        if not self._cost.is_known(num_rows, 1) and num_rows not in self._tried:
-            self._tried.add(num_rows)
-            return False
         return self.prompts >= 0
 
     def charge(self, seconds: float) -> None:

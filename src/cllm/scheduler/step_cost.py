@@ -53,10 +53,11 @@ class StepCost:
         """
         seconds = max(seconds, SHORTEST)
         rows, long = self.estimate_decode(num_rows), self.estimate_long_row(num_long_tokens)
-        if num_tokens and seconds <= rows + long:  # without the prompt it takes even less
-            self.per_rows[num_rows] = seconds
-            self._observed.setdefault(num_rows, (0, self._num_steps))
-        elif num_tokens:
+        if num_tokens:
+            if num_rows and seconds <= rows + long:  # without the prompt it takes even less
+                self.per_rows[num_rows] = seconds
+                self._observed.setdefault(num_rows, (0, self._num_steps))
+            rows = self._find_least(num_rows)
             num_tiles = -(-num_tokens // self.tile)
             # as if each tile had been observed on its own
             share = 1 - (1 - SHARE) ** (num_tokens / self.tile)
@@ -74,17 +75,24 @@ class StepCost:
             count, _ = self._observed.get(num_rows, (0, 0))
             self._observed[num_rows] = count + 1, self._num_steps
             before = self.per_rows.pop(num_rows, rows or None)
+            if not count and before is not None:  # only a guess, which may be far too high
+                before = min(before, seconds)
             self.per_rows[num_rows] = update_mean(before, seconds)
             oldest = next((n for n in self.per_rows if n != 1), 1)
             if oldest != 1 and self._num_steps - self._observed[oldest][1] > STALE:
                 del self.per_rows[oldest], self._observed[oldest]
 
-    def is_known(self, num_rows: int, times: int = KNOWN) -> bool:
-        """Return whether a similar number of decoding rows has been observed at least ``times``
-        times.
+    def _find_least(self, num_rows: int) -> float:
+        """Return the seconds that a step with ``num_rows`` decoding rows takes at least: what was
+        observed for as many, or else for fewer.
         """
+        known = [n for n, (count, _) in self._observed.items() if count and n <= num_rows]
+        return self.per_rows[max(known)] if known else 0.0
+
+    def is_known(self, num_rows: int) -> bool:
+        """Return whether a similar number of decoding rows has been observed several times."""
         return any(
-            abs(known - num_rows) <= num_rows // 4 and count >= times
+            abs(known - num_rows) <= num_rows // 4 and count >= KNOWN
             for known, (count, _) in self._observed.items()
         )
 
