@@ -190,7 +190,7 @@ def test_moves_between_streams_keep_answers(known_questions, monkeypatch, seed):
     with LLM(scheduler_max_num_seqs=6) as llm:
         assert llm.info.layout == "paged"
 
-        def exchange(rows, running, kv_cache):
+        def exchange(rows, num_decoding, running, kv_cache):
             operations = []
             for _ in range(draw.randrange(4)):
                 first, second = draw.sample(range(6), 2)

@@ -181,7 +181,7 @@ def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
     costs = Costs(step=0.03, row=0.01, token=0.008)
     engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6)
     start_streams(engine, 4)
-    engine.add("long", [5] * 4000, max_tokens=2)
+    engine.add("long", [5] * 8000, max_tokens=2)
     for _ in range(4):
         engine.step()
     waits = []
@@ -294,3 +294,33 @@ def test_steps_of_rows_that_cost_almost_nothing_do_not_hide_the_cost_of_prompts(
         engine.add(f"again{i}", [100 + i] * 50, max_tokens=3000)
         engine.step()
     assert engine.scheduler.cost.per_token > costs.token / 4  # part of a tile costs a whole one
+
+
+def test_of_prompts_that_arrive_together_shorter_ones_come_first(fake_engine):
+    """But one that arrives later than a long one takes comes after it."""
+    engine = make_engine(fake_engine, layout="paged")
+    start_streams(engine, 2)
+    for i, size in enumerate([200, 100, 150, 50]):
+        engine.add(f"p{i}", [100 + i] * size, max_tokens=1)
+    run(engine, lambda: all(engine.tokens(f"p{i}") for i in range(4)))
+    first = [output.request_id for output in engine.outputs if output.request_id.startswith("p")]
+    assert [*dict.fromkeys(first)] == ["p3", "p1", "p2", "p0"]
+
+
+def test_prompts_and_streams_have_steps_of_their_own_if_their_passes_are_separate(fake_engine):
+    """So a prompt does not wait for the streams' tokens, and streams wait no longer than the
+    target.
+    """
+    engine = make_engine(fake_engine, layout="paged", max_num_batched_tokens=128)
+    start_streams(engine, 7)
+    engine.add("long", [5] * 4000, max_tokens=2)
+    waits, waited = [], 0.0
+    while not engine.tokens("long"):
+        begun, step = engine.now, engine.step()
+        waited += engine.now - begun
+        assert ("long" in step) != ("stream" in step)
+        if "stream" in step:
+            waits.append(waited)
+            waited = 0.0
+    assert max(waits[1:]) <= 0.75
+    assert median(waits) < 0.4

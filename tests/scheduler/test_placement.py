@@ -44,7 +44,8 @@ class Running:
         backend have for it.
         """
         places = {seq.seq_id: seq for seq in self.seqs}
-        operations = arrange(rows, self.seqs, self.ledger)
+        num_decoding = sum(row.num_tokens == 1 for row in rows)
+        operations = arrange(rows, num_decoding, self.seqs, self.ledger)
         assert len(operations) <= MAX_SWAPS
         for operation in operations:
             assert isinstance(operation, Swap)

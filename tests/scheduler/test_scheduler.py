@@ -106,7 +106,7 @@ def test_step_computes_no_more_prompts_than_efficient(fake_engine):
     the last one does.
     """
     engine = fake_engine(
-        max_num_batched_tokens=400, costs=Costs(step=0.004, row=0.001, token=0.001)
+        max_num_batched_tokens=400, costs=Costs(step=0.009, row=0.001, token=0.001)
     )
     engine.add("A", [1] * 96, ignore_eos=True, max_tokens=100)
     engine.finish()
@@ -389,7 +389,9 @@ def test_common_prefix_of_new_requests_is_computed_once(fake_engine):
 
 def test_short_prompt_does_not_wait_for_long_one(fake_engine):
     """Up to half of a step goes to prompts that are much shorter than what the first one lacks."""
-    engine = fake_engine(context_length=200, max_num_seqs=4, max_num_batched_tokens=20)
+    engine = fake_engine(
+        context_length=200, max_num_seqs=4, max_num_batched_tokens=20, costs=Costs(step=2)
+    )
     engine.add("long", [1] * 100, max_tokens=1)
     engine.step()
     engine.add("short", [2] * 9, max_tokens=1)

@@ -26,13 +26,13 @@ def test_budget_is_rest_of_target_time():
     assert cost.count_tiles(4, 0.01) == 1
 
 
-def test_efficient_prefill_takes_as_long_as_twenty_steps():
-    """Twenty times as long as a step of one row. Unlimited until it is known."""
+def test_efficient_prefill_takes_as_long_as_ten_steps():
+    """Ten times as long as a step of one row. Unlimited until it is known."""
     cost = StepCost(10)
     assert cost.efficient_prefill_tokens == math.inf
     cost.observe(0, 100, 0.2)
     cost.observe(1, 0, 0.01)
-    assert cost.efficient_prefill_tokens == pytest.approx(100)
+    assert cost.efficient_prefill_tokens == pytest.approx(50)
 
 
 def test_partial_tile_costs_a_whole_one():

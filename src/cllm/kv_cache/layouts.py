@@ -15,13 +15,16 @@ COPIED_PER_COMPUTED = 32  # tokens that are copied between seq_ids in the time o
 class Layout(ABC):
     """How the seq_ids use the cells.
 
-    ``can_swap``: whether two seq_ids can exchange their cells at no cost. ``undivided``: prompts of
-    at most so many tokens are computed in one step, because each part of a prompt costs a pass.
+    ``separates``: whether prompts and decoding sequences are computed in calls of their own, so
+    that a step with both saves nothing. ``can_swap``: whether two seq_ids can exchange their cells
+    at no cost. ``undivided``: prompts of at most so many tokens are computed in one step, because
+    each part of a prompt costs a pass.
 
     ``state``: which tokens of a seq_id can be reused. ``num_spare_ids``: extra seq_ids that keep
     idle prefixes but cannot compute.
     """
 
+    separates = False
     can_swap = False
     undivided = 0
 
@@ -112,6 +115,7 @@ class Paged(Unified):
     exchange them. Gaps between the seq_ids of a step's sequences cost extra passes.
     """
 
+    separates = True
     can_swap = True
     undivided = 128
 

@@ -12,22 +12,23 @@ from collections.abc import Sequence as Run
 
 from cllm.core.batch import Row
 from cllm.core.sequence import Sequence
-from cllm.scheduler.step_cost import EFFICIENT_STEPS, StepCost
+from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import Step
 
 LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
 USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
+LONG_STEPS = 40  # a prompt is long if it takes more time than so many steps of one row
 MANY_STREAMS = 16  # for each prompt
 SHARE_BESIDE_MANY = 0.33  # of the time, at most, for a long prompt beside more streams than that
-LARGEST_SHARE = 0.9  # of the time, for however many prompts
+LARGEST_SHARE = 0.95  # of the time, for however many prompts
 OUTLIER = 2.0  # time that is charged: at most this many times what is usual, half of it at least
 
 
 class Pacing:
-    """``prompts``: seconds that prompts may use beside decoding sequences. ``long_rows``: the same
-    for decoding sequences that cost more than all others together. ``paused``: those of them that
-    get no row in this step.
+    """``prompts``: seconds that prompts may use beside decoding sequences. ``waited``: seconds
+    since the last step that decoded. ``long_rows``: seconds for decoding sequences that cost more
+    than all others together. ``paused``: those of them that get no row in this step.
     """
 
     def __init__(self, cost: StepCost, prefill_share: float, weights: Mapping[str, float]) -> None:
@@ -39,6 +40,7 @@ class Pacing:
         self._weight = 1.0  # of the long sequences' accounts, relative to the others
         self._share = prefill_share
         self.prompts = 0.0
+        self.waited = 0.0
         self.long_rows = 0.0
         self.paused: set[Sequence] = set()
         self._costly: set[Sequence] = set()  # decoding ones that cost more than all others together
@@ -48,7 +50,7 @@ class Pacing:
         self._num_rivals = 0  # streams of the head's class or a higher one
         self._num_above = 0  # those of a higher one
         self._head_seconds = 0.0  # that it has been computed for
-        self._takes_steps = False  # whether it fills more than one step
+        self._is_long = False
 
     def select(self, decoding: list[Sequence]) -> list[Sequence]:
         """Return the sequences of ``decoding`` that get a row in this step."""
@@ -97,7 +99,7 @@ class Pacing:
             self._num_prompts = self._num_rivals = self._num_above = 0
             return True
         left = self._cost.estimate_prefill(head.num_lacking_tokens)
-        self._takes_steps = self._head_seconds + left > EFFICIENT_STEPS * self._cost.row_seconds
+        self._is_long = self._head_seconds + left > LONG_STEPS * self._cost.row_seconds
         priority = head.effective_priority
         self._num_prompts = sum(seq.effective_priority <= priority for seq in lacking)
         self._num_rivals = sum(seq.effective_priority <= priority for seq in decoding)
@@ -134,11 +136,14 @@ class Pacing:
         long = min(decode, self._cost.estimate_long_row(count_long_tokens(costly)))
         self._head_seconds += prefill
         share = self._choose_share()
-        if share < 1:
+        if share == 1:
+            self.prompts = 0.0
+        elif num_rows:
             earned = decode * share / (1 - share)
             self.prompts = min(earned, self.prompts - prefill + earned)
         else:
-            self.prompts = 0.0
+            self.prompts -= prefill
+        self.waited = 0.0 if num_rows else self.waited + seconds
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens)
 
@@ -149,7 +154,7 @@ class Pacing:
             return share
         if self._head_seconds > PATIENCE:
             share = min(share, USUAL_SHARE)
-        if self._takes_steps and streams > MANY_STREAMS * self._num_prompts:
+        if self._is_long and streams > MANY_STREAMS * self._num_prompts:
             return min(share, SHARE_BESIDE_MANY)
         if (
             self._head_seconds <= PATIENCE

@@ -12,9 +12,13 @@ MAX_SWAPS = 8  # in a step; each takes about 2 ms, and a pass that it saves 30
 SHORT_TOKENS = 1024  # sequences up to this length, twice, four times ... are computed together
 
 
-def arrange(rows: list[Row], running: Iterable[Sequence], kv_cache: KVCache) -> list[Operation]:
+def arrange(
+    rows: list[Row], num_decoding: int, running: Iterable[Sequence], kv_cache: KVCache
+) -> list[Operation]:
     """Return operations that give the sequences of ``rows`` consecutive seq_ids, so that few passes
     compute them all: the decoding ones, shorter ones first, and then prompts of similar sizes.
+
+    ``num_decoding``: sequences that will decode in the next steps, if this one has only prompts.
     """
     groups: dict[int, list[Sequence]] = {}
     prompts = []
@@ -36,6 +40,8 @@ def arrange(rows: list[Row], running: Iterable[Sequence], kv_cache: KVCache) -> 
         for seq, place in zip(strays, sorted(free), strict=True):
             places.move(seq, place)
     if len(prompts) > 1:
+        if len(prompts) == len(rows):
+            end = num_decoding
         for row in prompts:
             places.move(row.seq, end)
             end += 1

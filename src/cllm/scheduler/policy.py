@@ -169,7 +169,8 @@ def split_prefill_budget(
     ``lacking``: in the order of ``Running``, in which they are served. But up to half of the budget
     first goes to sequences of the head's class that lack less than half as many tokens as the head.
     So short prompts do not wait for a long one, and cannot delay it forever. With ``short_first``,
-    which should alternate, they may take all of it, because half may be too small for one. Once
+    which should alternate, they may take all of it, because half may be too small for one; the
+    first of them is divided if need be. Once
     ``efficient_tokens`` have been assigned, no further prompt starts. Prompts that are computed
     together all get their first tokens when the last one does. If they are computed one after the
     other, all except the last get theirs sooner. A prompt of at most ``undivided`` tokens that does
@@ -184,12 +185,13 @@ def split_prefill_budget(
     short = set()
     for seq in lacking[1:]:
         lacks = seq.num_lacking_tokens
-        is_short = 2 * lacks < first.num_lacking_tokens and lacks <= left
-        if is_short and seq.effective_priority == first.effective_priority:
-            left -= lacks
-            budget -= lacks
+        is_short = 2 * lacks < first.num_lacking_tokens
+        share = min(lacks, left) if short_first and not short else lacks
+        if is_short and share <= left and seq.effective_priority == first.effective_priority:
+            left -= share
+            budget -= share
             short.add(seq)
-            yield seq, lacks
+            yield seq, share
     if short_first and budget < half:
         budget = 0  # a small part of a long prompt costs a pass, too
     for seq in lacking:

@@ -20,7 +20,7 @@ from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.length_estimates import LengthEstimates
-from cllm.scheduler.pacing import Pacing, count_long_tokens
+from cllm.scheduler.pacing import Pacing, is_long
 from cllm.scheduler.placement import arrange
 from cllm.scheduler.policy import Policy, split_prefill_budget
 from cllm.scheduler.reasons import (
@@ -38,6 +38,7 @@ from cllm.scheduler.trace import Step
 from cllm.scheduler.waiting import AGED_SHARE, PATIENCE
 
 ROWS_PER_TARGET = 35  # the target time between tokens, in steps of one row
+SHORTER_FIRST = 1.0  # seconds
 SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 NOTHING: Mapping[int, Logprobs] = {}
 
@@ -97,6 +98,7 @@ class Scheduler(Sequences):
         # 1. Expire: requests that have timed out end.
         # 2. Yield: one sequence is parked if a waiting one of a higher class needs its place.
         # 3. Decode: sequences that lack one token get rows. If cells run short, the tail is parked.
+        #    If the layout computes prompts separately, only in steps that compute none.
         # 4. Admit: waiting sequences start to run, as the policy sorts them, until one cannot.
         # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
         #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
@@ -107,29 +109,27 @@ class Scheduler(Sequences):
         self._suspects = self.running
         self._yield_to_higher_class(now)
         operations = self._operations = self.drain_pending_operations()
-        rows = self._decode(operations)
-        num_tokens = sum(row.size for row in rows)
-        reserved += self.cost.estimate_long_row(count_long_tokens(rows))
-        space = self.params.max_num_batched_tokens - num_tokens
-        self.step.prefill_budget = self.cost.compute_prefill_budget(
-            space,
-            len(rows),
-            self.target_itl - reserved,
-            self.kv_cache.layout.tile_offset(num_tokens, self.cost.tile),
-        )
+        decoding = self.pacing.select([seq for seq in self.running if seq.num_lacking_tokens == 1])
+        separates = self.kv_cache.layout.separates and self.params.prefill_share < 1
+        rows: list[Row] = []
+        if not separates:
+            rows = self._decode(decoding, operations)
         self._admit_waiting(now, operations)
         self._suspects = self.running
-        served = {row.seq for row in rows} | self.pacing.paused
-        lacking = self._sort_prompts([seq for seq in self.running if seq not in served], now)
-        if self.pacing.allows_prompts([row.seq for row in rows], lacking):
+        others = {*decoding} | self.pacing.paused
+        lacking = self._sort_prompts([seq for seq in self.running if seq not in others], now)
+        if self.pacing.allows_prompts(decoding, lacking):
+            self.step.prefill_budget = self._compute_prefill_budget(rows, decoding, reserved)
             rows += self._prefill(rows, lacking, operations)
         else:
             self.step.blocked = self.step.blocked or DecodingFirst()
+        if separates and not rows:
+            rows = self._decode(decoding, operations)
         self._suspects = ()
         if not rows and not operations:
             return None
         if self.kv_cache.layout.can_swap:
-            operations += arrange(rows, self.running, self.kv_cache)
+            operations += arrange(rows, len(decoding), self.running, self.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
 
@@ -161,7 +161,9 @@ class Scheduler(Sequences):
 
     def _sort_prompts(self, seqs: list[Sequence], now: float) -> list[Sequence]:
         """Return sequences in the order in which their prompts are computed: by class, those that
-        were promoted to it first, then as the policy sorts them, then by arrival.
+        were promoted to it first, then as the policy sorts them, then by arrival plus the time that
+        the prompt takes, up to SHORTER_FIRST. So of prompts that arrive together, shorter ones come
+        first, and no prompt waits for those that arrive much later.
 
         In one of AGED_SHARE steps, the earliest one comes first if it has waited too long.
         """
@@ -171,9 +173,11 @@ class Scheduler(Sequences):
 
         def sort_key(seq: Sequence) -> tuple[Any, ...]:
             priority = seq.effective_priority
+            seconds = min(SHORTER_FIRST, self.cost.estimate_prefill(seq.num_lacking_tokens))
+            place = seq.arrived + seconds, seq.order
             if priority < policy.effective_priority(seq):
-                return priority, 0, 0, seq.order
-            return priority, 1, policy.rank(policy.group(seq)), seq.order
+                return priority, 0, 0, place
+            return priority, 1, policy.rank(policy.group(seq)), place
 
         seqs.sort(key=sort_key)
         self._num_sorted += 1
@@ -202,13 +206,32 @@ class Scheduler(Sequences):
             num_prompt_logprobs,
         )
 
-    def _decode(self, operations: list[Operation]) -> list[Row]:
-        """Return a row for each sequence that lacks one token, after parking sequences that do not
-        fit.
+    def _compute_prefill_budget(
+        self, rows: list[Row], decoding: list[Sequence], reserved: float
+    ) -> int:
+        """Return how many prompt tokens to compute in a step with ``rows``, while ``decoding``
+        wait for it or are in it.
+        """
+        num_tokens = sum(row.size for row in rows)
+        num_long_tokens = sum(seq.num_tokens for seq in decoding if is_long(seq.num_tokens))
+        seconds = self.target_itl - reserved - self.cost.estimate_long_row(num_long_tokens)
+        if decoding and not rows:  # which have waited for prompts already
+            seconds -= self.pacing.waited
+            left = seconds - self.cost.estimate_decode(len(decoding))
+            if self.pacing.waited and left < (self.cost.per_tile or 0.0):
+                return 0
+        return self.cost.compute_prefill_budget(
+            self.params.max_num_batched_tokens - num_tokens,
+            len(decoding),
+            seconds,
+            self.kv_cache.layout.tile_offset(num_tokens, self.cost.tile),
+        )
+
+    def _decode(self, decoding: list[Sequence], operations: list[Operation]) -> list[Row]:
+        """Return a row for each sequence of ``decoding``, after parking sequences that do not fit.
 
         The rows get draft tokens if all running sequences decode and none waits.
         """
-        decoding = self.pacing.select([seq for seq in self.running if seq.num_lacking_tokens == 1])
         drafts: dict[Sequence, tuple[int, ...]] = {}
         if (
             self._speculation is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 SHARE = 0.2  # weight of a new observation in the mean
-# Once a step takes as long as this many steps of one row, reading the weights is only a twentieth.
-EFFICIENT_STEPS = 20
+# Once a step takes as long as this many steps of one row, reading the weights is only a tenth.
+EFFICIENT_STEPS = 10
 # the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
 ROW_OFFSET = 3
 KNOWN = 5  # observations after which the cost of a number of rows is known
