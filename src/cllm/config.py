@@ -124,7 +124,7 @@ class Scheduler(Section):
         ge=1,
         le=600_000,
         description="Longest time in ms between two tokens of a stream that prefill may cause; "
-        "null means 35 times what one sequence alone takes for a token.",
+        "null means 20 to 35 times what one sequence alone takes for a token.",
     )
     prefill_share: float | None = Field(
         default=None,
@@ -132,7 +132,7 @@ class Scheduler(Section):
         le=1,
         description="Share of the time for prompts while streams are generated: higher gives "
         "earlier first tokens, lower gives steadier streams. 1 computes prompts in every step. "
-        "Null means 0.7 on CPUs and 1 on GPUs.",
+        "Null means 0.75 on CPUs and 1 on GPUs.",
     )
     policy: Text = Field(
         default="fair",

@@ -182,7 +182,7 @@ def split_prefill_budget(
     first = lacking[0]
     half = (budget + 1) // 2
     left = budget - (0 if short_first else min(first.num_lacking_tokens, half))
-    short = set()
+    short: set[Sequence] = set()
     for seq in lacking[1:]:
         lacks = seq.num_lacking_tokens
         is_short = 2 * lacks < first.num_lacking_tokens

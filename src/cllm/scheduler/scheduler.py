@@ -37,7 +37,9 @@ from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import Step
 from cllm.scheduler.waiting import AGED_SHARE, PATIENCE
 
-ROWS_PER_TARGET = 35  # the target time between tokens, in steps of one row
+# The target time between tokens, in steps of one row. One for each second sequence is added: the
+# more sequences decode, the longer their own step takes.
+MIN_TARGET_STEPS, MAX_TARGET_STEPS = 20, 35
 SHORTER_FIRST = 1.0  # seconds
 SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 NOTHING: Mapping[int, Logprobs] = {}
@@ -46,8 +48,8 @@ NOTHING: Mapping[int, Logprobs] = {}
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
     one for each running sequence. tile, row_seconds: see ModelInfo. target_itl: seconds between two
-    tokens of a sequence that other requests' prompts may cause, inf for no limit; None means
-    ROWS_PER_TARGET steps of one row on this machine, or a second without ``row_seconds``.
+    tokens of a sequence that other requests' prompts may cause, inf for no limit; None means a
+    number of steps of one row on this machine, or a second without ``row_seconds``.
     prefill_share: of the time, for prompts while sequences decode; 1 means prompts in every step.
     weights: of accounts, for sequences so long that they do not get a row in every step.
     """
@@ -140,7 +142,8 @@ class Scheduler(Sequences):
             return self.params.target_itl
         if not self.params.row_seconds:
             return 1.0
-        return max(SHORTEST_TARGET, ROWS_PER_TARGET * self.cost.row_seconds)
+        num_steps = min(MAX_TARGET_STEPS, MIN_TARGET_STEPS + len(self.running) / 2)
+        return max(SHORTEST_TARGET, num_steps * self.cost.row_seconds)
 
     def reserve(self, share: float) -> bool:
         """Leave a share of the next step's target time for a side job, if it may have a part of
