@@ -45,7 +45,7 @@ FAULTS = [
         ("-(-num_tokens // self.tile)", "(num_tokens // self.tile or 1)"),
         ("abs(n - num_rows)", "abs(n + num_rows)"),
         ("budget if budget >= self.tile // 2 else budget + self.tile", "budget"),
-        ("max(0.0, seconds - rows - long)", "max(0.0, seconds + rows + long)"),
+        ("(seconds - rows - long) / num_tiles", "(seconds + rows + long) / num_tiles"),
     ),
     *faults_in(
         "scheduler/policy.py",

@@ -13,9 +13,10 @@ from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
 from cllm.engine.commands import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
+from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.report import collect_stats
-from cllm.scheduler.scheduler import Scheduler, SchedulerParams
+from cllm.scheduler.scheduler import Scheduler
 
 LONG = list(range(100, 140))
 

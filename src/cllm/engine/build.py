@@ -23,8 +23,9 @@ from cllm.kv_cache.ledger import Ledger
 from cllm.kv_cache.tiers import Tiers
 from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget
 from cllm.sampling.pipeline import Sampler
+from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
-from cllm.scheduler.scheduler import Scheduler, SchedulerParams
+from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
 # On a GPU, steps that only decode would waste it: a prompt costs hardly more beside many rows.

@@ -7,14 +7,20 @@ time waits until the others have had their share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from collections.abc import Sequence as Run
 
 from cllm.core.batch import Row
 from cllm.core.sequence import Sequence
+from cllm.kv_cache.layouts import Layout
+from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import Step
 
+# The target time between tokens, in steps of one row. One for each second sequence is added: the
+# more sequences decode, the longer their own step takes.
+MIN_TARGET_STEPS, MAX_TARGET_STEPS = 20, 35
+SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
 USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
@@ -31,14 +37,14 @@ class Pacing:
     than all others together. ``paused``: those of them that get no row in this step.
     """
 
-    def __init__(self, cost: StepCost, prefill_share: float, weights: Mapping[str, float]) -> None:
-        """``prefill_share``: of the time, for prompts while others of their class or a higher one
-        decode; 1: no limit. ``weights``: of accounts, 1 for those not listed.
-        """
+    def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
         self._cost = cost
-        self._weights = weights
+        self._target = params.target_itl
+        self._was_measured = params.row_seconds > 0
+        self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
+        self._weights = params.weights
         self._weight = 1.0  # of the long sequences' accounts, relative to the others
-        self._share = prefill_share
+        self._share = params.prefill_share
         self.prompts = 0.0
         self.waited = 0.0
         self.long_rows = 0.0
@@ -109,6 +115,48 @@ class Pacing:
             return True
         return self.prompts >= 0
 
+    def target_itl(self, num_running: int) -> float:
+        """Return the seconds between two tokens of a sequence that prompts may cause."""
+        if self._target is not None:
+            return self._target
+        if not self._was_measured:
+            return 1.0
+        num_steps = min(MAX_TARGET_STEPS, MIN_TARGET_STEPS + num_running / 2)
+        return max(SHORTEST_TARGET, num_steps * self._cost.row_seconds)
+
+    def compute_budget(
+        self,
+        rows: Run[Row],
+        decoding: Run[Sequence],
+        num_running: int,
+        max_tokens: int,
+        layout: Layout,
+    ) -> int:
+        """Return how many prompt tokens to compute in a step with ``rows`` and at most
+        ``max_tokens`` tokens, while ``decoding`` wait for it or are in it.
+        """
+        num_tokens = sum(row.size for row in rows)
+        num_long_tokens = sum(seq.num_tokens for seq in decoding if is_long(seq.num_tokens))
+        seconds = self.target_itl(num_running) - self._reserved
+        seconds -= self._cost.estimate_long_row(num_long_tokens)
+        if decoding and not rows:  # which have waited for prompts already
+            seconds -= self.waited
+            left = seconds - self._cost.estimate_decode(len(decoding))
+            if self.waited and left < (self._cost.per_tile or 0.0):
+                return 0
+        offset = layout.tile_offset(num_tokens, self._cost.tile)
+        space = max_tokens - num_tokens
+        return self._cost.compute_prefill_budget(space, len(decoding), seconds, offset)
+
+    def reserve(self, share: float, num_running: int) -> bool:
+        """See ``Scheduler.reserve``."""
+        if self.prompts < 0 and num_running:
+            return False
+        target = self.target_itl(num_running)
+        if math.isfinite(target):
+            self._reserved = share * target
+        return True
+
     def charge(self, seconds: float) -> None:
         """Note that something else than prompts has used ``seconds`` of their time."""
         if self._share < 1:
@@ -121,6 +169,7 @@ class Pacing:
 
     def observe(self, step: Step, rows: Run[Row]) -> None:
         """Learn what ``step`` has cost, and note what it was used for."""
+        self._reserved = 0.0
         num_long_tokens = count_long_tokens(rows)
         num_rows = step.num_rows + step.num_guesses
         seconds, prefill = step.seconds, 0.0

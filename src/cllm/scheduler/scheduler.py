@@ -8,11 +8,7 @@ that samples its last token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
-
-import msgspec
 
 from cllm.core.batch import Batch, Operation, Row, Trim
 from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutput
@@ -20,9 +16,11 @@ from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.length_estimates import LengthEstimates
-from cllm.scheduler.pacing import Pacing, is_long
+from cllm.scheduler.pacing import Pacing
+from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.placement import arrange
 from cllm.scheduler.policy import Policy, split_prefill_budget
+from cllm.scheduler.prompt_order import PromptOrder
 from cllm.scheduler.reasons import (
     AllSeqIdsInUse,
     DecodingFirst,
@@ -35,32 +33,8 @@ from cllm.scheduler.sequences import Sequences
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import Step
-from cllm.scheduler.waiting import AGED_SHARE, PATIENCE
 
-# The target time between tokens, in steps of one row. One for each second sequence is added: the
-# more sequences decode, the longer their own step takes.
-MIN_TARGET_STEPS, MAX_TARGET_STEPS = 20, 35
-SHORTER_FIRST = 1.0  # seconds
-SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 NOTHING: Mapping[int, Logprobs] = {}
-
-
-class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
-    one for each running sequence. tile, row_seconds: see ModelInfo. target_itl: seconds between two
-    tokens of a sequence that other requests' prompts may cause, inf for no limit; None means a
-    number of steps of one row on this machine, or a second without ``row_seconds``.
-    prefill_share: of the time, for prompts while sequences decode; 1 means prompts in every step.
-    weights: of accounts, for sequences so long that they do not get a row in every step.
-    """
-
-    max_num_batched_tokens: int = 512
-    max_num_samples: int = 512
-    tile: int = 16
-    row_seconds: float = 0.0
-    target_itl: float | None = 1.0
-    prefill_share: float = 1.0
-    weights: Mapping[str, float] = {}
 
 
 class Scheduler(Sequences):
@@ -84,11 +58,10 @@ class Scheduler(Sequences):
         self.params = params
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile, params.row_seconds)
-        self.pacing = Pacing(self.cost, params.prefill_share, params.weights)
+        self.pacing = Pacing(self.cost, params)
         self.length_estimates = LengthEstimates()
         self.step = Step(0.0)  # the current or last one
-        self._num_sorted = 0  # steps in which several prompts were to be computed
-        self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
+        self._prompt_order = PromptOrder(self.cost)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -106,22 +79,25 @@ class Scheduler(Sequences):
         #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
         #    either with a row or without its cells.
         self.step, self._suspects = Step(now), ()
-        reserved, self._reserved = self._reserved, 0.0
+        layout = self.kv_cache.layout
         self._expire(now)
         self._suspects = self.running
         self._yield_to_higher_class(now)
         operations = self._operations = self.drain_pending_operations()
         decoding = self.pacing.select([seq for seq in self.running if seq.num_lacking_tokens == 1])
-        separates = self.kv_cache.layout.separates and self.params.prefill_share < 1
+        separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
         if not separates:
             rows = self._decode(decoding, operations)
         self._admit_waiting(now, operations)
         self._suspects = self.running
         others = {*decoding} | self.pacing.paused
-        lacking = self._sort_prompts([seq for seq in self.running if seq not in others], now)
+        lacking = [seq for seq in self.running if seq not in others]
+        self._prompt_order.sort(lacking, self.waiting.policy, now)
         if self.pacing.allows_prompts(decoding, lacking):
-            self.step.prefill_budget = self._compute_prefill_budget(rows, decoding, reserved)
+            self.step.prefill_budget = self.pacing.compute_budget(
+                rows, decoding, len(self.running), self.params.max_num_batched_tokens, layout
+            )
             rows += self._prefill(rows, lacking, operations)
         else:
             self.step.blocked = self.step.blocked or DecodingFirst()
@@ -130,7 +106,7 @@ class Scheduler(Sequences):
         self._suspects = ()
         if not rows and not operations:
             return None
-        if self.kv_cache.layout.can_swap:
+        if layout.can_swap:
             operations += arrange(rows, len(decoding), self.running, self.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
@@ -138,58 +114,18 @@ class Scheduler(Sequences):
     @property
     def target_itl(self) -> float:
         """Seconds between two tokens of a sequence that other requests' prompts may cause."""
-        if self.params.target_itl is not None:
-            return self.params.target_itl
-        if not self.params.row_seconds:
-            return 1.0
-        num_steps = min(MAX_TARGET_STEPS, MIN_TARGET_STEPS + len(self.running) / 2)
-        return max(SHORTEST_TARGET, num_steps * self.cost.row_seconds)
+        return self.pacing.target_itl(len(self.running))
 
     def reserve(self, share: float) -> bool:
         """Leave a share of the next step's target time for a side job, if it may have a part of
-        the time for prompts; return whether it may.
-
-        Call ``charge`` after the side job has used it.
+        the time for prompts; return whether it may. Call ``charge`` after it has used the time.
         """
-        if self.pacing.prompts < 0 and self.running:
-            return False
-        if math.isfinite(self.target_itl):
-            self._reserved += share * self.target_itl
-        return True
+        return self.pacing.reserve(share, len(self.running))
 
     def charge(self, seconds: float) -> None:
         """Count ``seconds`` that a side job has used as time for prompts."""
         if self.running:
             self.pacing.charge(seconds)
-
-    def _sort_prompts(self, seqs: list[Sequence], now: float) -> list[Sequence]:
-        """Return sequences in the order in which their prompts are computed: by class, those that
-        were promoted to it first, then as the policy sorts them, then by arrival plus the time that
-        the prompt takes, up to SHORTER_FIRST. So of prompts that arrive together, shorter ones come
-        first, and no prompt waits for those that arrive much later.
-
-        In one of AGED_SHARE steps, the earliest one comes first if it has waited too long.
-        """
-        if len(seqs) < 2:
-            return seqs
-        policy = self.waiting.policy
-
-        def sort_key(seq: Sequence) -> tuple[Any, ...]:
-            priority = seq.effective_priority
-            seconds = min(SHORTER_FIRST, self.cost.estimate_prefill(seq.num_lacking_tokens))
-            place = seq.arrived + seconds, seq.order
-            if priority < policy.effective_priority(seq):
-                return priority, 0, 0, place
-            return priority, 1, policy.rank(policy.group(seq)), place
-
-        seqs.sort(key=sort_key)
-        self._num_sorted += 1
-        if self._num_sorted % AGED_SHARE == 0:
-            oldest = min(seqs, key=lambda seq: seq.order)
-            if now - oldest.arrived > PATIENCE:
-                seqs.remove(oldest)
-                seqs.insert(0, oldest)
-        return seqs
 
     def _make_row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
         self._suspects = (seq,)
@@ -207,27 +143,6 @@ class Scheduler(Sequences):
             num_samples + num_prompt_logprobs,
             draft,
             num_prompt_logprobs,
-        )
-
-    def _compute_prefill_budget(
-        self, rows: list[Row], decoding: list[Sequence], reserved: float
-    ) -> int:
-        """Return how many prompt tokens to compute in a step with ``rows``, while ``decoding``
-        wait for it or are in it.
-        """
-        num_tokens = sum(row.size for row in rows)
-        num_long_tokens = sum(seq.num_tokens for seq in decoding if is_long(seq.num_tokens))
-        seconds = self.target_itl - reserved - self.cost.estimate_long_row(num_long_tokens)
-        if decoding and not rows:  # which have waited for prompts already
-            seconds -= self.pacing.waited
-            left = seconds - self.cost.estimate_decode(len(decoding))
-            if self.pacing.waited and left < (self.cost.per_tile or 0.0):
-                return 0
-        return self.cost.compute_prefill_budget(
-            self.params.max_num_batched_tokens - num_tokens,
-            len(decoding),
-            seconds,
-            self.kv_cache.layout.tile_offset(num_tokens, self.cost.tile),
         )
 
     def _decode(self, decoding: list[Sequence], operations: list[Operation]) -> list[Row]:
