@@ -8,18 +8,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import pytest
 from aiohttp import web
 
 from cllm.bench.answer import Answer
-from cllm.bench.load import Outcome, Target, find_model, run_load
+from cllm.bench.load import Outcome, Target, find_model, run_load, run_stages
 from cllm.bench.report import Distribution, Report, remarks, results, summarize
 from cllm.bench.workload import (
     QUESTION_KINDS,
     TURNS,
     WORKLOADS,
+    Group,
     Task,
     Words,
     arrival_times,
@@ -244,6 +245,18 @@ def test_failed_responses_are_counted_by_reason(
         2 * MAX_TOKENS,
     )
     assert report.e2e_ms.p99 < 1000
+
+
+def test_load_beside_an_endless_group_ends_if_all_requests_fail() -> None:
+    """The endless group stops, and the one that waits for its chunks runs."""
+    nothing = Group(tasks=[], clients=1)
+    endless = Group(tasks=repeat(words(1)[0]), clients=2, background=True)
+    waiting = Group(tasks=words(3), clients=1, start_after=100)
+    with serving(breaks_down) as url:
+        outcome = run_stages(
+            Target(url), [[endless, waiting]], warmup=nothing, progress=lambda _: None
+        )
+    assert len(outcome.answers) == 5
 
 
 def test_report_without_successes_is_valid() -> None:

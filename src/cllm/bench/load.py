@@ -217,7 +217,9 @@ class Client:
 
         async def take_turns() -> None:
             for task in waiting:
-                await self._talk(task, running)
+                # an endless group would go on for ever with a server that fails
+                if not await self._talk(task, running) and group.background:
+                    return
 
         async with asyncio.TaskGroup() as clients:
             for _ in range(group.clients):
@@ -242,8 +244,8 @@ class Client:
                 self.progress.append((time.perf_counter(), computed))
             await asyncio.sleep(WATCH)
 
-    async def _talk(self, task: Task, running: Running) -> None:
-        """Send ``task`` and the tasks that follow it, until one fails."""
+    async def _talk(self, task: Task, running: Running) -> bool:
+        """Send ``task`` and the tasks that follow it, until one fails. Return whether none has."""
         following: Task | None = task
         while following is not None:
             answer = Answer(following, time.perf_counter(), self._dialect)
@@ -254,9 +256,10 @@ class Client:
                 running.ended.append(answer)
                 self._num_ended += 1
                 self._report(self._num_ended)
-            following = (
-                following.follow(answer.text()) if following.follow and not answer.failure else None
-            )
+            if answer.failure:
+                return False
+            following = following.follow(answer.text()) if following.follow else None
+        return True
 
     async def read(self, answer: Answer) -> None:
         """Send the answer's task and read the answer. If cancelled, the client disconnects."""
