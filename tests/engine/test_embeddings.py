@@ -137,6 +137,45 @@ def test_streams_keep_their_share_of_the_time_beside_embeddings(fake_engine) -> 
     assert num_tokens * (COSTS.step + COSTS.row) / (fake.now - begun) >= 0.25
 
 
+def test_texts_are_embedded_beside_a_long_prompt_without_streams(fake_engine) -> None:
+    fake = fake_engine(
+        costs=COSTS, context_length=8192, layout="paged", num_cells=8192, engine_prefill_share=0.7
+    )
+    fake.add("long", [5] * 6000, max_tokens=1)
+    fake.step()
+    embed(fake, "text", [[7] * 20])
+    for _ in range(3):
+        fake.step()
+    assert not fake.engine.embeddings.has_work()
+    assert not fake.tokens("long")
+
+
+def test_streams_wait_no_longer_than_the_target_beside_embeddings_and_a_prompt(fake_engine) -> None:
+    """Of a higher class, in steps of its own."""
+    fake = fake_engine(
+        costs=COSTS,
+        context_length=8192,
+        layout="paged",
+        num_cells=20_000,
+        length=8000,
+        engine_prefill_share=0.7,
+        engine_target_itl=0.2,
+    )
+    fake.add("talker", [1, 2, 3], max_tokens=4000)
+    for _ in range(30):
+        fake.step()
+    fake.add("high", [5] * 6000, max_tokens=1, priority=Priority.INTERACTIVE)
+    embed(fake, "texts", [[i % 200] * 100 for i in range(400)])
+    waits, before = [], fake.now
+    while not fake.tokens("high"):
+        tokens = len(fake.tokens("talker"))
+        fake.step()
+        if len(fake.tokens("talker")) > tokens:
+            waits.append(fake.now - before)
+            before = fake.now
+    assert max(waits[10:]) <= 0.2 * 1.3
+
+
 def test_aborted_embedding_request_leaves_nothing(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "a", [[1] * 500, [2] * 10])

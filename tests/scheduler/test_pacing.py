@@ -324,3 +324,34 @@ def test_prompts_and_streams_have_steps_of_their_own_if_their_passes_are_separat
             waited = 0.0
     assert max(waits[1:]) <= 0.75
     assert median(waits) < 0.4
+
+
+def test_prompts_that_are_cached_do_not_stop_streams(fake_engine):
+    """They lack one token when they are admitted, and decode with the streams."""
+    engine = make_engine(fake_engine, layout="paged", max_num_seqs=8)
+    start_streams(engine, 3)
+    engine.add("first", [9] * 200, max_tokens=1)
+    run(engine, lambda: bool(engine.tokens("first")))
+    for i in range(60):
+        engine.add(f"same{i}", [9] * 200, max_tokens=1)
+    tokens = len(engine.tokens("stream0"))
+    for _ in range(10):
+        engine.step()
+    assert len(engine.tokens("stream0")) - tokens >= 8
+
+
+def test_old_prompt_gets_one_of_eight_turns_beside_streams(fake_engine):
+    """Also if steps with and without prompts alternate."""
+    engine = make_engine(fake_engine, layout="paged")
+    start_streams(engine, 16)
+    sent, added = 0, 0.0
+    while not engine.tokens("low"):
+        if sent == 12 and not added:
+            engine.add("low", [5] * 2000, max_tokens=1, priority=Priority.BATCH)
+            added = engine.now
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 20 + bool(added):
+            sent += 1
+            prompt = [sent % 200] * 400 + [sent // 200]
+            engine.add(f"high{sent}", prompt, max_tokens=2, priority=Priority.INTERACTIVE)
+        engine.step()
+        assert engine.now < 300

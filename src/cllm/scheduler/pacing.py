@@ -8,6 +8,7 @@ time waits until the others have had their share.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Run
 
 from cllm.core.batch import Row
@@ -33,8 +34,9 @@ OUTLIER = 2.0  # time that is charged: at most this many times what is usual, ha
 
 class Pacing:
     """``prompts``: seconds that prompts may use beside decoding sequences. ``waited``: seconds
-    since the last step that decoded. ``long_rows``: seconds for decoding sequences that cost more
-    than all others together. ``paused``: those of them that get no row in this step.
+    that prompts and side jobs have used since the last step that decoded. ``long_rows``: seconds
+    for decoding sequences that cost more than all others together. ``paused``: those of them that
+    get no row in this step.
     """
 
     def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
@@ -55,11 +57,14 @@ class Pacing:
         self._num_prompts = 0  # unfinished ones of the head's class or a higher one
         self._num_rivals = 0  # streams of the head's class or a higher one
         self._num_above = 0  # those of a higher one
-        self._head_seconds = 0.0  # that it has been computed for
+        self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts were the head
+        self._head_seconds = 0.0  # of the head
+        self._decodes = False  # whether there are streams
         self._is_long = False
 
-    def select(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Return the sequences of ``decoding`` that get a row in this step."""
+    def select(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return the sequences that lack one token and get a row in the next step that decodes."""
+        decoding = [seq for seq in running if seq.num_lacking_tokens == 1]
         self.paused, self._costly = set(), set()
         short = [seq for seq in decoding if not is_long(seq.num_tokens)]
         if len(short) == len(decoding):
@@ -98,12 +103,14 @@ class Pacing:
         """Return whether the prompts of ``lacking`` may be computed in this step, beside rows for
         ``decoding``.
         """
-        head = lacking[0] if lacking else None
-        if head is not self._head:
-            self._head, self._head_seconds = head, 0.0
+        self._decodes = bool(decoding)
+        head = self._head = lacking[0] if lacking else None
+        self._spent = {seq: self._spent[seq] for seq in lacking if seq in self._spent}
         if head is None:
+            self._head_seconds = 0.0
             self._num_prompts = self._num_rivals = self._num_above = 0
             return True
+        self._head_seconds = self._spent.get(head, 0.0)
         left = self._cost.estimate_prefill(head.num_lacking_tokens)
         self._is_long = self._head_seconds + left > LONG_STEPS * self._cost.row_seconds
         priority = head.effective_priority
@@ -150,7 +157,7 @@ class Pacing:
 
     def reserve(self, share: float, num_running: int) -> bool:
         """See ``Scheduler.reserve``."""
-        if self.prompts < 0 and num_running:
+        if self.prompts < 0 and self._decodes:
             return False
         target = self.target_itl(num_running)
         if math.isfinite(target):
@@ -159,7 +166,8 @@ class Pacing:
 
     def charge(self, seconds: float) -> None:
         """Note that something else than prompts has used ``seconds`` of their time."""
-        if self._share < 1:
+        self.waited += seconds
+        if self._decodes and self._share < 1:
             self.prompts -= seconds
 
     def alternate(self) -> bool:
@@ -184,6 +192,8 @@ class Pacing:
         costly = [row for row in rows if row.seq in self._costly]
         long = min(decode, self._cost.estimate_long_row(count_long_tokens(costly)))
         self._head_seconds += prefill
+        if self._head is not None:
+            self._spent[self._head] = self._head_seconds
         share = self._choose_share()
         if share == 1:
             self.prompts = 0.0

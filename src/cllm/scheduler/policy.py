@@ -166,8 +166,8 @@ def split_prefill_budget(
 ) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
-    ``lacking``: in the order of ``Running``, in which they are served. But up to half of the budget
-    first goes to sequences of the head's class that lack less than half as many tokens as the head.
+    ``lacking``: as ``PromptOrder`` sorts them, in which order they are served. But up to half of
+    the budget first goes to sequences of the head's class that lack less than half of its tokens.
     So short prompts do not wait for a long one, and cannot delay it forever. With ``short_first``,
     which should alternate, they may take all of it, because half may be too small for one; the
     first of them is divided if need be. Once

@@ -17,12 +17,13 @@ class PromptOrder:
     arrival plus the time that the prompt takes, up to SHORTER_FIRST. So of prompts that arrive
     together, shorter ones come first, and no prompt waits for those that arrive much later.
 
-    In one of AGED_SHARE steps, the earliest one comes first if it has waited too long.
+    In one of AGED_SHARE steps that compute prompts, the earliest one comes first if it has waited
+    too long.
     """
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
-        self._num_sorted = 0  # steps in which several prompts were to be computed
+        self._num_steps = 0
 
     def sort(self, seqs: list[Sequence], policy: Policy, now: float) -> None:
         """Sort sequences that lack more than one token."""
@@ -38,9 +39,12 @@ class PromptOrder:
             return priority, 1, policy.rank(policy.group(seq)), place
 
         seqs.sort(key=sort_key)
-        self._num_sorted += 1
-        if self._num_sorted % AGED_SHARE == 0:
+        if self._num_steps % AGED_SHARE == 0:
             oldest = min(seqs, key=lambda seq: seq.order)
             if now - oldest.arrived > PATIENCE:
                 seqs.remove(oldest)
                 seqs.insert(0, oldest)
+
+    def advance(self) -> None:
+        """Note that a step computes prompts."""
+        self._num_steps += 1

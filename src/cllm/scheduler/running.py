@@ -1,4 +1,4 @@
-"""The running sequences, in the one order that decides both service and parking."""
+"""The running sequences, in the order of parking, and of decoding if not all can."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ def sort_key(seq: Sequence) -> tuple[int, int]:
 
 
 class Running:
-    """Running sequences by ``sort_key``. Rows are given from the head, sequences are parked from
-    the tail.
-    """
+    """Running sequences by ``sort_key``. Sequences are parked from the tail."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []

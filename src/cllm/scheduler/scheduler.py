@@ -1,9 +1,8 @@
 """Decides what each step computes, and for which sequences.
 
-All sequences have one order: the running ones by class and arrival (``Running``), then the waiting
-ones as the policy sorts them (``Waiting``). They are served from the head of this order. When cells
-run short, sequences are parked from the tail of the running ones. A sequence finishes in the step
-that samples its last token.
+Running sequences are parked in the order of ``Running``, from its tail, when cells run short; their
+prompts are computed in that of ``PromptOrder``. Waiting ones are admitted in that of ``Waiting``. A
+sequence finishes in the step that samples its last token.
 """
 
 from __future__ import annotations
@@ -73,23 +72,24 @@ class Scheduler(Sequences):
         # 1. Expire: requests that have timed out end.
         # 2. Yield: one sequence is parked if a waiting one of a higher class needs its place.
         # 3. Decode: sequences that lack one token get rows. If cells run short, the tail is parked.
-        #    If the layout computes prompts separately, only in steps that compute none.
+        #    If the layout separates prompts, this is the last part, in steps without prompts.
         # 4. Admit: waiting sequences start to run, as the policy sorts them, until one cannot.
-        # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
-        #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
-        #    either with a row or without its cells.
+        # 5. Prefill: prompts get rows within the budget. If cells run short, the tail is parked. A
+        #    sequence leaves ``unserved`` with a row or without its cells.
         self.step, self._suspects = Step(now), ()
         layout = self.kv_cache.layout
         self._expire(now)
         self._suspects = self.running
         self._yield_to_higher_class(now)
         operations = self._operations = self.drain_pending_operations()
-        decoding = self.pacing.select([seq for seq in self.running if seq.num_lacking_tokens == 1])
         separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
         if not separates:
+            decoding = self.pacing.select(self.running)
             rows = self._decode(decoding, operations)
         self._admit_waiting(now, operations)
+        if separates:  # those admitted now that lack one token decode with the others
+            decoding = self.pacing.select(self.running)
         self._suspects = self.running
         others = {*decoding} | self.pacing.paused
         lacking = [seq for seq in self.running if seq not in others]
@@ -107,6 +107,7 @@ class Scheduler(Sequences):
         if not rows and not operations:
             return None
         if layout.can_swap:
+            decoding = [seq for seq in decoding if seq.seq_id >= 0]
             operations += arrange(rows, len(decoding), self.running, self.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
@@ -117,8 +118,8 @@ class Scheduler(Sequences):
         return self.pacing.target_itl(len(self.running))
 
     def reserve(self, share: float) -> bool:
-        """Leave a share of the next step's target time for a side job, if it may have a part of
-        the time for prompts; return whether it may. Call ``charge`` after it has used the time.
+        """Leave a share of the next step's target time for a side job, unless the time belongs to
+        decoding sequences; return whether it may run. Then call ``charge``.
         """
         return self.pacing.reserve(share, len(self.running))
 
@@ -203,6 +204,8 @@ class Scheduler(Sequences):
                 del unserved[seq]
                 operations += room
                 rows.append(self._make_row(seq, count))
+        if rows:
+            self._prompt_order.advance()
         return rows
 
     def _make_room(
