@@ -28,7 +28,7 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
-# On a GPU, steps that only decode would waste it: a prompt costs hardly more beside many rows.
+# On GPUs prompts are computed in every step: beside decoding rows they cost hardly more.
 CPU_PREFILL_SHARE = 0.75
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 # Tokens of a draft model's step at most: while it computes a new prompt, all sequences wait.
