@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -274,17 +275,34 @@ def test_renderer_process_is_replaced_and_ends_with_the_server(start_server):
 
 
 @pytest.mark.llama
-def test_idle_server_uses_almost_no_cpu(builtin_server):
-    """Both processes together use less than 0.5 % of a core in four seconds, after having served."""
+def test_idle_server_hardly_wakes(builtin_server):
+    """
+    After having served, both processes together wake 10 times a second, for uvicorn's clock, and so use
+    almost no CPU.
+
+    What one of these moments costs depends on the machine (0.2 to 2 ms), so they are counted.
+    """
     builtin_server.client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 20})
     builtin_server.wait_until_idle()
     pids = builtin_server.process.pid, builtin_server.engine_pid()
 
-    def seconds_used():
-        before = builtin_server.cpu_seconds(*pids)
+    def idles():
+        wakings, seconds = count_wakings(*pids), builtin_server.cpu_seconds(*pids)
         time.sleep(4)
-        return builtin_server.cpu_seconds(*pids) - before
+        return (
+            count_wakings(*pids) - wakings <= 60
+            and builtin_server.cpu_seconds(*pids) - seconds <= 0.2
+        )
 
-    assert any(seconds_used() <= 0.02 for _ in range(3)), (
-        "at least the third time nothing is left to be tidied up"
+    assert any(idles() for _ in range(3)), "at least the third time nothing is left to be tidied up"
+
+
+def count_wakings(*pids):
+    """Return how often the threads of the processes have waited for something so far."""
+    states = [
+        path.read_text() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/status")
+    ]
+    return sum(
+        int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", state, re.MULTILINE)[1])
+        for state in states
     )
