@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -40,9 +41,9 @@ def test_partial_tile_costs_a_whole_one():
     cost = StepCost(64)
     for tokens in [64, 128, 65, 100] * 10:
         cost.observe(0, tokens, 0.5 * -(-tokens // 64))
-    assert cost.per_tile == pytest.approx(0.5)
+    assert cost.estimate_tile() == pytest.approx(0.5)
     cost.observe(0, 8, 0.1)
-    assert cost.per_tile == pytest.approx(0.5, rel=0.03)
+    assert cost.estimate_tile() == pytest.approx(0.5, rel=0.03)
 
 
 def test_unseen_number_of_rows_is_estimated_from_nearest():
@@ -79,6 +80,48 @@ def test_budget_is_whole_tiles():
         == cost.compute_prefill_budget(100, 1, math.inf, 0)
         == 100
     )
+
+
+def observe_prompt(cost, num_tokens, each=512, slower=1.0):
+    """A prompt whose tiles of 64 tokens take 0.1 s plus 0.1 s for each 1,000 tokens before them."""
+    for before in range(0, num_tokens, each):
+        middle = before + each / 2
+        seconds = each / 64 * (0.1 + 0.0001 * middle) * slower
+        cost.observe(0, each, seconds, num_before=middle)
+
+
+def test_cost_of_tiles_grows_with_position():
+    """After one long prompt, tiles at the beginning and far beyond its end can be estimated."""
+    cost = StepCost(64)
+    observe_prompt(cost, 4096)
+    assert cost.estimate_tile(0) == pytest.approx(0.1, rel=0.25)
+    assert cost.estimate_tile(2000) == pytest.approx(0.3, rel=0.05)
+    assert cost.estimate_tile(10_000) == pytest.approx(1.1, rel=0.05)
+    assert cost.estimate_prefill(640, 2000) == pytest.approx(3.0, rel=0.05)
+    for _ in range(20):  # short prompts move the line, but keep its slope
+        cost.observe(0, 64, 0.1, num_before=32)
+    assert cost.estimate_tile(2000) == pytest.approx(0.3, rel=0.25)
+    observe_prompt(cost, 4096, slower=2)
+    assert cost.estimate_tile(4000) == pytest.approx(1.0, rel=0.2)
+
+
+def test_budget_deep_in_a_prompt_has_fewer_tiles():
+    """Each further tile costs more than the one before."""
+    cost = StepCost(64)
+    observe_prompt(cost, 4096)
+    cost.observe(1, 0, 0.05)
+    first, second = (cost.estimate_tile(3000 + 64 * i + 32) for i in range(2))
+    assert cost.compute_prefill_budget(512, 1, 0.05 + first + second, 0, 3000) == 128
+    assert cost.compute_prefill_budget(512, 1, 0.04 + first + second, 0, 3000) == 64
+    assert cost.compute_prefill_budget(512, 1, 0.05 + first + second, 0, 0) > 256
+
+
+def test_similar_positions_show_no_slope():
+    """Noise among short prompts makes a tile after many tokens neither costly nor free."""
+    rng, cost = random.Random(1), StepCost(64)
+    for _ in range(200):
+        cost.observe(0, 64, rng.uniform(0.08, 0.12), num_before=rng.uniform(20, 60))
+    assert 0.08 < cost.estimate_tile(3000) < 0.25
 
 
 def test_estimates_follow_slower_machine():
@@ -145,7 +188,7 @@ def test_cost_of_rows_is_at_most_that_of_a_step_with_a_prompt():
     cost.observe(0, 16, 0.010)
     cost.observe(60, 16, 0.050)
     assert cost.estimate_decode(60) == pytest.approx(0.050)
-    assert 0.010 <= cost.per_tile <= 0.020
+    assert 0.010 <= cost.estimate_tile() <= 0.020
 
 
 def test_step_without_time_makes_nothing_free():

@@ -111,7 +111,7 @@ class Pacing:
             self._num_prompts = self._num_rivals = self._num_above = 0
             return True
         self._head_seconds = self._spent.get(head, 0.0)
-        left = self._cost.estimate_prefill(head.num_lacking_tokens)
+        left = self._cost.estimate_prefill(head.num_lacking_tokens, head.num_computed_tokens)
         self._is_long = self._head_seconds + left > LONG_STEPS * self._cost.row_seconds
         priority = head.effective_priority
         self._num_prompts = sum(seq.effective_priority <= priority for seq in lacking)
@@ -144,16 +144,17 @@ class Pacing:
         """
         num_tokens = sum(row.size for row in rows)
         num_long_tokens = sum(seq.num_tokens for seq in decoding if is_long(seq.num_tokens))
+        num_before = self._head.num_computed_tokens if self._head else 0
         seconds = self.target_itl(num_running) - self._reserved
         seconds -= self._cost.estimate_long_row(num_long_tokens)
         if decoding and not rows:  # which have waited for prompts already
             seconds -= self.waited
             left = seconds - self._cost.estimate_decode(len(decoding))
-            if self.waited and left < (self._cost.per_tile or 0.0):
+            if self.waited and left < self._cost.estimate_tile(num_before):
                 return 0
         offset = layout.tile_offset(num_tokens, self._cost.tile)
         space = max_tokens - num_tokens
-        return self._cost.compute_prefill_budget(space, len(decoding), seconds, offset)
+        return self._cost.compute_prefill_budget(space, len(decoding), seconds, offset, num_before)
 
     def reserve(self, share: float, num_running: int) -> bool:
         """See ``Scheduler.reserve``."""
@@ -179,12 +180,13 @@ class Pacing:
         """Learn what ``step`` has cost, and note what it was used for."""
         self._reserved = 0.0
         num_long_tokens = count_long_tokens(rows)
+        num_before = count_tokens_before(rows)
         num_rows = step.num_rows + step.num_guesses
         seconds, prefill = step.seconds, 0.0
         expected = self._cost.estimate_decode(num_rows, num_long_tokens)
         if step.num_prefill_tokens:
             prefill = max(0.0, seconds - expected)
-            if usual := self._cost.estimate_prefill(step.num_prefill_tokens):
+            if usual := self._cost.estimate_prefill(step.num_prefill_tokens, num_before):
                 prefill = min(max(prefill, usual / OUTLIER), usual * OUTLIER, seconds)
         decode = seconds - prefill
         if expected:
@@ -204,7 +206,7 @@ class Pacing:
             self.prompts -= prefill
         self.waited = 0.0 if num_rows else self.waited + seconds
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
-        self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens)
+        self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
 
     def _choose_share(self) -> float:
         """Return the share of the time for prompts in a step like the last one."""
@@ -235,3 +237,13 @@ def count_long_tokens(rows: Run[Row]) -> int:
     return sum(
         row.size * (row.start + 1) for row in rows if row.num_tokens == 1 and is_long(row.start + 1)
     )
+
+
+def count_tokens_before(rows: Run[Row]) -> float:
+    """Return how many tokens of its own sequence each prompt token of ``rows`` follows, on
+    average.
+    """
+    prompts = [row for row in rows if row.num_tokens > 1]
+    num_tokens = sum(row.num_tokens for row in prompts)
+    before = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in prompts)
+    return before / num_tokens if num_tokens else 0.0

@@ -32,7 +32,8 @@ class PromptOrder:
 
         def sort_key(seq: Sequence) -> tuple[Any, ...]:
             priority = seq.effective_priority
-            seconds = min(SHORTER_FIRST, self._cost.estimate_prefill(seq.num_lacking_tokens))
+            seconds = self._cost.estimate_prefill(seq.num_lacking_tokens, seq.num_computed_tokens)
+            seconds = min(SHORTER_FIRST, seconds)
             place = seq.arrived + seconds, seq.order
             if priority < policy.effective_priority(seq):
                 return priority, 0, 0, place

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from cllm.scheduler.prefill_cost import PrefillCost
+
 SHARE = 0.2  # weight of a new observation in the mean
 # Once a step takes as long as this many steps of one row, reading the weights is only a tenth.
 EFFICIENT_STEPS = 10
@@ -22,8 +24,8 @@ class StepCost:
     from linear. Those that have not been observed for a long time, except for one row, are
     forgotten, because the machine may have other work now. The second is an exponential mean per
     token of the long sequences. While only long sequences have been observed, it is part of the
-    first. The third is an exponential mean per tile: kernels compute prompts in tiles, and part of
-    a tile costs as much as a whole one.
+    first. The third is a cost per tile, because kernels compute prompts in tiles, and part of a
+    tile costs as much as a whole one.
     """
 
     def __init__(self, tile: int, row_seconds: float = 0.0) -> None:
@@ -33,23 +35,29 @@ class StepCost:
         self.per_rows: dict[int, float] = {}  # the least recently observed one first
         self._observed: dict[int, tuple[int, int]] = {}  # how often, and in which step last
         self._num_steps = 0  # observed ones with only decoding rows
-        self.per_tile: float | None = None
+        self._prefill = PrefillCost()
         self.per_long_token: float | None = None
         # whether the first includes the second, because each step had long sequences
         self.includes_long = False
 
     @property
     def per_token(self) -> float | None:
-        """Seconds per token of a long prompt; None before the first prefill."""
-        return self.per_tile and self.per_tile / self.tile
+        """Seconds per token of whole tiles of the latest prompts; None before the first prefill."""
+        return self._prefill.seconds and self._prefill.seconds / self.tile
 
     def observe(
-        self, num_rows: int, num_tokens: int, seconds: float, num_long_tokens: int = 0
+        self,
+        num_rows: int,
+        num_tokens: int,
+        seconds: float,
+        num_long_tokens: int = 0,
+        num_before: float = 0.0,
     ) -> None:
         """Learn that a step took ``seconds``.
 
         It had ``num_rows`` decoding rows, which attend to ``num_long_tokens`` tokens of long
-        sequences, and ``num_tokens`` prefill tokens.
+        sequences, and ``num_tokens`` prefill tokens, which followed ``num_before`` tokens of their
+        sequences on average.
         """
         seconds = max(seconds, SHORTEST)
         rows, long = self.estimate_decode(num_rows), self.estimate_long_row(num_long_tokens)
@@ -59,11 +67,8 @@ class StepCost:
                 self._observed.setdefault(num_rows, (0, self._num_steps))
             rows = self._find_least(num_rows)
             num_tiles = -(-num_tokens // self.tile)
-            # as if each tile had been observed on its own
-            share = 1 - (1 - SHARE) ** (num_tokens / self.tile)
-            # the difference of two measurements may be far too small
-            each = max((seconds - rows - long) / num_tiles, (self.per_tile or 0.0) / 2)
-            self.per_tile = update_mean(self.per_tile, each, share)
+            each = (seconds - rows - long) / num_tiles
+            self._prefill.observe(max(each, SHORTEST), num_before, num_tokens / self.tile)
         elif num_long_tokens and rows and not self.includes_long:
             each = max(0.0, seconds - rows) / num_long_tokens
             self.per_long_token = update_mean(self.per_long_token, each)
@@ -121,11 +126,17 @@ class StepCost:
         """
         return num_tokens * (self.per_long_token or 0.0)
 
-    def estimate_prefill(self, num_tokens: int) -> float:
-        """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been
-        observed.
+    def estimate_tile(self, num_before: float | None = None) -> float:
+        """Return the expected seconds of a tile of a prompt after ``num_before`` tokens, by default
+        after as many as the latest ones; 0 if none has been observed.
         """
-        return num_tokens * (self.per_token or 0.0)
+        return self._prefill.estimate(num_before) or 0.0
+
+    def estimate_prefill(self, num_tokens: int, num_before: float | None = None) -> float:
+        """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been
+        observed. ``num_before``: see ``estimate_tile``.
+        """
+        return num_tokens / self.tile * self.estimate_tile(num_before)
 
     @property
     def efficient_prefill_tokens(self) -> float:
@@ -136,27 +147,34 @@ class StepCost:
             return math.inf
         return EFFICIENT_STEPS * self.row_seconds / self.per_token
 
-    def count_tiles(self, num_rows: int, seconds: float) -> int | None:
-        """Return how many tiles of prefill tokens fit into ``seconds`` together with the decoding
-        rows, at least one.
+    def count_tiles(self, num_rows: int, seconds: float, num_before: float = 0.0) -> int | None:
+        """Return how many tiles of a prompt, of which ``num_before`` tokens have been computed, fit
+        into ``seconds`` together with the decoding rows, at least one.
 
         None while the cost of a tile is unknown.
         """
-        if not self.per_tile:
+        if not self._prefill.seconds:
             return None
-        return max(1, int((seconds - self.estimate_decode(num_rows)) / self.per_tile))
+        seconds -= self.estimate_decode(num_rows)
+        first = self.estimate_tile(num_before + self.tile / 2)
+        growth = self.estimate_tile(num_before + self.tile * 3 / 2) - first
+        # n tiles take n * first + n * (n - 1) / 2 * growth
+        single = first - growth / 2
+        root = math.sqrt(single * single + 2 * growth * max(0.0, seconds))
+        num_tiles = 2 * seconds / (single + root)
+        return max(1, int(num_tiles + 1e-9))
 
     def compute_prefill_budget(
-        self, space: int, num_rows: int, target_itl: float, tile_offset: int
+        self, space: int, num_rows: int, seconds: float, tile_offset: int, num_before: float = 0.0
     ) -> int:
         """Return how many prefill tokens to compute with the decoding rows: at most ``space``,
-        within ``target_itl``.
+        within ``seconds``.
 
-        ``tile_offset``: see ``Layout``.
+        ``tile_offset``: see ``Layout``. ``num_before``: see ``count_tiles``.
         """
-        if not num_rows or math.isinf(target_itl):
+        if not num_rows or math.isinf(seconds):
             return space
-        num_tiles = self.count_tiles(num_rows, target_itl)
+        num_tiles = self.count_tiles(num_rows, seconds, num_before)
         if num_tiles is None:
             return space
         budget = num_tiles * self.tile - tile_offset  # whole tiles
