@@ -124,7 +124,7 @@ class Scheduler(Section):
         ge=1,
         le=600_000,
         description="Longest time in ms between two tokens of a stream that prefill may cause; "
-        "null means 20 to 35 times what one sequence alone takes for a token, at least 100.",
+        "null means 23 to 35 times what one sequence alone takes for a token, at least 100.",
     )
     prefill_share: float | None = Field(
         default=None,

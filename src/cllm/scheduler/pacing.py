@@ -20,7 +20,7 @@ from cllm.scheduler.trace import Step
 
 # The target time between tokens, in steps of one row. One for each second sequence is added: the
 # more sequences decode, the longer their own step takes.
-MIN_TARGET_STEPS, MAX_TARGET_STEPS = 20, 35
+MIN_TARGET_STEPS, MAX_TARGET_STEPS = 23, 35
 SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
 USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
