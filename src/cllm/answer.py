@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from cllm.core.account import ANONYMOUS, Account
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
@@ -19,12 +19,14 @@ from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import NO_CLAIM, QueuePosition
-from cllm.process.client import EngineClient
 from cllm.process.in_flight import Stream
+from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
 from cllm.text.chat_format import OutputPlan
 from cllm.text.grammar import CheckedGrammar
 from cllm.text.output_reader import Delta, OutputReader, Usage
+
+LOOK_SECONDS = 0.1  # between two looks at an engine that may not respond
 
 log = logging.getLogger("cllm.service")
 
@@ -42,7 +44,7 @@ class SchedulingOptions:
     """How a generation is scheduled: its account, its priority, and its time limits in seconds.
 
     What is computed for it is shared only with requests that have the same ``cache_salt``.
-    ``claim``: to a reserved place in the queue.
+    ``claim``: to a reserved place in the queue. ``arrived``: when the time limits began to count.
     """
 
     account: Account = ANONYMOUS
@@ -51,6 +53,21 @@ class SchedulingOptions:
     queue_timeout: float | None = None
     cache_salt: str = ""
     claim: Claim = NO_CLAIM
+    arrived: float = field(default_factory=time.monotonic, compare=False)
+
+    def left_of(self, seconds: float | None) -> float | None:
+        """Return what is left of a time limit, at least 0; None without a limit."""
+        return None if seconds is None else max(0.0, seconds - (time.monotonic() - self.arrived))
+
+
+class Limit(NamedTuple):
+    """at: in seconds of the monotonic clock. is_for_start: the request must start by then. Only the
+    engine knows whether it has, so such a limit counts here only while the engine does not respond.
+    """
+
+    at: float
+    error: RequestTimeout
+    is_for_start: bool = False
 
 
 @dataclass(slots=True)
@@ -101,7 +118,7 @@ class Answer:
         self,
         generation: Generation,
         stream: Stream,
-        engine: EngineClient,
+        engine: Pool,
         metrics: Metrics,
         pieces: Pieces,
         timeout: float | None,
@@ -118,19 +135,28 @@ class Answer:
         self._outcome = "abort"
         self._closed = False
         self._error: CLLMError | None = None  # why the engine ended it; raised by the next take
-        self._timer: asyncio.TimerHandle | None = None
-        if timeout is not None:
-            # not asyncio.timeout, which would cancel the reader's task even while it does something
-            # else
-            self._timer = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
+        self._limits = list_limits(timeout, generation.scheduling)
+        # not asyncio.timeout, which would cancel the reader's task even while it does something
+        # else
+        call_later = asyncio.get_running_loop().call_later
+        self._timers = [
+            call_later(limit.at - self._begun, self._expire, limit) for limit in self._limits
+        ]
 
     @property
     def queue_position(self) -> QueuePosition:
         return self._stream.queue_position
 
-    def _expire(self, timeout: float) -> None:
+    def _expire(self, limit: Limit) -> None:
+        """End the generation because a limit has expired, even if the engine does not end it."""
+        if limit not in self._limits:
+            return
+        if limit.is_for_start and self._engine.is_responding():
+            loop = asyncio.get_running_loop()
+            self._timers.append(loop.call_later(LOOK_SECONDS, self._expire, limit))
+            return
         self._engine.close_stream(self._stream)
-        self._stream.fail(took_too_long(timeout))
+        self._stream.fail(limit.error)
 
     def __enter__(self) -> Self:
         return self
@@ -143,8 +169,8 @@ class Answer:
         if self._closed:
             return
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         self._engine.close_stream(self._stream)
         seconds, usage = time.monotonic() - self._begun, self.generation.usage
         self._metrics.count_outcome(self._outcome, seconds)
@@ -201,6 +227,10 @@ class Answer:
         grammar that allows no further token, after all deltas that arrived before.
         """
         try:
+            for limit in self._limits:  # what arrives later comes too late
+                if limit.at <= time.monotonic() and not limit.is_for_start:
+                    self._engine.close_stream(self._stream)
+                    raise limit.error
             if self._error is not None:
                 raise self._error
             outputs = self._stream.take()
@@ -214,6 +244,7 @@ class Answer:
                 times.latest = now
                 if before == 0:
                     times.first = now
+                    self._limits = [one for one in self._limits if not one.is_for_start]
         except Exception as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             raise
@@ -242,8 +273,8 @@ class Answer:
         """Return the error for the limit in ``scheduling`` that has ended the generation."""
         scheduling = self.generation.scheduling
         deadline = math.inf if scheduling.deadline is None else scheduling.deadline
-        # The engine's clock started earlier, so elapsed may be below a deadline that has expired.
-        elapsed = time.monotonic() - self._begun
+        # The engine's clock started later, so elapsed may be below a deadline that has expired.
+        elapsed = time.monotonic() - scheduling.arrived
         if (
             scheduling.queue_timeout is not None
             and scheduling.queue_timeout < deadline
@@ -251,6 +282,20 @@ class Answer:
         ):
             return waited_too_long(scheduling.queue_timeout)
         return missed_deadline(scheduling.deadline or 0)
+
+
+def list_limits(timeout: float | None, scheduling: SchedulingOptions) -> list[Limit]:
+    """Return the time limits of a generation that is submitted now. ``timeout``: seconds from
+    now.
+    """
+    limits = []
+    if timeout is not None:
+        limits.append(Limit(time.monotonic() + timeout, took_too_long(timeout)))
+    if (seconds := scheduling.deadline) is not None:
+        limits.append(Limit(scheduling.arrived + seconds, missed_deadline(seconds)))
+    if (seconds := scheduling.queue_timeout) is not None:
+        limits.append(Limit(scheduling.arrived + seconds, waited_too_long(seconds), True))
+    return limits
 
 
 def took_too_long(seconds: float) -> RequestTimeout:
@@ -288,7 +333,7 @@ def make_request(
         params,
         scheduling.account.name,
         scheduling.priority,
-        scheduling.deadline,
-        scheduling.queue_timeout,
+        scheduling.left_of(scheduling.deadline),
+        scheduling.left_of(scheduling.queue_timeout),
         scheduling.cache_salt,
     )

@@ -179,7 +179,7 @@ async def compute(
     np = await load_numpy()
     if not texts:
         with service.admission():
-            service.engine.check_ready()
+            service.engine.check_available()
             return np.zeros((0, service.info.embedding_size), np.float32), 0
     name = f"embd-{secrets.token_hex(12)}"
     request = EmbeddingRequest(name, texts, scheduling.account.name, scheduling.priority)

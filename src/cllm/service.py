@@ -32,7 +32,7 @@ from cllm.errors import BadRequest, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
-from cllm.process.client import EngineClient
+from cllm.process.pool import Pool
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING, ChatFormat, schemas_of
 from cllm.text.dry_breakers import DryBreakers
@@ -60,7 +60,7 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Pool,
         metrics: Metrics,
         model_name: str,
         request_timeout: float | None = None,
@@ -188,9 +188,10 @@ class Service:
         )
         given = [(seconds, error) for seconds, error in limits if seconds is not None]
         seconds, error = min(given, key=itemgetter(0), default=(None, took_too_long))
+        left = seconds if error is took_too_long else scheduling.left_of(seconds)
         try:
             with self.admission():
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(left):
                     return await self.engine.tokenize([*texts])
         except TimeoutError:
             raise error(seconds or 0) from None

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -31,10 +32,12 @@ from cllm.process.messages import (
     FromChild,
     Loading,
     Ready,
+    Start,
     Stepped,
     Tokenize,
     frame,
 )
+from cllm.process.step_record import SIZE
 
 DECODER = msgspec.msgpack.Decoder(FromChild)
 
@@ -180,18 +183,19 @@ os.write(private, b"frames")
     assert process.stderr.endswith(b"printed")
 
 
-def start(params: EngineParams | None) -> subprocess.Popen[bytes]:
+def start(params: EngineParams | None, folder: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "cllm.process.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     if params is not None:
-        process.stdin.write(frame(params))
+        (folder / "step").write_bytes(bytes(SIZE))
+        process.stdin.write(frame(Start(params, str(folder / "step"))))
         process.stdin.flush()
     return process
 
 
-def test_engine_answers_until_stdin_ends() -> None:
-    process = start(EngineParams(backend="fake", context_length=64, max_num_seqs=2))
+def test_engine_answers_until_stdin_ends(tmp_path: Path) -> None:
+    process = start(EngineParams(backend="fake", context_length=64, max_num_seqs=2), tmp_path)
     message = DECODER.decode(read_frame(process.stdout) or b"")
     assert isinstance(message, Ready)
     assert (message.info.context_length, message.info.max_num_seqs) == (64, 2)
@@ -207,8 +211,8 @@ def test_engine_answers_until_stdin_ends() -> None:
     assert process.returncode == 0
 
 
-def test_engine_that_cannot_start_says_why_and_exits_with_2() -> None:
-    process = start(EngineParams(backend="fake", policy="no.such:Policy"))
+def test_engine_that_cannot_start_says_why_and_exits_with_2(tmp_path: Path) -> None:
+    process = start(EngineParams(backend="fake", policy="no.such:Policy"), tmp_path)
     message = DECODER.decode(read_frame(process.stdout) or b"")
     assert isinstance(message, Failed)
     assert "no.such" in message.reason
@@ -217,7 +221,7 @@ def test_engine_that_cannot_start_says_why_and_exits_with_2() -> None:
     assert process.returncode == 2
 
 
-def test_engine_without_parameters_ends() -> None:
-    process = start(None)
+def test_engine_without_parameters_ends(tmp_path: Path) -> None:
+    process = start(None, tmp_path)
     assert process.communicate(timeout=PATIENCE)[0] == b""
     assert process.returncode == 0

@@ -16,8 +16,8 @@ from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
 from cllm.core.segments import Segment
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError
-from cllm.process.client import EngineClient, PendingTokens
 from cllm.process.messages import Abandon, Tokenize, Tokenized, frame
+from cllm.process.pool import PendingTokens, Pool
 from cllm.process.tokenizing import (
     LONG,
     MAX_TOKENS,
@@ -145,7 +145,7 @@ def test_long_answers_come_in_parts(lengths):
     texts = [[*range(length)] for length in lengths]
 
     async def put_together():
-        pending = PendingTokens()
+        pending = PendingTokens([], 0)
         parts = [*divide(7, texts)]
         for part in parts:
             assert part.number == 7
@@ -162,7 +162,7 @@ def run(test):
     """Run ``test(client)`` with a started engine."""
 
     async def main():
-        client = EngineClient(EngineParams(backend="fake"))
+        client = Pool(EngineParams(backend="fake"))
         await client.start()
         try:
             await asyncio.wait_for(test(client), PATIENCE)
@@ -187,17 +187,18 @@ def test_client_gets_vocabulary_and_tokens():
     run(test)
 
 
-def test_death_of_the_engine_ends_tokenizing():
+def test_next_engine_tokenizes_what_a_dead_one_has_not():
+    """Also texts that arrive while there is none, and from the beginning."""
+
     async def test(client):
         os.kill(client.pid, signal.SIGSTOP)
         asking = asyncio.create_task(client.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
-        assert client._pending_tokens
+        [pending] = client._pending_tokens.values()
+        pending.put(Tokenized(0, [[1, 2]], more=True))
         os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="died"):
-            await asking
-        with pytest.raises(EngineError, match="not ready"):
-            await client.tokenize([[Segment("a")]])
+        assert await client.tokenize([[Segment("b")]]) == [[98]]
+        assert await asking == [[97]]
 
     run(test)
 
@@ -205,7 +206,7 @@ def test_death_of_the_engine_ends_tokenizing():
 @pytest.mark.parametrize("how", ["end_all", "close"])
 def test_shutdown_ends_tokenizing_and_explanations(how, monkeypatch):
     """The engine is stopped, so it does not answer. An answer that comes later goes to nobody."""
-    monkeypatch.setattr("cllm.process.client.CLOSE_TIMEOUT", 0.1)
+    monkeypatch.setattr("cllm.process.supervisor.CLOSE_TIMEOUT", 0.1)
 
     async def test(client):
         os.kill(client.pid, signal.SIGSTOP)

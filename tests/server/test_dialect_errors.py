@@ -5,7 +5,6 @@ exceptions.
 import contextlib
 import http.client
 import json
-import os
 import signal
 import threading
 import time
@@ -476,8 +475,8 @@ def test_broken_stream_raises_the_clients_error(start_server):
 
 
 @pytest.mark.slow
-def test_dead_engine_gets_503_and_strict_mode_rejects_unknown_parameters(start_server):
-    """503 with Retry-After; 400 for unknown parameters, also in nested objects."""
+def test_strict_mode_rejects_unknown_parameters(start_server):
+    """Also in nested objects."""
     server = start_server("--backend.name", "fake", "--server.strict")
     faults: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"zzz": 1}, {"zzz": 1}, "zzz"),
@@ -489,12 +488,6 @@ def test_dead_engine_gets_503_and_strict_mode_rejects_unknown_parameters(start_s
         assert name in check_ollama(server.client.post("/api/chat", json={**OLLAMA, **other}), 400)
     known = {**ANTHROPIC, "service_tier": "auto", "output_config": {"effort": "low"}}
     assert server.client.post("/v1/messages", json=known).status_code == 200
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    wait_for(lambda: server.client.get("/ready").status_code == 503)
-    answers = [server.client.post(path, json=body) for path, body in ROUTES]
-    check_anthropic(answers[0], 503, "api_error")
-    check_ollama(answers[1], 503)
-    assert all(answer.headers["retry-after"] for answer in answers)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from cllm.core.params import SamplingParams
 from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
-from cllm.process.client import EngineClient
+from cllm.process.pool import Pool
 from cllm.process.tokenizing import LONG
 from cllm.registry import Registry
 from cllm.server import off_loop
@@ -346,7 +346,7 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
 
     async def main():
         params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
-        engine = EngineClient(params, limits=QueueLimits(**limits), clock=clock)
+        engine = Pool(params, limits=QueueLimits(**limits), clock=clock)
         service = Service(engine, Metrics("fake"), "fake")
         app = create_app(Registry(service), Settings())
         async with httpx2.AsyncClient(
@@ -371,15 +371,25 @@ def test_unavailable_service_gets_503_with_retry_after():
             answer = await client.post(path, json={"prompt": "a", "stream": True})
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "a"}]}
+        other = [
+            await client.post("/v1/messages", json={**chat, "max_tokens": 1}),
+            await client.post("/api/chat", json=chat),
+        ]
+        assert [answer.status_code for answer in other] == [503, 503]
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in other)
+        assert other[0].json()["error"]["type"] == "api_error"
+        assert isinstance(other[1].json()["error"], str)
         page = (await client.get("/metrics")).text
-        assert f'cllm:requests_refused_total{{model_name="fake",reason="{reason}"}} 3.0' in page
+        assert f'cllm:requests_refused_total{{model_name="fake",reason="{reason}"}} 5.0' in page
 
     async def test(service, client):
         service.draining = True
         await refuse(client, "draining")
-        service.draining, service.engine.ready = False, False
+        service.draining, service.engine._supervisor.failed = False, True
+        service.engine._supervisor.ready = False
         await refuse(client, "not_ready")
-        service.engine.ready = True
+        service.engine._supervisor.ready = True
 
     with_service(test)
 
@@ -425,7 +435,7 @@ def test_long_texts_beyond_the_bound_get_503_with_retry_after(monkeypatch):
     """They would wait to be tokenized. Short texts are tokenized meanwhile, and long ones
     afterwards.
     """
-    monkeypatch.setattr("cllm.process.client.MAX_WAITING_CHARACTERS", 3 * LONG)
+    monkeypatch.setattr("cllm.process.pool.MAX_WAITING_CHARACTERS", 3 * LONG)
     long = "a" * 2 * LONG
 
     async def test(service, client):

@@ -9,7 +9,7 @@ import pytest
 from cllm.config import Settings
 from cllm.config_sources import load_settings
 from cllm.engine.params import EngineParams
-from cllm.process.client import EngineClient
+from cllm.process.pool import Pool
 from cllm.server.http_server import open_server
 from cllm.server.run import address, address_elsewhere, listen
 
@@ -47,7 +47,7 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
     assert isinstance(settings, Settings)
 
     async def fail_while_polled():
-        engine = EngineClient(EngineParams(backend="fake"))
+        engine = Pool(EngineParams(backend="fake"))
         server = open_server(settings, "m", engine)
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -13,7 +13,7 @@ from cllm.core.params import PARAMETERS, SamplingParams
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
-from cllm.process.client import EngineClient
+from cllm.process.pool import Pool
 from cllm.registry import Registry
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.app import create_app
@@ -185,7 +185,7 @@ def test_parameters_of_a_request_are_checked_once(path, body, monkeypatch):
 
 async def ask(path, body):
     """Send a request to an app in this process and return its answer."""
-    engine = EngineClient(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
+    engine = Pool(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
     service = Service(engine, Metrics("fake"), "fake")
     app = create_app(Registry(service), Settings())
     transport = httpx2.ASGITransport(app)

@@ -39,7 +39,7 @@ from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe.metrics import Metrics
-from cllm.process.client import EngineClient
+from cllm.process.pool import Pool
 from cllm.sampling.pipeline import Sampler
 from cllm.service import Service
 
@@ -162,8 +162,8 @@ def open_stages(
     }, engine
 
 
-async def started(params: EngineParams) -> EngineClient:
-    client = EngineClient(params)
+async def started(params: EngineParams) -> Pool:
+    client = Pool(params)
     await client.start()
     return client
 
@@ -267,7 +267,7 @@ def step_engine(engine: Engine, work: Work) -> None:
         engine.step()
 
 
-async def read_streams(client: EngineClient, work: Work) -> None:
+async def read_streams(client: Pool, work: Work) -> None:
     async def read(request: Request) -> None:
         stream = client.submit([request])
         ended = False

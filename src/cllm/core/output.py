@@ -43,6 +43,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     On request: ``logprobs`` of the token, and ``prompt_logprobs`` of the next prompt tokens. Prompt
     logprobs precede the first token of index 0, in one or more outputs with NO_TOKEN that do not
     finish.
+
+    mirostat_mu: with mirostat, the limit of surprise for the next token; it does not follow from
+    the tokens.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs] | None = None
+    mirostat_mu: float | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -53,6 +53,19 @@ class Request(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, params=params)
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """What one sequence of a request has delivered, and what else another engine needs to continue
+    it.
+
+    tokens: its output. num_prompt_logprobs: how many prompt logprobs it has reported. mirostat_mu:
+    see TokenOutput.
+    """
+
+    tokens: list[int] = []
+    num_prompt_logprobs: int = 0
+    mirostat_mu: float | None = None
+
+
 class EmbeddingRequest(msgspec.Struct, frozen=True):
     """Texts to embed, as checked token ids; one embedding for each. account: as in Request."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
-from cllm.core.request import Request
+from cllm.core.request import Progress, Request
 
 
 class Status(enum.Enum):
@@ -71,6 +71,7 @@ class Sequence:
         "is_plain",
         "limit",
         "matcher",
+        "mirostat_mu",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
@@ -116,6 +117,8 @@ class Sequence:
         scores = request.params.prompt_logprobs is not None and index == 0
         self.num_pending_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
+        # by position, for the positions that may be sampled again; see sampling/extensions.py
+        self.mirostat_mu: dict[int, float] = {}
         self.limit = context_length
         if request.params.max_tokens is not None:
             self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
@@ -126,6 +129,30 @@ class Sequence:
         if self.token_counts is not None:
             for token in request.prompt:
                 self.token_counts.setdefault(token, [0, 0])[0] += 1
+
+    def resume(self, progress: Progress) -> None:
+        """Continue after what another engine has delivered. Call it before the sequence is
+        queued.
+        """
+        for token in progress.tokens:
+            self.append(token)
+        self.num_pending_prompt_logprobs -= progress.num_prompt_logprobs
+        if progress.mirostat_mu is not None:
+            self.mirostat_mu = {self.num_tokens: progress.mirostat_mu}
+
+    def find_mu(self, position: int) -> float | None:
+        """Return mirostat's mu for ``position``; None if no token has been drawn with it.
+
+        A position whose predecessor was not drawn has the mu of the latest one that was.
+        """
+        known = max((at for at in self.mirostat_mu if at <= position), default=None)
+        return None if known is None else self.mirostat_mu[known]
+
+    def follow(self, matcher: Matcher) -> None:
+        """Constrain the output by ``matcher``, which first consumes the output so far."""
+        for token in self.tokens[self.num_prompt_tokens :]:
+            matcher.consume(token)
+        self.matcher = matcher
 
     @property
     def num_tokens(self) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cllm.core.request import EmbeddingRequest, Request
+from cllm.core.request import EmbeddingRequest, Progress, Request
 
 if TYPE_CHECKING:
     from cllm.core.sequence import Sequence
@@ -16,6 +16,13 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A new request."""
 
     request: Request
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A request that another engine has begun. ``sequences``: those to continue, by index."""
+
+    request: Request
+    sequences: dict[int, Progress]
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -34,6 +41,28 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return seq.request.request_id == self.request_id and self.index in (None, seq.index)
 
 
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """A fault in a step.
+
+    kind: crash (as after a failed assertion), kill (as by another process), hang, slow (the step
+    takes ``seconds`` longer), raise (an exception), memory (memory runs out). after_steps: how many
+    steps go well before. num_steps: how many then have the fault. token: only steps that compute a
+    sequence with this token in its prompt count.
+    """
+
+    kind: Literal["crash", "kill", "hang", "slow", "raise", "memory"]
+    after_steps: int = 0
+    num_steps: int = 1
+    seconds: float = 0.0
+    token: int | None = None
+
+
+class SetFaults(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Cause these faults, and none that were set before."""
+
+    faults: list[Fault]
+
+
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report the last ``num_steps`` steps, the running sequences, and what the others wait for."""
 
@@ -44,4 +73,4 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop the engine, even if sequences are running."""
 
 
-Command = Add | Embed | Abort | Explain | Close
+Command = Add | Resume | Embed | Abort | Explain | SetFaults | Close

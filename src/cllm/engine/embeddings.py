@@ -15,7 +15,7 @@ from cllm.backends.base import Backend
 from cllm.core.batch import MAX_CHUNKS, Chunk
 from cllm.core.output import EmbeddingOutput, TokenOutput
 from cllm.core.request import EmbeddingRequest, Priority
-from cllm.engine.side_jobs import SideJob
+from cllm.engine.side_jobs import Record, SideJob
 from cllm.errors import EngineError
 from cllm.scheduler.scheduler import Scheduler
 
@@ -76,6 +76,7 @@ class Embeddings(SideJob):
         self._done: list[EmbeddingOutput] = []
         self._seconds_per_token = 0.0
         self.num_tokens = 0  # computed so far
+        self.record: Record | None = None  # see Engine
 
     def add(self, request: EmbeddingRequest) -> None:
         if request.texts:
@@ -152,6 +153,10 @@ class Embeddings(SideJob):
         parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
         if not parts:  # all requests have been aborted
             return 0
+        if self.record is not None:
+            names = [text.job.request.request_id for text, _ in parts]
+            num_chosen = sum(len(chunk.tokens) for _, chunk in parts)
+            self.record.begin(names, num_chosen * self._seconds_per_token)
         try:
             rows = self._backend.embed([chunk for _, chunk in parts])
         except Exception as error:

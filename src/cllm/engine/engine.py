@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -11,12 +11,23 @@ import msgspec
 from cllm.backends.base import Backend
 from cllm.core.batch import Batch
 from cllm.core.output import NO_TOKEN, EmbeddingOutput, FinishReason, Stats, TokenOutput
+from cllm.core.request import Progress
 from cllm.core.sequence import Sequence
-from cllm.engine.commands import Abort, Add, Close, Command, Embed, Explain
+from cllm.engine.commands import (
+    Abort,
+    Add,
+    Close,
+    Command,
+    Embed,
+    Explain,
+    Resume,
+    SetFaults,
+)
 from cllm.engine.disk import DiskTier
 from cllm.engine.embeddings import Embeddings
+from cllm.engine.faults import Faults
 from cllm.engine.grammars import Grammars
-from cllm.engine.side_jobs import SideJob
+from cllm.engine.side_jobs import Record, SideJob
 from cllm.errors import EngineError, StartupError
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
@@ -80,6 +91,8 @@ class Engine:
         self.side_jobs: list[SideJob] = [] if disk is None else [disk]
         self._batch: Batch | None = None  # being computed
         self._check = check
+        self._record: Record | None = None
+        self._faults = Faults()
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Step until a Close command arrives; wait in the inbox while there is nothing to
@@ -97,12 +110,18 @@ class Engine:
                         outbox.send_explanation(
                             explain(self.scheduler, self.clock(), command.num_steps)
                         )
-                    case Add() | Abort() | Embed():
+                    case SetFaults(faults):
+                        self._faults.set(faults)
+                    case Add() | Resume() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()
             for embedded in self.embeddings.take():
                 outbox.send_embedded(embedded)
             outbox.send(outputs, self.stats())
+
+    def use_record(self, record: Record) -> None:
+        """Note in ``record`` what is being computed."""
+        self._record = self.embeddings.record = record
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or any(job.has_work() for job in self.side_jobs)
@@ -124,7 +143,7 @@ class Engine:
 
     # --- commands --------------------------------------------------------------------------------
 
-    def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
+    def handle(self, command: Add | Resume | Abort | Embed) -> list[TokenOutput]:
         """Execute a command; return the outputs of sequences that it ends.
 
         A request that raises an exception ends.
@@ -135,19 +154,19 @@ class Engine:
         except Exception as error:
             log.exception("cannot execute a command")
             outputs += self._recover(error)
-            if isinstance(command, Add):
+            if isinstance(command, Add | Resume):
                 request = command.request
                 self._abort(Abort(request.request_id), outputs)
                 ended = {
                     output.index for output in outputs if output.request_id == request.request_id
                 }
-                for index in set(range(request.params.n)) - ended:
+                for index in list_sequences(command).keys() - ended:
                     outputs.append(
                         TokenOutput(request.request_id, index, NO_TOKEN, FinishReason.ERROR, False)
                     )
         return outputs
 
-    def _execute(self, command: Add | Abort | Embed, outputs: list[TokenOutput]) -> None:
+    def _execute(self, command: Add | Resume | Abort | Embed, outputs: list[TokenOutput]) -> None:
         match command:
             case Embed(request):
                 self._use(self.embeddings)
@@ -155,15 +174,17 @@ class Engine:
             case Abort():
                 self.embeddings.abort(command.request_id)
                 self._abort(command, outputs)
-            case Add(request):
+            case Add(request) | Resume(request):
                 params, length = request.params, self.backend.info.context_length
                 seed = params.seed or 0  # Request.with_seed draws one, unless the request is greedy
                 add = self.scheduler.add
                 if params.grammar:
                     self._use(self._grammars)
                     add = self._grammars.add
-                for index in range(params.n):
+                for index, progress in list_sequences(command).items():
                     seq = Sequence(request, index, derive_seed(seed, index), length)
+                    if progress is not None:
+                        seq.resume(progress)
                     outputs += add(seq, self.clock())
 
     def _use(self, job: SideJob) -> None:
@@ -190,12 +211,18 @@ class Engine:
             outputs += self._attempt(job.after, self.clock())
         if self._check:
             self.scheduler.check()
+        if self._record is not None:
+            self._record.end()
         return outputs
 
     def _generate(self, now: float) -> list[TokenOutput]:
         batch = self._batch = self.scheduler.schedule(now)
         if batch is None:
             return self.scheduler.take_outputs()
+        if self._record is not None:
+            names = [row.seq.request.request_id for row in batch.rows]
+            self._record.begin(names, self.scheduler.pacing.estimate_seconds(batch.rows))
+        self._faults.strike(batch)
         logits = self.backend.forward(batch)
         tokens = self.sampler.sample(batch, logits)
         self._batch = None
@@ -231,3 +258,10 @@ class Engine:
         if self._check:
             raise error
         return self.scheduler.recover()
+
+
+def list_sequences(command: Add | Resume) -> Mapping[int, Progress | None]:
+    """Return the sequences of a request by index, with what they have delivered already."""
+    if isinstance(command, Resume):
+        return command.sequences
+    return dict.fromkeys(range(command.request.params.n))

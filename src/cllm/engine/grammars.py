@@ -73,7 +73,8 @@ class Grammars(SideJob):
         if grammar.error and seq.request.params.is_bound:
             return [seq.make_end_output(FinishReason.GRAMMAR)]
         try:
-            seq.matcher = None if grammar.error else grammar.matcher()
+            if not grammar.error:
+                seq.follow(grammar.matcher())
             return self._scheduler.add(seq, since)
         except Exception:  # continue with the other sequences that wait for a grammar
             log.exception("cannot queue %s", seq.name)

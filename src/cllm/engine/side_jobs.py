@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
 from cllm.backends.base import Backend
@@ -13,6 +14,20 @@ from cllm.scheduler.scheduler import Scheduler
 log = logging.getLogger("cllm.engine")
 
 WAIT = 0.02  # seconds that a side job may wait in a step that computes nothing
+
+
+class Record(Protocol):
+    """Knows what is being computed, even if the process dies meanwhile."""
+
+    def begin(self, request_ids: Iterable[str], expected_seconds: float) -> None:
+        """Note that something is being computed for these requests, and how long it should take; 0
+        if unknown.
+        """
+        ...
+
+    def end(self) -> None:
+        """Note that it has been computed."""
+        ...
 
 
 class SideJob(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, rou
 MIN_CONTEXT = 256
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+VM_STATISTICS = Path("/proc/vmstat")
 NO_LIMIT = 1 << 60  # version 1 has no word for it, but a number near 2 ** 63
 
 
@@ -49,6 +51,17 @@ def measure_available_bytes() -> int | None:
     )
     limit = _measure_container_room()
     return available if limit is None or available is None else min(available, limit)
+
+
+def count_oom_kills() -> int:
+    """Return how many processes the system has ended so far because memory ran out; 0 if it does
+    not say.
+    """
+    with suppress(OSError, ValueError):
+        for line in VM_STATISTICS.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _read_physical_bytes() -> int | None:

@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import msgspec
@@ -22,7 +23,6 @@ from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
-from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe import log
 from cllm.observe.cpu_time import decoding
@@ -34,10 +34,12 @@ from cllm.process.messages import (
     FromChild,
     Loading,
     Ready,
+    Start,
     Stepped,
     Tokenize,
     frame,
 )
+from cllm.process.step_record import StepRecord
 from cllm.process.tokenizing import Questions, start_tokenizing
 from cllm.scheduler.trace import Explanation
 
@@ -136,7 +138,8 @@ def main() -> None:
     body = read_frame(sys.stdin.buffer)
     if body is None:
         return
-    params = msgspec.msgpack.decode(body, type=EngineParams)
+    params, path = msgspec.structs.astuple(msgspec.msgpack.decode(body, type=Start))
+    record = StepRecord(Path(path))
     log.configure(params.log_level)
     inbox = PipeInbox(sys.stdin.buffer)
     reported_share = -1.0
@@ -155,6 +158,7 @@ def main() -> None:
         params = fit_memory(params)
         backend = build_backend(params, report_progress, report_failure)
         engine = build_engine(backend, params)
+        engine.use_record(record)
     except StartupError as error:
         report_failure(str(error))
     gc.collect()

@@ -6,8 +6,11 @@ import asyncio
 import math
 import time
 
+import msgspec
+
 from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest
+from cllm.engine.commands import Embed
 from cllm.errors import CLLMError, EngineError
 from cllm.process.backlog import QueueFull, QueueLimits, update_mean
 
@@ -137,6 +140,30 @@ class Embeddings:
         if not waiter.done.cancel() and not waiter.done.cancelled():
             waiter.done.exception()  # so that asyncio does not report it as never retrieved
         return known is not None and len(waiter.vectors) < len(waiter.request.texts)
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request has not been answered completely."""
+        waiter = self._waiters.get(request_id)
+        return waiter is not None and not waiter.done.done()
+
+    def list_ids(self) -> list[str]:
+        """Return the ids of all requests, in the order of their arrival."""
+        return [*self._waiters]
+
+    def make_command(self, request_id: str) -> Embed | None:
+        """Return the command with which another engine embeds the rest of a request's texts; None
+        if nothing is left.
+        """
+        if not self.knows(request_id):
+            return None
+        waiter = self._waiters[request_id]
+        left = waiter.request.texts[len(waiter.vectors) :]
+        return Embed(msgspec.structs.replace(waiter.request, texts=left))
+
+    def fail_one(self, request_id: str, error: CLLMError) -> None:
+        """End a request with ``error``. Ignores an unknown one."""
+        if (waiter := self._waiters.get(request_id)) is not None:
+            waiter.fail(error)
 
     def fail(self, error: CLLMError) -> None:
         """End all requests with ``error``, because the engine cannot answer them."""

@@ -6,8 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from cllm.core.output import FinishReason, TokenOutput
-from cllm.core.request import Request
+import msgspec
+
+from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
+from cllm.core.request import Progress, Request
+from cllm.engine.commands import Add, Resume
 from cllm.errors import CLLMError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
 from cllm.process.reservations import Claim
@@ -99,6 +102,7 @@ class InFlightRequest:
         self.stopped: set[int] = set()  # sequences that the engine was asked to stop
         self.failed = False
         self.outputs: list[TokenOutput] = []
+        self._progress: dict[int, Progress] = {}  # what each sequence has delivered
         self.readers: dict[Stream, list[str]] = {}  # and their ids for the request
 
     @property
@@ -119,9 +123,37 @@ class InFlightRequest:
     def put(self, output: TokenOutput) -> None:
         if self.key is not None:
             self.outputs.append(output)
+        if not output.finish:
+            self._record_progress(output)
+        else:
+            self._progress.pop(output.index, None)
         for stream, names in self.readers.items():
             for name in names:
                 stream.put(output if name == output.request_id else rename_output(output, name))
+
+    def _record_progress(self, output: TokenOutput) -> None:
+        progress = self._progress.get(output.index)
+        if progress is None:
+            progress = self._progress[output.index] = Progress([])
+        if output.token >= 0:
+            progress.tokens.append(output.token)
+        if output.prompt_logprobs or output.mirostat_mu is not None:
+            scored = progress.num_prompt_logprobs + len(output.prompt_logprobs or ())
+            self._progress[output.index] = Progress(progress.tokens, scored, output.mirostat_mu)
+
+    def make_command(self) -> Add | Resume:
+        """Return the command with which another engine computes the rest."""
+        limits = ("deadline",) if self.started else ("deadline", "queue_timeout")
+        elapsed = time.monotonic() - self.submitted_at
+        left = {name: getattr(self.request, name) for name in limits}
+        left = {name: value - elapsed for name, value in left.items() if value is not None}
+        request = self.request
+        if left or request.queue_timeout is not None:
+            request = msgspec.structs.replace(request, **{"queue_timeout": None, **left})
+        if not self._progress and len(self.unfinished) == request.params.n:
+            return Add(request)
+        begun = {index: self._progress.get(index, Progress()) for index in sorted(self.unfinished)}
+        return Resume(request, begun)
 
     def estimate_position(self) -> QueuePosition:
         """Return the queue position at submission, minus the seconds since then; position 0 if it
@@ -149,6 +181,25 @@ class InFlightRequests:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request has not been answered completely."""
+        return request_id in self._by_id
+
+    def list_ids(self) -> list[str]:
+        """Return the ids of all requests in the engine, in the order of their submission."""
+        return [*self._by_id]
+
+    def make_command(self, request_id: str) -> Add | Resume | None:
+        """Return the command with which another engine computes the rest of a request. None if it
+        has ended: because the engine was asked to stop all that was left.
+        """
+        entry = self._by_id.get(request_id)
+        if entry is None:
+            return None
+        ended = entry.unfinished & entry.stopped
+        self.put([end_of(request_id, index) for index in sorted(ended)])
+        return entry.make_command() if entry.unfinished else None
 
     def submit(
         self, requests: list[Request], claim: Claim = NO_CLAIM
@@ -292,6 +343,14 @@ class InFlightRequests:
                 unwanted.append(name)
         return unwanted
 
+    def fail_one(self, request_id: str, error: CLLMError) -> None:
+        """End the streams that read a request with ``error``."""
+        entry = self._by_id.get(request_id)
+        if entry is not None:
+            self._remove(entry)
+            for stream in entry.readers:
+                stream.fail(error)
+
     def fail(self, error: CLLMError) -> None:
         """End all streams with ``error``, because the engine cannot answer them."""
         entries, self._by_id, self._open = self._by_id, {}, {}
@@ -302,3 +361,8 @@ class InFlightRequests:
 
 def may_share(request: Request) -> bool:
     return request.deadline is None and request.queue_timeout is None
+
+
+def end_of(request_id: str, index: int) -> TokenOutput:
+    """Return the last output of a sequence that its reader has stopped."""
+    return TokenOutput(request_id, index, NO_TOKEN, FinishReason.ABORT, is_text=False)

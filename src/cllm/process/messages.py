@@ -1,7 +1,7 @@
 """The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and
 stdout.
 
-To the child: EngineParams once, then commands (engine/commands.py), Tokenize and Abandon. From the
+To the child: Start once, then commands (engine/commands.py), Tokenize and Abandon. From the
 child: the other structs below and EmbeddingOutput (core/output.py).
 """
 
@@ -16,9 +16,17 @@ from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
+from cllm.engine.params import EngineParams
 from cllm.scheduler.trace import Explanation
 
 LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """``step_record``: the path of the file in which the engine notes its steps."""
+
+    params: EngineParams
+    step_record: str
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -16,6 +16,12 @@ from cllm.process.messages import LENGTH, FromChild
 
 log = logging.getLogger("cllm.process")
 
+OUTSIDE_SIGNALS = {
+    getattr(signal, name)
+    for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+}
+
 _decode = msgspec.msgpack.Decoder[FromChild](FromChild).decode
 
 
@@ -98,6 +104,13 @@ class EngineProcess(asyncio.Protocol):
 
     def _kill(self) -> None:
         self._process.kill()
+
+    @property
+    def was_ended_from_outside(self) -> bool:
+        """Whether a signal ended it that comes from a person or the system, not from its own
+        faults.
+        """
+        return -self._process.returncode in OUTSIDE_SIGNALS
 
     def describe_end(self) -> str:
         """Return how the process ended, in words."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.params import SamplingParams
+from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
 from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.top_k import Ids, Row, top_k
@@ -112,45 +113,34 @@ def xtc(values: Values, threshold: float) -> int:
     return max(0, int((softmax(values) >= threshold).sum()) - 1)
 
 
-class Mirostat:
-    """Mirostat version 2 (Basu et al. 2021).
+def draw_mirostat(row: Row, seq: Sequence, number: float, position: int) -> int:
+    """Return the token of ``seq`` at ``position``, by mirostat version 2 (Basu et al. 2021).
 
     Excludes tokens whose surprise exceeds ``mu``, and adjusts mu so that the surprise (in bits) of
-    the drawn tokens approaches ``tau``.
+    the drawn tokens approaches ``tau``. The sequence keeps mu by position, so that a position that
+    is sampled again, after a rejected draft token or a failed step, uses the same one as before. A
+    token that was not drawn does not change mu.
 
-    ``mu`` is stored for each position. A position that is sampled again, after a rejected draft
-    token or a failed step, uses the same mu as before. A token that was not drawn does not change
-    mu.
+    Raises EngineError if the largest logit is not finite.
     """
-
-    def __init__(self, params: SamplingParams, position: int) -> None:
-        """``position``: of the first token to draw."""
-        self._tau, self._eta = params.mirostat_tau, params.mirostat_eta
-        self._mu = {position: 2 * params.mirostat_tau}
-
-    def draw(self, row: Row, temperature: float, number: float, position: int, first: int) -> int:
-        """Return the token at ``position``.
-
-        Later calls must not ask for positions before ``first``.
-
-        Raises EngineError if the largest logit is not finite.
-        """
-        known = max(at for at in self._mu if at <= position)
-        mu = self._mu[known]
-        self._mu = {
-            at: old for at, old in self._mu.items() if first <= at <= position or at == known
-        }
-        largest = float(row.max())
-        if not math.isfinite(largest):
-            raise EngineError("the model produced non-finite logits")
-        scaled = (row - np.float64(largest)) / temperature
-        norm = math.log(float(np.exp(scaled).sum()))
-        ids = np.flatnonzero(norm - scaled <= mu * math.log(2))
-        ids = in_falling_order(row, ids) if len(ids) else np.array([int(row.argmax())])
-        weights = softmax(scaled[ids])
-        at = pick(weights, number)
-        self._mu[position + 1] = mu - self._eta * (-math.log2(weights[at]) - self._tau)
-        return int(ids[at])
+    params = seq.request.params
+    mu = seq.find_mu(position)
+    if mu is None:
+        mu = 2 * params.mirostat_tau
+    largest = float(row.max())
+    if not math.isfinite(largest):
+        raise EngineError("the model produced non-finite logits")
+    scaled = (row - np.float64(largest)) / params.temperature
+    norm = math.log(float(np.exp(scaled).sum()))
+    ids = np.flatnonzero(norm - scaled <= mu * math.log(2))
+    ids = in_falling_order(row, ids) if len(ids) else np.array([int(row.argmax())])
+    weights = softmax(scaled[ids])
+    chosen = pick(weights, number)
+    surprise = -math.log2(weights[chosen])
+    needed = {at: old for at, old in seq.mirostat_mu.items() if seq.num_tokens <= at < position}
+    following = mu - params.mirostat_eta * (surprise - params.mirostat_tau)
+    seq.mirostat_mu = {**needed, position: mu, position + 1: following}
+    return int(ids[chosen])
 
 
 def select(ids: Ids, values: Values, kept: Ids) -> tuple[Ids, Values]:

@@ -24,7 +24,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.sequence import Matcher, Sequence
 from cllm.errors import EngineError
 from cllm.sampling.dry import History, add_dry
-from cllm.sampling.extensions import Mirostat, draw_extended
+from cllm.sampling.extensions import draw_extended, draw_mirostat
 from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import distribution
 from cllm.sampling.penalties import add_bias, penalize
@@ -52,7 +52,6 @@ class Sampler:
         """``end_tokens``: the tokens that min_tokens suppresses."""
         self._end_tokens = [*end_tokens]
         self._pasts: WeakKeyDictionary[Sequence, History] = WeakKeyDictionary()
-        self._mirostats: WeakKeyDictionary[Sequence, Mirostat] = WeakKeyDictionary()
         # from the last call, by row of the logits; if requested
         self.logprobs: dict[int, Logprobs] = {}
 
@@ -195,11 +194,7 @@ class Sampler:
             return draw(row, params, uniform(seed, position))
         if not params.mirostat:
             return draw_extended(row, params, seed, position)
-        if seq not in self._mirostats:
-            self._mirostats[seq] = Mirostat(params, position)
-        return self._mirostats[seq].draw(
-            row, params.temperature, uniform(seed, position), position, seq.num_tokens
-        )
+        return draw_mirostat(row, seq, uniform(seed, position), position)
 
 
 def choose(row: Row, seq: Sequence, position: int) -> int:

@@ -208,6 +208,18 @@ class Pacing:
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
 
+    def estimate_seconds(self, rows: Run[Row]) -> float:
+        """Return the expected seconds of a step with ``rows``, or the most that they may be while
+        nothing similar has been observed; 0 if nothing is known.
+        """
+        cost = self._cost
+        num_decoding = sum(row.size for row in rows if row.num_tokens == 1)
+        num_tokens = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        decode = cost.estimate_decode(num_decoding, count_long_tokens(rows))
+        prefill = cost.estimate_prefill(num_tokens, count_tokens_before(rows))
+        most = cost.row_seconds  # tokens of one step never take longer than one by one
+        return (decode or most * num_decoding) + (prefill or most * num_tokens)
+
     def _choose_share(self) -> float:
         """Return the share of the time for prompts in a step like the last one."""
         share, streams = self._share, self._num_rivals

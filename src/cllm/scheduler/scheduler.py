@@ -493,6 +493,7 @@ class Scheduler(Sequences):
             self.release(seq)
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
+        name, mu = seq.request.request_id, seq.find_mu(seq.num_tokens) if seq.mirostat_mu else None
         return TokenOutput(
-            seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs
+            name, seq.index, token, finish, is_text, num_cached, logprobs, mirostat_mu=mu
         )

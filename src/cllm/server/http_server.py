@@ -19,7 +19,7 @@ from cllm.config import Settings
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
-from cllm.process.client import EngineClient
+from cllm.process.pool import Pool
 from cllm.registry import Registry
 from cllm.server.app import create_app
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
@@ -114,7 +114,7 @@ class HttpServer(uvicorn.Server):
         self.service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(settings: Settings, model_name: str, engine: EngineClient) -> HttpServer:
+def open_server(settings: Settings, model_name: str, engine: Pool) -> HttpServer:
     """Return a server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
     timeout = settings.scheduler.request_timeout

@@ -19,8 +19,8 @@ from cllm.config import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.process.backlog import QueueLimits
-from cllm.process.client import EngineClient
 from cllm.process.launch import Popen
+from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ async def run(
     early: signals that arrived before the server could handle them. launched: a process that
     becomes the engine.
     """
-    engine = EngineClient(
-        params, on_loading, queue_limits(settings), result_cache(settings), launched
-    )
+    engine = Pool(params, on_loading, queue_limits(settings), result_cache(settings), launched)
     starting = asyncio.create_task(engine.start())
     server: HttpServer | None = None
     try:
@@ -120,7 +118,7 @@ async def run(
             await server.service.close()
 
 
-def open_server(settings: Settings, model_name: str, engine: EngineClient) -> HttpServer:
+def open_server(settings: Settings, model_name: str, engine: Pool) -> HttpServer:
     """Import and open the server. Raises StartupError."""
     from cllm.server import http_server
 

@@ -67,7 +67,7 @@ async def benchmark(request: Request) -> Response:
         raise BadRequest(message, code="benchmark_disabled", status=403)
     body = await read_body(request, BenchmarkBody)
     with service.admission():
-        service.engine.check_ready()
+        service.engine.check_available()
     if body.prompt_tokens + body.max_tokens > service.info.context_length:
         message = (
             f"Invalid 'prompt_tokens': together with max_tokens it must be at most "

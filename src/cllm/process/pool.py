@@ -1,0 +1,427 @@
+"""The engine as the API process sees it: takes requests, and keeps them until they are answered,
+whatever happens to the engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import TypeVar
+
+import msgspec
+
+from cllm.core.model_info import ModelInfo
+from cllm.core.output import EmbeddingOutput, Stats
+from cllm.core.request import EmbeddingRequest, Priority, Request
+from cllm.core.segments import Segment, count_characters
+from cllm.core.vocabulary import VocabularyTable
+from cllm.engine.commands import Abort, Add, Embed, Explain, Fault, SetFaults
+from cllm.engine.params import EngineParams
+from cllm.errors import EngineError
+from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
+from cllm.process.embeddings import Embeddings, Waiter
+from cllm.process.in_flight import InFlightRequests, Stream
+from cllm.process.launch import Popen
+from cllm.process.messages import Abandon, Explained, FromChild, Stepped, Tokenize, Tokenized, frame
+from cllm.process.reservations import Claim, Newcomer, QueueLoad
+from cllm.process.results import ResultCache
+from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
+from cllm.process.suspects import Suspects
+from cllm.process.tokenizing import LONG
+from cllm.scheduler.policy import make_policy
+from cllm.scheduler.trace import Explanation
+
+T = TypeVar("T")
+
+log = logging.getLogger("cllm.process")
+
+MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
+
+
+class Pool:
+    """Owns the requests in flight, and an engine that computes them.
+
+    When the engine has died, each request continues in the next one after the tokens that it has
+    delivered. ``stats`` are the engine's latest statistics.
+    """
+
+    def __init__(
+        self,
+        params: EngineParams,
+        on_loading: Callable[[float], None] | None = None,
+        limits: QueueLimits | None = None,
+        results: ResultCache | None = None,
+        launched: Popen[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``limits``: of the queue; none by default. ``results``: the result cache; off by default.
+        ``launched``: a process that becomes the first engine. ``clock`` returns seconds. Raises
+        StartupError for an unknown policy.
+        """
+        self.stats = Stats()
+        self.params = params
+        self._earlier_stats = Stats()  # of the engines that have died
+        self._supervisor = Supervisor(
+            params,
+            self._take,
+            self._resume_all,
+            self._record_death,
+            self._has_work,
+            on_loading,
+            launched,
+            clock,
+        )
+        self._embeddings = Embeddings(limits or QueueLimits())
+        backlog = Backlog(
+            limits or QueueLimits(),
+            make_policy(params.policy, params.weights),
+            params.weights,
+            clock,
+        )
+        self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
+        self._suspects = Suspects()
+        self._died_at: float | None = None  # when suspects were found last
+        self._clock = clock
+        # the engine answers in this order
+        self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
+        self._pending_tokens: dict[int, PendingTokens] = {}
+        self._numbers = count()
+        self._faults: list[Fault] = []
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What is known about the model; None until an engine has been ready."""
+        return self._supervisor.info
+
+    @property
+    def vocabulary(self) -> VocabularyTable | None:
+        """The model's vocabulary; None until an engine has been ready."""
+        return self._supervisor.vocabulary
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine is ready now."""
+        return self._supervisor.ready
+
+    def is_responding(self) -> bool:
+        """See Supervisor."""
+        return self._supervisor.is_responding()
+
+    @property
+    def pid(self) -> int | None:
+        return self._supervisor.pid
+
+    @property
+    def num_restarts(self) -> int:
+        return self._supervisor.num_restarts
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of requests that have not been answered completely, including those for
+        embeddings.
+        """
+        return len(self._in_flight) + len(self._embeddings)
+
+    def _has_work(self) -> bool:
+        return self.num_unfinished > 0
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises StartupError if it cannot load the model.
+        """
+        await self._supervisor.start()
+
+    async def close(self) -> None:
+        """End the engine process, and everything that waits for it. It has ended when this
+        returns.
+        """
+        await self._supervisor.close()
+        self.end_all(EngineError("The engine has been closed."))
+
+    def seconds_until_ready(self) -> float:
+        """See Supervisor."""
+        return self._supervisor.seconds_until_ready()
+
+    def _take(self, message: FromChild) -> None:
+        """Handle a message of the engine."""
+        match message:
+            case Stepped():
+                self.stats = message.stats
+                self._in_flight.backlog.observe(message.stats)
+                self._in_flight.put(message.outputs)
+                if self._died_at is not None:
+                    self._release_suspects({output.request_id for output in message.outputs})
+            case EmbeddingOutput():
+                self._embeddings.put(message)
+                if self._died_at is not None and (message.vectors or message.error):
+                    self._release_suspects({message.request_id})
+            case Tokenized():
+                if (pending := self._pending_tokens.get(message.number)) is not None:
+                    pending.put(message)
+            case Explained():
+                resolve(self._pending_explanations.popleft(), message.explanation)
+
+    # --- the death of an engine ------------------------------------------------------------------
+
+    def _record_death(self, death: Death) -> None:
+        """Prepare to continue everything in the next engine, except a request that has certainly
+        killed the last one.
+        """
+        self.stats = without_work(self.stats)
+        if self._supervisor.closing:
+            return
+        error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
+        for explanation in self._pending_explanations:
+            resolve(explanation, error)
+        self._pending_explanations.clear()  # the next engine does not answer them
+        in_step = [
+            request_id
+            for request_id in death.in_step
+            if self._in_flight.knows(request_id) or self._embeddings.knows(request_id)
+        ]
+        if not in_step:
+            self._suspects.record_end()
+            return
+        self._died_at = self._clock()
+        if (culprit := self._suspects.record_death(in_step)) is not None:
+            log.error("the engine died twice because of %s alone; it gets an error", culprit)
+            error = EngineError("The engine died twice while it computed this request.")
+            self._in_flight.fail_one(culprit, error)
+            self._embeddings.fail_one(culprit, error)
+
+    def _resume_all(self) -> None:
+        """Send everything that waits to an engine that has become ready."""
+        assert self.info is not None
+        self._earlier_stats = self.stats_since_start
+        self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
+        self._in_flight.backlog.observe(self.stats)
+        if self._faults:
+            self.set_faults(self._faults)
+        for number, pending in self._pending_tokens.items():
+            pending.begin()
+            self._write(frame(Tokenize(number, pending.texts)))
+        self._resume([*self._in_flight.list_ids(), *self._embeddings.list_ids()])
+
+    def _resume(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if self._suspects.must_wait(request_id):
+                continue
+            command = self._in_flight.make_command(request_id) or self._embeddings.make_command(
+                request_id
+            )
+            if command is not None:
+                self._write(frame(command))
+
+    def _release_suspects(self, request_ids: set[str]) -> None:
+        """Let suspects continue that have waited for these requests, which have got a token or have
+        ended.
+        """
+        for request_id in request_ids:
+            if self._in_flight.knows(request_id) or self._embeddings.knows(request_id):
+                self._resume(self._suspects.record_token(request_id))
+            else:
+                self._resume(self._suspects.forget(request_id))
+        assert self._died_at is not None
+        if self._clock() - self._died_at >= HEALTHY_AFTER:
+            waiting = self._suspects.list_waiting()
+            self._died_at, self._suspects = None, Suspects()
+            self._resume(waiting)
+
+    @property
+    def stats_since_start(self) -> Stats:
+        """``stats``, with totals over all engine processes of this client."""
+        return self.stats.add_totals(self._earlier_stats)
+
+    @property
+    def reservations(self) -> Mapping[str, int]:
+        """See Reservations.counts."""
+        return self._in_flight.backlog.reservations.counts
+
+    def end_all(self, error: EngineError) -> None:
+        """End everything that waits for the engine with ``error``: streams, requests for
+        embeddings, texts to tokenize and explanations.
+        """
+        self.stats = without_work(self.stats)
+        self._in_flight.fail(error)
+        self._embeddings.fail(error)
+        for pending in self._pending_tokens.values():
+            resolve(pending.future, error)
+        for explanation in self._pending_explanations:
+            resolve(explanation, error)
+
+    def check_room(
+        self, num_tokens: int, account: str, priority: Priority, claim: Claim = NO_CLAIM
+    ) -> None:
+        """Raise QueueFull if a prompt of ``num_tokens`` would be rejected now, and EngineError if
+        there is no engine.
+
+        Equal requests whose computation it could share are ignored.
+        """
+        self.check_available()
+        load = QueueLoad(num_requests=1, num_seqs=1, num_tokens=num_tokens)
+        self._in_flight.backlog.check(Newcomer(account, priority, load, num_tokens), claim)
+
+    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
+        """Send requests to the engine, or find their results.
+
+        The caller must call ``close_stream`` later.
+
+        Raises QueueFull if the queue is full, and EngineError if there is no engine.
+        """
+        self.check_available()
+        stream, new = self._in_flight.submit(requests, claim)
+        if new and self.ready:
+            self._write(b"".join(frame(Add(request)) for request in new))
+        return stream
+
+    def stop(self, stream: Stream, request_id: str, index: int) -> None:
+        """End one of a request's sequences in the engine's next step, because its reader needs no
+        more tokens.
+        """
+        engine_id = self._in_flight.stop(stream, request_id, index)
+        if engine_id is not None and self.ready:
+            self._write(frame(Abort(engine_id, index)))
+
+    def close_stream(self, stream: Stream) -> None:
+        """Forget the stream's requests.
+
+        Unfinished requests that no other stream reads are aborted.
+        """
+        for request_id in self._in_flight.leave(stream):
+            self._abort(request_id)
+
+    def embed(self, request: EmbeddingRequest) -> Waiter:
+        """Send texts to the engine. The caller must call ``forget`` later.
+
+        Raises QueueFull, and EngineError if there is no engine.
+        """
+        self.check_available()
+        waiter = self._embeddings.begin(request)
+        if self.ready:
+            self._write(frame(Embed(request)))
+        return waiter
+
+    def forget(self, waiter: Waiter) -> None:
+        """Stop waiting for these vectors. An unfinished request is aborted."""
+        if self._embeddings.forget(waiter):
+            self._abort(waiter.request.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if self.ready:
+            self._write(frame(Abort(request_id)))
+        if self._died_at is not None:
+            self._resume(self._suspects.forget(request_id))
+
+    async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        Raises EngineError if there is no engine, or if it dies; and for long texts if too many
+        characters wait already.
+        """
+        self.check_available()
+        size = count_characters(texts)
+        others = [pending.num_characters for pending in self._pending_tokens.values()]
+        if size > LONG and others and sum(others) + size > MAX_WAITING_CHARACTERS:
+            message = "Too many long texts are waiting to be tokenized; please retry."
+            raise EngineError(message, reason="large")
+        number = next(self._numbers)
+        pending = self._pending_tokens[number] = PendingTokens(texts, size)
+        try:
+            if self.ready:
+                self._write(frame(Tokenize(number, texts)))
+            return await pending.future
+        finally:
+            del self._pending_tokens[number]
+            if pending.future.cancelled() and self.ready:
+                self._write(frame(Abandon(number)))
+
+    async def explain(self, num_steps: int) -> Explanation:
+        """Return the last ``num_steps`` steps, and what runs or waits and why.
+
+        Raises EngineError without an engine.
+        """
+        if not self.ready:
+            raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
+        future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        self._pending_explanations.append(future)
+        self._write(frame(Explain(num_steps)))
+        return await future
+
+    def set_faults(self, faults: list[Fault]) -> None:
+        """Cause ``faults`` in the engine, and none that were set before. Those that depend on a
+        token are caused in the next engines too.
+        """
+        self._faults = [fault for fault in faults if fault.token is not None]
+        self._write(frame(SetFaults(faults)))
+
+    def check_available(self) -> None:
+        """Raise EngineError unless there is an engine, or the next one is being started after a
+        death.
+        """
+        supervisor = self._supervisor
+        if supervisor.closing or self.info is None or (supervisor.failed and not self.ready):
+            raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
+
+    def _write(self, data: bytes) -> None:
+        self._supervisor.write(data)
+
+
+class PendingTokens:
+    """The tokens of ``texts``, as far as they have arrived; ``future`` gets them all.
+
+    ``num_characters``: of the texts.
+    """
+
+    def __init__(self, texts: list[list[Segment]], num_characters: int) -> None:
+        self.texts = texts
+        self.num_characters = num_characters
+        self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has arrived: another engine tokenizes the texts from the beginning."""
+        self._tokens: list[list[int]] = []
+        self._is_continued = False
+
+    def put(self, message: Tokenized) -> None:
+        if message.tokens is None:
+            failed = EngineError("The engine failed to tokenize this text; please retry.")
+            resolve(self.future, failed)
+            return
+        begin = 0
+        if self._is_continued:
+            self._tokens[-1] += message.tokens[0]
+            begin = 1
+        self._tokens += message.tokens[begin:]
+        self._is_continued = message.more
+        if not message.more:
+            resolve(self.future, self._tokens)
+
+
+def without_work(stats: Stats) -> Stats:
+    """Return ``stats`` for an engine that computes nothing."""
+    return msgspec.structs.replace(
+        stats,
+        num_running=0,
+        num_waiting=0,
+        num_seq_ids_in_use=0,
+        num_cells_held=0,
+        num_cells_idle=0,
+        num_waiting_tokens=0,
+        waiting_seconds=0.0,
+    )
+
+
+def resolve(future: asyncio.Future[T], answer: T | EngineError) -> None:
+    """Set the result or the exception of ``future``, unless its caller has been cancelled."""
+    if future.done():
+        return
+    if isinstance(answer, EngineError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

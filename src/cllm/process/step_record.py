@@ -1,0 +1,92 @@
+"""What the engine process computes at this moment, in memory that its parent can read when the
+process hangs or is dead.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.errors import StartupError
+
+SIZE = 1 << 16  # bytes
+# version (odd while the rest is being written), seconds that the step should take, bytes of names
+HEAD = struct.Struct("<QdQ")
+SHARED_MEMORY = Path("/dev/shm")  # where files are never written to a disk  # noqa: S108
+
+
+class Entry(NamedTuple):
+    """``version`` changes with each step. expected_seconds: of the step that is being computed, 0
+    if unknown. request_ids: those in the step; empty between steps.
+    """
+
+    version: int
+    expected_seconds: float
+    request_ids: list[str]
+
+
+class StepRecord:
+    """One entry, in a file that both processes have mapped. Only the engine writes it."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file at ``path``; see ``create_file``."""
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._version = 0
+
+    def begin(self, request_ids: Iterable[str], expected_seconds: float) -> None:
+        """Note that a step with sequences of these requests begins."""
+        names = "\n".join(dict.fromkeys(request_ids)).encode()[: SIZE - HEAD.size]
+        self._version += 1
+        self._map[: HEAD.size] = HEAD.pack(self._version, expected_seconds, 0)
+        self._map[HEAD.size : HEAD.size + len(names)] = names
+        self._write_head(expected_seconds, len(names))
+
+    def end(self) -> None:
+        """Note that the step has ended, or that there was none."""
+        self._version += 1
+        self._write_head(0.0, 0)
+
+    def _write_head(self, expected_seconds: float, num_bytes: int) -> None:
+        self._version += self._version % 2
+        self._map[: HEAD.size] = HEAD.pack(self._version, expected_seconds, num_bytes)
+
+    def read(self) -> Entry:
+        """Return the entry. One that was only partly written has no requests."""
+        version, expected_seconds, num_bytes = HEAD.unpack_from(self._map)
+        if version % 2:
+            return Entry(version, expected_seconds, [])
+        names = self._map[HEAD.size : HEAD.size + num_bytes].decode(errors="replace")
+        return Entry(version, expected_seconds, names.split("\n") if names else [])
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def create_file() -> Path:
+    """Create the file of a record, readable only by this user.
+
+    Raises StartupError if that is impossible. All of it is allocated, because memory that is
+    missing later would end the process that writes.
+    """
+    folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="cllm-step-", dir=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes(SIZE))
+    except OSError as error:
+        where = folder or tempfile.gettempdir()
+        raise StartupError(f"cannot create a file of {SIZE} bytes in {where}: {error}") from None
+    return Path(name)
+
+
+def remove_file(path: Path) -> None:
+    """Remove the file, unless the system refuses it while a process has mapped it."""
+    with suppress(OSError):
+        path.unlink()

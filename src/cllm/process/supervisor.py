@@ -1,0 +1,276 @@
+"""Starts one engine process, watches it, and starts the next one when it has died or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cllm.core.model_info import ModelInfo
+from cllm.core.vocabulary import VocabularyTable
+from cllm.engine.commands import Close
+from cllm.engine.params import EngineParams
+from cllm.errors import StartupError
+from cllm.models.memory import count_oom_kills
+from cllm.process.launch import Popen
+from cllm.process.messages import Failed, FromChild, Loading, Ready, Start, frame
+from cllm.process.spawn import EngineProcess, spawn
+from cllm.process.step_record import Entry, StepRecord, create_file, remove_file
+
+log = logging.getLogger("cllm.process")
+
+FIRST_BACKOFF, LONGEST_BACKOFF = (
+    0.5,
+    30.0,
+)  # seconds from the second of two deaths to the next start
+# seconds of service after which a death counts as the first one again
+HEALTHY_AFTER = 60.0
+CLOSE_TIMEOUT = 5.0
+USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
+# Seconds without a new step after which an engine that has work hangs; a step that is expected to
+# take long may take this many times as long.
+HANG_SECONDS, HANG_FACTOR = 28.0, 10.0
+UNKNOWN_HANG_SECONDS = 600.0  # the same for a step of which nothing is known
+# the same for an engine that does not respond
+QUIET_SECONDS, QUIET_FACTOR = 0.3, 3.0
+WATCH_SECONDS = 1.0  # between two looks at the engine's step
+
+
+class Death(NamedTuple):
+    """cause: in words. in_step: the requests in the step that died; none if the engine was ended
+    from outside. retry_after: seconds until the next engine is expected to be ready.
+    """
+
+    cause: str
+    in_step: list[str]
+    retry_after: float
+
+
+class Supervisor:
+    """Owns one engine process after the other.
+
+    ``info`` and ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is
+    ready now. ``failed``: whether the next engine could not be started; it is tried again.
+    """
+
+    def __init__(
+        self,
+        params: EngineParams,
+        take: Callable[[FromChild], None],
+        on_ready: Callable[[], None],
+        on_death: Callable[[Death], None],
+        has_work: Callable[[], bool],
+        on_loading: Callable[[float], None] | None = None,
+        launched: Popen[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
+        called for each engine. ``has_work``: whether the engine has something to compute.
+        ``launched``: a process that becomes the first engine. ``clock`` returns seconds.
+        """
+        self.info: ModelInfo | None = None
+        self.vocabulary: VocabularyTable | None = None
+        self.ready = False
+        self.failed = False
+        self.num_restarts = 0
+        self.pid: int | None = None
+        self.process: EngineProcess | None = None
+        self._params = params
+        self._take_loaded = take
+        self._on_ready = on_ready
+        self._on_death = on_death
+        self._has_work = has_work
+        self._on_loading = on_loading
+        self._launched = launched
+        self._clock = clock
+        self._loaded: asyncio.Future[Ready]
+        self._record: StepRecord | None = None
+        self._num_oom_kills = 0  # when the engine started
+        self._looked: tuple[int, float] = (-1, 0.0)  # a step's version, and when it was seen first
+        self._hangs = False  # whether the engine has been killed because it hung
+        self._serving: asyncio.Task[None] | None = None
+        self.closing = False
+        self._backoff = 0.0  # before the next start
+        # _started: during the back-off, the time of the next start
+        self._started = self._ready_since = clock()
+        self._load_seconds = USUAL_LOAD_SECONDS
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises StartupError if it cannot load the model.
+        """
+        await self._spawn()
+        self._serving = asyncio.create_task(self._serve_and_restart())
+
+    def write(self, data: bytes) -> None:
+        """Send frames to the engine; one that is dead does not get them."""
+        assert self.process is not None
+        self.process.write(data)
+
+    def seconds_until_ready(self) -> float:
+        """Return the rest of the back-off plus the duration of the last load, at least 1; 0 if the
+        engine is ready.
+        """
+        return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._started))
+
+    def is_responding(self) -> bool:
+        """Return whether the engine is ready and makes steps as fast as expected, as far as the
+        last calls of this method show.
+        """
+        if not self.ready or self._record is None:
+            return False
+        entry, now = self._record.read(), time.monotonic()
+        if entry.version != self._looked[0]:
+            self._looked = entry.version, now
+        return now - self._looked[1] <= max(QUIET_SECONDS, QUIET_FACTOR * entry.expected_seconds)
+
+    async def close(self) -> None:
+        """End the engine process. It has ended when this returns."""
+        self.closing = True
+        if self._serving is not None and not self._serving.done() and not self.ready:
+            self._serving.cancel()
+        if self.process is not None and not self.process.ended.is_set():
+            self.write(frame(Close()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.ended.wait(), CLOSE_TIMEOUT)
+            await self.process.stop()
+        if self._serving is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serving
+
+    # --- one engine ------------------------------------------------------------------------------
+
+    async def _spawn(self) -> None:
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._started = self._clock()
+        self._hangs = False
+        self._num_oom_kills = count_oom_kills()
+        launched, self._launched = self._launched, None
+        process = self.process = await spawn(self._take, launched)
+        self.pid = process.pid
+        path = create_file()
+        self._record = StepRecord(path)
+        process.write(frame(Start(self._params, str(path))))
+        ended: asyncio.Future[bool] = asyncio.ensure_future(process.ended.wait())
+        try:
+            await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not self._loaded.done():
+                raise StartupError(
+                    f"the engine died ({process.describe_end()}) while loading "
+                    f"{self._params.path or 'the model'}: "
+                    "the file may be damaged; run `cllm doctor` to check this machine"
+                )
+            ready = self._loaded.result()
+            self.info, self.vocabulary = ready.info, ready.vocabulary
+        except BaseException:
+            await process.stop()
+            raise
+        finally:
+            remove_file(path)
+            ended.cancel()
+            if not self._loaded.cancel():
+                self._loaded.exception()  # so that asyncio does not report it as never retrieved
+        self._ready_since = self._clock()
+        self._load_seconds = self._ready_since - self._started
+        self.ready, self.failed = True, False
+        self._on_ready()
+
+    def _take(self, message: FromChild) -> None:
+        match message:
+            case Loading():
+                if self._on_loading:
+                    self._on_loading(message.share)
+            case Ready():
+                if not self._loaded.done():
+                    self._loaded.set_result(message)
+            case Failed():
+                if not self._loaded.done():
+                    self._loaded.set_exception(StartupError(message.reason))
+            case _:
+                self._take_loaded(message)
+
+    async def _watch(self, process: EngineProcess, record: StepRecord) -> None:
+        """Return when ``process`` has ended; kill it if it hangs.
+
+        A late look, after this process or the machine was suspended, proves nothing.
+        """
+        last, since = record.read(), time.monotonic()
+        looked = since
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.ended.wait(), WATCH_SECONDS)
+                return
+            now, entry = time.monotonic(), record.read()
+            is_late, looked = now - looked > 2 * WATCH_SECONDS, now
+            if entry.version != last.version or is_late or not self._has_work():
+                last, since = entry, now
+                self._num_oom_kills = count_oom_kills()
+            elif now - since > longest(entry):
+                log.error(
+                    "the engine has not finished a step for %.0f s (%.1f s expected); killing it",
+                    now - since,
+                    entry.expected_seconds,
+                )
+                self._hangs = True
+                await process.stop()
+                return
+
+    async def _serve_and_restart(self) -> None:
+        while True:
+            process, record = self.process, self._record
+            assert process is not None
+            assert record is not None
+            await self._watch(process, record)
+            await process.ended.wait()
+            entry = record.read()
+            record.close()
+            self.ready = False
+            if not self.closing and self._clock() - self._ready_since >= HEALTHY_AFTER:
+                self._backoff = 0.0
+            self._on_death(self._describe_death(process, entry))
+            if self.closing:
+                return
+            while not self.ready:
+                self._started = self._clock() + self._backoff
+                await asyncio.sleep(self._backoff)
+                self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF), LONGEST_BACKOFF)
+                try:
+                    await self._spawn()
+                except (StartupError, OSError) as error:
+                    self.failed = True
+                    log.error(
+                        "the engine failed to start: %s; next attempt in %.1f s",
+                        error,
+                        self._backoff,
+                    )
+            self.num_restarts += 1
+            log.warning("the engine is ready again")
+
+    def _describe_death(self, process: EngineProcess, entry: Entry) -> Death:
+        """Log and return why the engine has ended."""
+        if self.closing:
+            return Death("the engine has been closed", [], 0.0)
+        cause = "it hung" if self._hangs else process.describe_end()
+        out_of_memory = count_oom_kills() > self._num_oom_kills
+        if out_of_memory:
+            cause += ", out of memory"
+        log.error(
+            "the engine died (%s) with %d requests in its step; restarting it in %.1f s",
+            cause,
+            len(entry.request_ids),
+            self._backoff,
+        )
+        is_own_fault = self._hangs or out_of_memory or not process.was_ended_from_outside
+        in_step = entry.request_ids if is_own_fault else []
+        return Death(cause, in_step, self._backoff + self._load_seconds)
+
+
+def longest(entry: Entry) -> float:
+    """Return the seconds that the step of ``entry`` may take."""
+    if entry.request_ids and not entry.expected_seconds:
+        return UNKNOWN_HANG_SECONDS
+    return max(HANG_SECONDS, HANG_FACTOR * entry.expected_seconds)

@@ -1,0 +1,96 @@
+"""Finds the request that kills engines, among those that are computed again in the next one."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+NUM_GROUPS = 4  # into which suspects are divided
+MAX_DEATHS_ALONE = 2  # deaths of the engine with a request as the only suspect
+
+
+class Suspects:
+    """After a death, the suspects are the requests in the step that died. Those that another engine
+    has computed successfully since then are suspects only if there are no others.
+
+    After one death all requests continue in the next engine. Suspects of two deaths continue in
+    groups: each waits until the requests before it, and the others of the step that died, have got
+    a token or have ended. So a group that kills the engine again is divided further, and n suspects
+    take about log(n) / log(NUM_GROUPS) deaths. Requests that were suspects in at least two deaths
+    less than another one neither wait nor count beside it.
+    """
+
+    def __init__(self) -> None:
+        self._deaths: Counter[str] = Counter()
+        self._deaths_alone: Counter[str] = Counter()
+        self._computed: set[str] = set()  # have got a token since the engine was ready
+        # those that have not, of the present group and of the others in the step that died
+        self._awaited: set[str] = set()
+        self._next_groups: deque[list[str]] = deque()
+
+    def list_waiting(self) -> list[str]:
+        """Return the requests that belong to later groups."""
+        return [name for group in self._next_groups for name in group]
+
+    def record_death(self, in_step: Iterable[str]) -> str | None:
+        """Note that the engine has died in a step with these requests, and form groups. Return the
+        request that must not be computed again, if it is certain.
+        """
+        in_step = [*in_step]
+        suspects = [name for name in in_step if name not in self._computed] or in_step
+        most = max((self._deaths[name] for name in suspects), default=0)
+        again = [name for name in suspects if most and self._deaths[name] >= max(1, most - 1)]
+        self._computed.clear()
+        self._deaths.update(suspects)
+        if len(suspects) == 1 or (len(again) == 1 and most > 1):
+            [only] = again or suspects
+            self._deaths_alone[only] += 1
+            if self._deaths_alone[only] >= MAX_DEATHS_ALONE:
+                self.forget(only)
+                self._begin_group()
+                return only
+        size = -(-len(again) // NUM_GROUPS)
+        groups = [again[at : at + size] for at in range(0, len(again), size or 1)]
+        self._next_groups.extendleft(reversed(groups))
+        self._awaited = {*in_step}.difference(again) if again else set()
+        self._begin_group()
+        return None
+
+    def record_end(self) -> None:
+        """Note that the engine has ended for another reason, such as a signal from outside."""
+        self._computed.clear()
+
+    def must_wait(self, name: str) -> bool:
+        """Return whether a request belongs to a later group."""
+        return any(name in group for group in self._next_groups)
+
+    def record_token(self, name: str) -> list[str]:
+        """Note that a request has got a token. Return the requests that may continue now."""
+        if not self._deaths:
+            return []
+        self._computed.add(name)
+        return self._continue_after(name)
+
+    def forget(self, name: str) -> list[str]:
+        """Forget a request, because it has ended. Return the requests that may continue now."""
+        del self._deaths[name], self._deaths_alone[name]
+        self._computed.discard(name)
+        for group in self._next_groups:
+            if name in group:
+                group.remove(name)
+        return self._continue_after(name)
+
+    def _continue_after(self, name: str) -> list[str]:
+        if name not in self._awaited:
+            return []
+        self._awaited.remove(name)
+        return self._begin_group()
+
+    def _begin_group(self) -> list[str]:
+        """Begin the next group if nothing is awaited; return its requests."""
+        while self._next_groups and not self._awaited:
+            group = self._next_groups.popleft()
+            self._awaited = {*group}
+            if group:
+                return group
+        return []
