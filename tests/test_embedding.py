@@ -77,7 +77,7 @@ class Engine:
         self.error = ""
         self.is_ready = True
 
-    def check_ready(self) -> None:
+    def check_available(self) -> None:
         if not self.is_ready:
             raise EngineError("not ready")
 
@@ -129,7 +129,9 @@ class FakeService:
         self.metrics = Metrics()
         self.num_admitted = 0
 
-    async def tokenize(self, *texts: list[Segment]) -> list[list[int]]:
+    async def tokenize(
+        self, *texts: list[Segment], scheduling: SchedulingOptions | None = None
+    ) -> list[list[int]]:
         return [tokenize_segments(self.tokenizer, text) for text in texts]
 
     @contextlib.contextmanager

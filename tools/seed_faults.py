@@ -40,6 +40,24 @@ def faults_in(file: str, tests: str, *changes: tuple[str, str]) -> list[Fault]:
 
 FAULTS = [
     *faults_in(
+        "scheduler/prefill_cost.py",
+        "scheduler/test_step_cost.py",
+        ("slope * (num_before - self._num_before)", "slope * num_before"),
+        ("seconds - self._mean_seconds", "self._mean_seconds - seconds"),
+    ),
+    *faults_in(
+        "process/suspects.py",
+        "process/test_suspects.py",
+        ("if name not in self._computed]", "if name]"),
+        ("self._awaited.remove(name)", "self._awaited.clear()"),
+    ),
+    *faults_in(
+        "process/in_flight.py",
+        "process/test_pool.py",
+        ("progress.tokens.append(output.token)", "progress.tokens.insert(0, output.token)"),
+        ("entry.unfinished & entry.stopped", "set[int]()"),
+    ),
+    *faults_in(
         "scheduler/step_cost.py",
         "scheduler/test_step_cost.py",
         ("-(-num_tokens // self.tile)", "(num_tokens // self.tile or 1)"),

@@ -139,9 +139,9 @@ class Answer:
         # not asyncio.timeout, which would cancel the reader's task even while it does something
         # else
         call_later = asyncio.get_running_loop().call_later
-        self._timers = [
-            call_later(limit.at - self._begun, self._expire, limit) for limit in self._limits
-        ]
+        self._timers = {
+            limit: call_later(limit.at - self._begun, self._expire, limit) for limit in self._limits
+        }
 
     @property
     def queue_position(self) -> QueuePosition:
@@ -151,9 +151,9 @@ class Answer:
         """End the generation because a limit has expired, even if the engine does not end it."""
         if limit not in self._limits:
             return
-        if limit.is_for_start and self._engine.is_responding():
+        if limit.is_for_start and self._engine.may_start(self._stream):
             loop = asyncio.get_running_loop()
-            self._timers.append(loop.call_later(LOOK_SECONDS, self._expire, limit))
+            self._timers[limit] = loop.call_later(LOOK_SECONDS, self._expire, limit)
             return
         self._engine.close_stream(self._stream)
         self._stream.fail(limit.error)
@@ -169,7 +169,7 @@ class Answer:
         if self._closed:
             return
         self._closed = True
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._engine.close_stream(self._stream)
         seconds, usage = time.monotonic() - self._begun, self.generation.usage
@@ -224,7 +224,8 @@ class Answer:
         part of a choice.
 
         A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a
-        grammar that allows no further token, after all deltas that arrived before.
+        grammar that allows no further token, after all deltas that arrived before; but a limit that
+        has expired counts before what has not been taken by then.
         """
         try:
             for limit in self._limits:  # what arrives later comes too late

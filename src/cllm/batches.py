@@ -19,7 +19,7 @@ import msgspec
 
 from cllm.answer import RequestTimeout
 from cllm.core.account import Account
-from cllm.errors import BadRequest, CLLMError, EngineError, UnknownModel
+from cllm.errors import BadRequest, CLLMError, EngineError, FatalRequest, UnknownModel
 from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
 from cllm.service import Service
@@ -328,6 +328,7 @@ class Batches:
             except Exception as error:
                 tries += 1
                 again = isinstance(error, (EngineError, RequestTimeout))
+                again = again and not isinstance(error, FatalRequest)
                 if not again or tries == TRIES:
                     if not isinstance(error, CLLMError):
                         log.exception("a line of the batch %s failed", record.id)

@@ -65,6 +65,11 @@ class Server(Section):
         description="Let clients run POST /benchmark, which keeps the engine busy for up to a "
         "minute.",
     )
+    enable_faults: bool = Field(
+        default=False,
+        description="Let clients cause faults of the engine with POST /faults, for tests; only on "
+        "a loopback address.",
+    )
     drain_timeout: float = Field(
         default=30.0,
         ge=0,

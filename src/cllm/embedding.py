@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from cllm.answer import RequestTimeout, SchedulingOptions, took_too_long
+from cllm.answer import RequestTimeout, SchedulingOptions, list_limits
 from cllm.core.request import EmbeddingRequest
 from cllm.core.segments import Segment
 from cllm.errors import BadRequest
@@ -61,6 +61,7 @@ async def encode_texts(
     service: Service,
     texts: Sequence[str | list[int]],
     params: Iterable[str],
+    scheduling: SchedulingOptions | None = None,
     *,
     truncate: bool = False,
 ) -> list[list[int]]:
@@ -82,7 +83,7 @@ async def encode_texts(
         for text in texts
         if isinstance(text, str)
     )
-    tokenized = iter(await service.tokenize(*segments))
+    tokenized = iter(await service.tokenize(*segments, scheduling=scheduling))
     encoded = [next(tokenized) if isinstance(text, str) else text for text in texts]
     return [tokens[:limit] for tokens in encoded] if truncate else encoded
 
@@ -128,17 +129,21 @@ async def rank(
     """
     params = names(param, len(documents))
     if service.info.pooling == "rank":
-        pairs = await encode_pairs(service, query, documents, params)
+        pairs = await encode_pairs(service, query, documents, params, scheduling)
         rows, num_tokens = await compute(service, pairs, params, scheduling)
         return Ranking(rows[:, 0].tolist(), True, num_tokens)
     params = ["query", *params]
-    texts = await encode_texts(service, [query, *documents], params)
+    texts = await encode_texts(service, [query, *documents], params, scheduling)
     rows, num_tokens = await compute(service, texts, params, scheduling)
     return Ranking((rows[1:] @ rows[0]).tolist(), False, num_tokens)
 
 
 async def encode_pairs(
-    service: Service, query: str, documents: list[str], params: list[str]
+    service: Service,
+    query: str,
+    documents: list[str],
+    params: list[str],
+    scheduling: SchedulingOptions | None = None,
 ) -> list[list[int]]:
     """Return the tokens of each document with the query, in the form that the model was trained
     for.
@@ -146,7 +151,7 @@ async def encode_pairs(
     Raises BadRequest.
     """
     vocabulary, fences = service.vocabulary, service.fences
-    [asked] = await encode_texts(service, [query], ["query"])
+    [asked] = await encode_texts(service, [query], ["query"], scheduling)
     check(service, [asked], ["query"])
     if len(asked) * len(documents) > MAX_TOKENS:  # the query is read with each document
         raise too_many(params[0].partition("[")[0], len(asked) * len(documents))
@@ -162,9 +167,11 @@ async def encode_pairs(
             "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts)
             for text in read
         )
-        return await service.tokenize(*(fences.split(text, add_special=False) for text in texts))
+        split = (fences.split(text, add_special=False) for text in texts)
+        return await service.tokenize(*split, scheduling=scheduling)
     before, between, behind = vocabulary.pair_tokens
-    first, *others = await service.tokenize(*([Segment(text)] for text in (query, *documents)))
+    plain = ([Segment(text)] for text in (query, *documents))
+    first, *others = await service.tokenize(*plain, scheduling=scheduling)
     return [[*before, *first, *between, *tokens, *behind] for tokens in others]
 
 
@@ -236,30 +243,18 @@ async def wait(
 
     Raises RequestTimeout for the limit that expires first, and EngineError.
     """
-    begun = time.monotonic()
-    deadline = scheduling.deadline if scheduling.deadline is not None else math.inf
-    limit = min(deadline, request_timeout if request_timeout is not None else math.inf)
-    if scheduling.queue_timeout is not None and scheduling.queue_timeout < limit:
-        futures: set[asyncio.Future[Any]] = {waiter.started, waiter.done}
-        if not (
-            await asyncio.wait(
-                futures, timeout=scheduling.queue_timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-        )[0]:
-            message = (
-                f"The request waited longer than its queue_timeout_ms, "
-                f"{round(scheduling.queue_timeout * 1000)}."
-            )
-            raise RequestTimeout(message, "queue_timeout")
-    left = max(0.0, begun + limit - time.monotonic()) if limit < math.inf else None
-    if (await asyncio.wait({waiter.done}, timeout=left))[0]:
-        return waiter.done.result()
-    if limit == deadline:
-        raise RequestTimeout(
-            f"The request took longer than its deadline_ms, {round(deadline * 1000)}.",
-            "deadline_exceeded",
-        )
-    raise took_too_long(limit)
+    limits = list_limits(request_timeout, scheduling)
+    for limit in sorted(limits, key=attrgetter("at")):
+        awaited: set[asyncio.Future[Any]] = {waiter.done}
+        if limit.is_for_start:
+            awaited.add(waiter.started)
+        seconds = max(0.0, limit.at - time.monotonic())
+        done, _ = await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise limit.error
+        if waiter.done in done:
+            break
+    return await waiter.done
 
 
 def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False) -> BadRequest:

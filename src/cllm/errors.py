@@ -71,6 +71,10 @@ class EngineError(CLLMError):
         self.reason = reason
 
 
+class FatalRequest(EngineError):
+    """Computing this request has ended the engine repeatedly, so the client must not retry it."""
+
+
 def context_length_exceeded(
     num_prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
 ) -> BadRequest:

@@ -11,17 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 from cllm.answer import (
     Answer,
     Generation,
     SchedulingOptions,
+    list_limits,
     make_request,
-    missed_deadline,
     took_too_long,
-    waited_too_long,
 )
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
@@ -180,21 +179,14 @@ class Service:
         """
         if not texts:
             return []
-        scheduling = scheduling or SchedulingOptions()
-        limits = (
-            (self.request_timeout, took_too_long),
-            (scheduling.deadline, missed_deadline),
-            (scheduling.queue_timeout, waited_too_long),
-        )
-        given = [(seconds, error) for seconds, error in limits if seconds is not None]
-        seconds, error = min(given, key=itemgetter(0), default=(None, took_too_long))
-        left = seconds if error is took_too_long else scheduling.left_of(seconds)
+        limits = list_limits(self.request_timeout, scheduling or SchedulingOptions())
+        first = min(limits, key=attrgetter("at"), default=None)
         try:
             with self.admission():
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(first and first.at - time.monotonic()):
                     return await self.engine.tokenize([*texts])
         except TimeoutError:
-            raise error(seconds or 0) from None
+            raise first.error if first else took_too_long(0) from None
 
     async def prepare(
         self,
@@ -215,7 +207,7 @@ class Service:
         """
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt = await self.encode_chat(chat, scheduling, param)
-        await self._tokenize_marks()
+        await self._tokenize_marks(scheduling)
         plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
         if bound is not None:
             checked = await self._grammars.bind(bound)
@@ -226,11 +218,12 @@ class Service:
             request_id, [prompt], params, scheduling, param, plan, unenforced=answer.unenforced
         )
 
-    async def _tokenize_marks(self) -> None:
+    async def _tokenize_marks(self, scheduling: SchedulingOptions) -> None:
         """Tokenize the marks that ``_chat_format`` needs, once."""
         if self._mark_tokens or not (marks := self._chat_format.marks):
             return
-        tokens = await self.tokenize(*([Segment(mark, parse_special=True)] for mark in marks))
+        texts = ([Segment(mark, parse_special=True)] for mark in marks)
+        tokens = await self.tokenize(*texts, scheduling=scheduling)
         self._mark_tokens.update(zip(marks, tokens, strict=True))
 
     async def encode_chat(

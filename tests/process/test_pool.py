@@ -18,10 +18,10 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.engine.commands import Fault
 from cllm.engine.params import EngineParams
-from cllm.errors import EngineError, StartupError
+from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
-from cllm.process.pool import Pool
+from cllm.process.pool import PendingTokens, Pool
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
 
@@ -157,7 +157,7 @@ def test_check_room_rejects_by_number_of_tokens():
         assert again.value.ticket == caught.value.ticket
         assert client.reservations["issued"] == 1
         check(10**9, Priority.INTERACTIVE)
-        client._supervisor.failed, client._supervisor.ready = True, False
+        client._supervisor.num_failed, client._supervisor.ready = 1, False
         with pytest.raises(EngineError, match="not ready"):
             check(1)
         client._supervisor.ready = True
@@ -357,7 +357,7 @@ def test_poison_gets_an_error_and_nobody_else(caplog):
             await receive(stream)
         client.set_faults([Fault("crash", token=77)])
         client.close_stream(streams.pop())  # makes room for it
-        with pytest.raises(EngineError, match="twice while it computed this request"):
+        with pytest.raises(FatalRequest, match="twice while it computed this request"):
             await tokens(poison)
         client.close_stream(poison)
         rests = await asyncio.gather(*map(tokens, streams))
@@ -366,6 +366,84 @@ def test_poison_gets_an_error_and_nobody_else(caplog):
         assert 2 <= client.num_restarts <= 7
 
     run(test, params=params)
+
+
+def test_suspects_that_leave_let_others_continue_once():
+    """Of two suspects in groups, the first one leaves while the engine is being started, or its
+    reader has stopped it. The second one then continues, and is sent to the engine once.
+    """
+
+    async def test(client):
+        expected = await tokens(ask(client, "calm", [3], max_tokens=300, ignore_eos=True))
+        for how in ("leaves", "stops"):
+            first, second = (
+                ask(client, f"{name}-{how}", [token], max_tokens=300, ignore_eos=True)
+                for name, token in (("first", 1), ("second", 3))
+            )
+            await receive(first)
+            begun = await receive(second)
+            names = [f"first-{how}", f"second-{how}"]
+            for _ in range(2):
+                client._suspects.record_death(names)
+            client._has_suspects = True
+            assert client._suspects.must_wait(f"second-{how}")
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.ready)
+            if how == "leaves":
+                client.close_stream(first)
+            else:
+                client.stop(first, f"first-{how}", 0)
+            rest = await tokens(second)
+            assert [output.token for output in begun] + rest == expected
+            client.close_stream(first)
+            client.close_stream(second)
+            assert not client._held
+            assert client.num_unfinished == 0
+
+    run(test)
+
+
+def test_text_that_kills_engines_gets_an_error():
+    """Requests that are computed at the same time are not blamed."""
+
+    async def test(client):
+        stream = ask(client, "a", [1], max_tokens=900, ignore_eos=True)
+        await receive(stream)
+        pending = client._pending_tokens[99] = PendingTokens([], 0)
+        pending.put = lambda message: None  # as if no engine lived to tokenize it
+        for count in range(3):
+            assert pending.num_deaths == count
+            os.kill(client.pid, signal.SIGABRT)
+            await until(lambda: not client.ready)
+            await until(lambda: client.ready)
+        with pytest.raises(EngineError, match="while it tokenized this text"):
+            await pending.future
+        del client._pending_tokens[99]
+        assert len(await tokens(stream)) > 100
+
+    run(test)
+
+
+def test_requests_get_an_error_if_no_engine_can_be_started(monkeypatch):
+    """After several attempts."""
+    monkeypatch.setattr("cllm.process.supervisor.LONGEST_BACKOFF", 0.01)
+
+    def fail(_take, _launched):
+        raise StartupError("no memory")
+
+    async def test(client):
+        stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
+        await receive(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr("cllm.process.supervisor.spawn", fail)
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="cannot be started"):
+                await tokens(stream)
+        await until(lambda: client.ready)
+        client.close_stream(stream)
+        assert len(await tokens(ask(client, "b", max_tokens=5, ignore_eos=True))) == 5
+
+    run(test)
 
 
 def test_kills_from_outside_blame_nobody(monkeypatch):
@@ -449,7 +527,7 @@ def test_without_an_engine_that_starts_requests_are_rejected(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr("cllm.process.supervisor.spawn", fail)
             os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: client._supervisor.failed)
+            await until(lambda: client._supervisor.num_failed)
             with pytest.raises(EngineError, match="not ready") as refused:
                 ask(client, "b")
             assert 12.0 < refused.value.retry_after <= 15.0

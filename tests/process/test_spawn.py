@@ -23,6 +23,7 @@ class Process:
 
     def __init__(self):
         self.kills = 0
+        self.returncode: int | None = None
 
     def kill(self):
         self.kills += 1

@@ -69,5 +69,5 @@ def test_dead_process_leaves_its_step(path):
 def test_full_disk_is_a_readable_error(monkeypatch, tmp_path):
     monkeypatch.setattr("cllm.process.step_record.SHARED_MEMORY", tmp_path / "missing")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    with pytest.raises(StartupError, match="cannot create a file of 65536 bytes"):
+    with pytest.raises(StartupError, match="cannot create a temporary file of 65536 bytes"):
         create_file()

@@ -84,6 +84,24 @@ def test_group_waits_for_the_one_before():
     assert suspects.list_waiting() == [*"gh"]
 
 
+def test_uncertain_death_is_not_counted_alone():
+    """Something else, such as a text being tokenized, may have been the cause."""
+    suspects = Suspects()
+    assert [suspects.record_death(["a"], is_certain=False) for _ in range(5)] == [None] * 5
+    assert suspects.record_death(["a"]) is None
+    assert suspects.record_death(["a"]) == "a"
+
+
+def test_request_that_always_ends_engines_is_found_in_the_end():
+    """A guard of the memory may end the engine from outside. A token proves innocence."""
+    suspects = Suspects()
+    for _ in range(20):
+        assert suspects.record_end(["a"]) is None
+        suspects.record_token("a")
+    ends = [suspects.record_end(["a"]) for _ in range(12)]
+    assert ends == [None] * 11 + ["a"]
+
+
 def test_engine_that_was_ended_blames_nobody():
     suspects = Suspects()
     suspects.record_death(["a"])

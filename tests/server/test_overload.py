@@ -386,7 +386,7 @@ def test_unavailable_service_gets_503_with_retry_after():
     async def test(service, client):
         service.draining = True
         await refuse(client, "draining")
-        service.draining, service.engine._supervisor.failed = False, True
+        service.draining, service.engine._supervisor.num_failed = False, 1
         service.engine._supervisor.ready = False
         await refuse(client, "not_ready")
         service.engine._supervisor.ready = True

@@ -12,10 +12,11 @@ from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.engine.settings import engine_params
+from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.observe import log
 from cllm.process.launch import Popen
-from cllm.server.run import address, address_elsewhere, listen, run_forever
+from cllm.server.run import address, address_elsewhere, is_loopback, listen, run_forever
 
 if TYPE_CHECKING:
     from cllm.service import Service
@@ -44,6 +45,10 @@ def serve(
     name = tree.model.name or (catalog.derive_model_name(path) if path else tree.backend.name)
     params = engine_params(tree, path)
 
+    if tree.server.enable_faults and not is_loopback(tree.server.host):
+        raise StartupError(
+            f"server.enable_faults needs a loopback address as server.host, not {tree.server.host}"
+        )
     listener = listen(tree.server.host, tree.server.port)
     url = address(listener)
     bar = open_bar(f"cllm: loading {name}", announce=True)

@@ -216,6 +216,8 @@ class Engine:
         return outputs
 
     def _generate(self, now: float) -> list[TokenOutput]:
+        if self._record is not None and self.scheduler.running:  # a draft model computes as well
+            self._record.begin([seq.request.request_id for seq in self.scheduler.running], 0.0)
         batch = self._batch = self.scheduler.schedule(now)
         if batch is None:
             return self.scheduler.take_outputs()

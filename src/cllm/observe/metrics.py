@@ -44,6 +44,7 @@ TTFT_BUCKETS = (
     320,
     640,
 )
+LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 GRAMMAR_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
@@ -143,6 +144,11 @@ class Metrics:
             "kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1"
         )
         self.connections = gauge("http_connections", "open HTTP connections")
+        self.event_loop_lag = histogram(
+            "event_loop_lag",
+            "how late the event loop of the API process runs what is due, ten times a second",
+            LAG_BUCKETS,
+        )
         self._requests = counter("requests", "accepted requests")
         self._unknown = counter(
             "unknown_parameters", "unknown request parameters, which were ignored"

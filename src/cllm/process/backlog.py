@@ -99,6 +99,7 @@ class ServiceRate:
         self._seconds_full = self._num_served = 0.0  # for about the last WINDOW sequences
         self._full_since: float | None = None  # earlier time has been counted
         self._was_full = False  # during the last step
+        self._is_paused = False
 
     def set_load(self, num_seqs: int, capacity: int) -> None:
         """Note that ``num_seqs`` sequences have been submitted and have not ended, and that
@@ -106,13 +107,19 @@ class ServiceRate:
         """
         self._count_time()
         self._capacity = capacity
-        if num_seqs < capacity:
+        if num_seqs < capacity or self._is_paused:
             self._full_since = None
         elif self._full_since is None:
             self._full_since = self._clock()
 
+    def pause(self) -> None:
+        """Note that nothing is served until the next step, so that this time does not count."""
+        self._count_time()
+        self._full_since, self._is_paused = None, True
+
     def record_step(self) -> None:
         """Note the end of a step. The following calls of ``count_served`` report this step."""
+        self._is_paused = False
         self._count_time()
         self._was_full = self._full_since is not None
 
@@ -220,6 +227,11 @@ class Backlog:
         """
         self._stats = stats
         self._rate.record_step()
+        self._count_seqs()
+
+    def pause(self) -> None:
+        """Note that there is no engine until the next call of ``observe``."""
+        self._rate.pause()
 
     # --- admission -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -101,6 +101,7 @@ class InFlightRequest:
         self.unfinished = set(range(request.params.n))
         self.stopped: set[int] = set()  # sequences that the engine was asked to stop
         self.failed = False
+        self.has_begun = False  # as far as is known, before its first token
         self.outputs: list[TokenOutput] = []
         self._progress: dict[int, Progress] = {}  # what each sequence has delivered
         self.readers: dict[Stream, list[str]] = {}  # and their ids for the request
@@ -143,7 +144,8 @@ class InFlightRequest:
 
     def make_command(self) -> Add | Resume:
         """Return the command with which another engine computes the rest."""
-        limits = ("deadline",) if self.started else ("deadline", "queue_timeout")
+        has_begun = self.started or self.has_begun or self._progress
+        limits = ("deadline",) if has_begun else ("deadline", "queue_timeout")
         elapsed = time.monotonic() - self.submitted_at
         left = {name: getattr(self.request, name) for name in limits}
         left = {name: value - elapsed for name, value in left.items() if value is not None}
@@ -342,6 +344,12 @@ class InFlightRequests:
                 self._remove(entry)
                 unwanted.append(name)
         return unwanted
+
+    def note_begun(self, request_ids: Iterable[str]) -> None:
+        """Note that requests have been in a step, so that their time in the queue is over."""
+        for request_id in request_ids:
+            if (entry := self._by_id.get(request_id)) is not None:
+                entry.has_begun = True
 
     def fail_one(self, request_id: str, error: CLLMError) -> None:
         """End the streams that read a request with ``error``."""

@@ -21,7 +21,7 @@ from cllm.core.segments import Segment, count_characters
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import Abort, Add, Embed, Explain, Fault, SetFaults
 from cllm.engine.params import EngineParams
-from cllm.errors import EngineError
+from cllm.errors import EngineError, FatalRequest
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("cllm.process")
 
+MAX_DEATHS_OF_TEXT = 3  # of engines that had to tokenize a text, before it gets an error
+MAX_FAILED_STARTS = 8  # in a row, which take a minute or two, before all requests get an error
 MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 
 
@@ -70,6 +72,7 @@ class Pool:
             self._take,
             self._resume_all,
             self._record_death,
+            self._record_failure,
             self._has_work,
             on_loading,
             launched,
@@ -84,7 +87,9 @@ class Pool:
         )
         self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
         self._suspects = Suspects()
-        self._died_at: float | None = None  # when suspects were found last
+        self._has_suspects = False
+        self._held: set[str] = set()  # requests that this engine has not got yet
+        self._ready_since = 0.0
         self._clock = clock
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
@@ -107,9 +112,14 @@ class Pool:
         """Whether the engine is ready now."""
         return self._supervisor.ready
 
-    def is_responding(self) -> bool:
-        """See Supervisor."""
-        return self._supervisor.is_responding()
+    def may_start(self, stream: Stream) -> bool:
+        """Return whether the first request of ``stream`` has started or can start soon: the engine
+        has got it and responds.
+        """
+        name = stream.requests[0].request_id
+        if (entry := stream.in_flight.get(name)) is None or entry.has_begun:
+            return True
+        return entry.request.request_id not in self._held and self._supervisor.is_responding()
 
     @property
     def pid(self) -> int | None:
@@ -127,7 +137,7 @@ class Pool:
         return len(self._in_flight) + len(self._embeddings)
 
     def _has_work(self) -> bool:
-        return self.num_unfinished > 0
+        return self.num_unfinished > len(self._held)
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready.
@@ -140,8 +150,10 @@ class Pool:
         """End the engine process, and everything that waits for it. It has ended when this
         returns.
         """
-        await self._supervisor.close()
-        self.end_all(EngineError("The engine has been closed."))
+        try:
+            await self._supervisor.close()
+        finally:
+            self.end_all(EngineError("The engine has been closed."))
 
     def seconds_until_ready(self) -> float:
         """See Supervisor."""
@@ -154,11 +166,11 @@ class Pool:
                 self.stats = message.stats
                 self._in_flight.backlog.observe(message.stats)
                 self._in_flight.put(message.outputs)
-                if self._died_at is not None:
+                if self._has_suspects:
                     self._release_suspects({output.request_id for output in message.outputs})
             case EmbeddingOutput():
                 self._embeddings.put(message)
-                if self._died_at is not None and (message.vectors or message.error):
+                if self._has_suspects and (message.vectors or message.error):
                     self._release_suspects({message.request_id})
             case Tokenized():
                 if (pending := self._pending_tokens.get(message.number)) is not None:
@@ -179,20 +191,30 @@ class Pool:
         for explanation in self._pending_explanations:
             resolve(explanation, error)
         self._pending_explanations.clear()  # the next engine does not answer them
-        in_step = [
-            request_id
-            for request_id in death.in_step
-            if self._in_flight.knows(request_id) or self._embeddings.knows(request_id)
-        ]
-        if not in_step:
-            self._suspects.record_end()
-            return
-        self._died_at = self._clock()
-        if (culprit := self._suspects.record_death(in_step)) is not None:
+        self._in_flight.backlog.pause()
+        in_step = [name for name in death.in_step if self._knows(name)]
+        self._in_flight.note_begun(in_step)
+        self._has_suspects = True
+        if death.is_own_fault:
+            # a text that is tokenized at the same time may be the cause as well
+            for pending in self._pending_tokens.values():
+                pending.num_deaths += 1
+            certain = not self._pending_tokens
+            culprit = self._suspects.record_death(in_step, is_certain=certain)
+        else:
+            culprit = self._suspects.record_end(in_step)
+        if culprit is not None:
             log.error("the engine died twice because of %s alone; it gets an error", culprit)
-            error = EngineError("The engine died twice while it computed this request.")
-            self._in_flight.fail_one(culprit, error)
-            self._embeddings.fail_one(culprit, error)
+            fatal = FatalRequest("The engine died twice while it computed this request alone.")
+            self._in_flight.fail_one(culprit, fatal)
+            self._embeddings.fail_one(culprit, fatal)
+
+    def _record_failure(self) -> None:
+        if self._supervisor.num_failed >= MAX_FAILED_STARTS:
+            self.end_all(EngineError("The engine cannot be started.", self.seconds_until_ready()))
+
+    def _knows(self, request_id: str) -> bool:
+        return self._in_flight.knows(request_id) or self._embeddings.knows(request_id)
 
     def _resume_all(self) -> None:
         """Send everything that waits to an engine that has become ready."""
@@ -200,37 +222,48 @@ class Pool:
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
         self._in_flight.backlog.observe(self.stats)
+        self._ready_since = self._clock()
         if self._faults:
             self.set_faults(self._faults)
-        for number, pending in self._pending_tokens.items():
-            pending.begin()
-            self._write(frame(Tokenize(number, pending.texts)))
-        self._resume([*self._in_flight.list_ids(), *self._embeddings.list_ids()])
+        for number, pending in [*self._pending_tokens.items()]:
+            if pending.num_deaths < MAX_DEATHS_OF_TEXT:
+                pending.begin()
+                self._write(frame(Tokenize(number, pending.texts)))
+            else:
+                reason = "The engine died repeatedly while it tokenized this text."
+                resolve(pending.future, EngineError(reason))
+        waiting = [*self._in_flight.list_ids(), *self._embeddings.list_ids()]
+        self._held = {*waiting}
+        self._resume(waiting)
 
     def _resume(self, request_ids: Iterable[str]) -> None:
+        """Send held requests to the engine, except those that must wait for others."""
+        if not self.ready:
+            return
         for request_id in request_ids:
-            if self._suspects.must_wait(request_id):
+            if request_id not in self._held or self._suspects.must_wait(request_id):
                 continue
+            self._held.remove(request_id)
             command = self._in_flight.make_command(request_id) or self._embeddings.make_command(
                 request_id
             )
             if command is not None:
                 self._write(frame(command))
+            else:  # it has ended meanwhile
+                self._resume(self._suspects.forget(request_id))
 
     def _release_suspects(self, request_ids: set[str]) -> None:
         """Let suspects continue that have waited for these requests, which have got a token or have
         ended.
         """
         for request_id in request_ids:
-            if self._in_flight.knows(request_id) or self._embeddings.knows(request_id):
+            if self._knows(request_id):
                 self._resume(self._suspects.record_token(request_id))
             else:
                 self._resume(self._suspects.forget(request_id))
-        assert self._died_at is not None
-        if self._clock() - self._died_at >= HEALTHY_AFTER:
-            waiting = self._suspects.list_waiting()
-            self._died_at, self._suspects = None, Suspects()
-            self._resume(waiting)
+        healthy = self._clock() - self._ready_since >= HEALTHY_AFTER
+        if healthy and not self._suspects.is_searching:
+            self._has_suspects, self._suspects = False, Suspects()
 
     @property
     def stats_since_start(self) -> Stats:
@@ -247,6 +280,7 @@ class Pool:
         embeddings, texts to tokenize and explanations.
         """
         self.stats = without_work(self.stats)
+        self._held.clear()
         self._in_flight.fail(error)
         self._embeddings.fail(error)
         for pending in self._pending_tokens.values():
@@ -284,7 +318,7 @@ class Pool:
         more tokens.
         """
         engine_id = self._in_flight.stop(stream, request_id, index)
-        if engine_id is not None and self.ready:
+        if engine_id is not None and self.ready and engine_id not in self._held:
             self._write(frame(Abort(engine_id, index)))
 
     def close_stream(self, stream: Stream) -> None:
@@ -312,16 +346,17 @@ class Pool:
             self._abort(waiter.request.request_id)
 
     def _abort(self, request_id: str) -> None:
-        if self.ready:
+        if self.ready and request_id not in self._held:
             self._write(frame(Abort(request_id)))
-        if self._died_at is not None:
+        self._held.discard(request_id)
+        if self._has_suspects:
             self._resume(self._suspects.forget(request_id))
 
     async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
         """Return the token ids of each text.
 
-        Raises EngineError if there is no engine, or if it dies; and for long texts if too many
-        characters wait already.
+        Raises EngineError if there is no engine, or if several die meanwhile; and for long texts if
+        too many characters wait already.
         """
         self.check_available()
         size = count_characters(texts)
@@ -364,7 +399,8 @@ class Pool:
         death.
         """
         supervisor = self._supervisor
-        if supervisor.closing or self.info is None or (supervisor.failed and not self.ready):
+        has_failed = supervisor.num_failed > 0 and not self.ready
+        if supervisor.closing or self.info is None or has_failed:
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
 
     def _write(self, data: bytes) -> None:
@@ -379,6 +415,7 @@ class PendingTokens:
 
     def __init__(self, texts: list[list[Segment]], num_characters: int) -> None:
         self.texts = texts
+        self.num_deaths = 0  # of engines that had to tokenize them
         self.num_characters = num_characters
         self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
         self.begin()

@@ -32,7 +32,13 @@ async def spawn(
     messages.
     """
     process = EngineProcess(launched or launch(), take)
-    await process.connect()
+    connecting = asyncio.ensure_future(process.connect())
+    try:
+        await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        await connecting
+        await process.stop()
+        raise
     return process
 
 
@@ -49,6 +55,7 @@ class EngineProcess(asyncio.Protocol):
         self._take = take
         self._rest = b""
         self._is_readable = True
+        self._was_killed = False  # by this object
         self._stdin: asyncio.WriteTransport | None = None
         self._reaping: asyncio.Task[None] | None = None
 
@@ -82,7 +89,7 @@ class EngineProcess(asyncio.Protocol):
         except Exception:  # whatever the error is, requests must not wait forever
             log.exception("cannot decode a message from the engine process; killing it")
             self._is_readable = False
-            self._kill()
+            self.kill()
         self._rest = data[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -99,18 +106,20 @@ class EngineProcess(asyncio.Protocol):
 
     async def stop(self) -> None:
         """Kill the process if it still runs, and wait for its end."""
-        self._kill()
+        self.kill()
         await self.ended.wait()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        self._was_killed = self._process.returncode is None
         self._process.kill()
 
     @property
     def was_ended_from_outside(self) -> bool:
         """Whether a signal ended it that comes from a person or the system, not from its own
-        faults.
+        faults or this process.
         """
-        return -self._process.returncode in OUTSIDE_SIGNALS
+        return not self._was_killed and -self._process.returncode in OUTSIDE_SIGNALS
 
     def describe_end(self) -> str:
         """Return how the process ended, in words."""

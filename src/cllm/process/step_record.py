@@ -75,15 +75,21 @@ def create_file() -> Path:
     Raises StartupError if that is impossible. All of it is allocated, because memory that is
     missing later would end the process that writes.
     """
-    folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    try:
-        descriptor, name = tempfile.mkstemp(prefix="cllm-step-", dir=folder)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(bytes(SIZE))
-    except OSError as error:
-        where = folder or tempfile.gettempdir()
-        raise StartupError(f"cannot create a file of {SIZE} bytes in {where}: {error}") from None
-    return Path(name)
+    for folder in (SHARED_MEMORY, None):  # None: the folder for temporary files
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="cllm-step-", dir=folder)
+        except OSError as error:
+            reason = error
+            continue
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(SIZE))
+        except OSError as error:
+            reason = error
+            remove_file(Path(name))
+            continue
+        return Path(name)
+    raise StartupError(f"cannot create a temporary file of {SIZE} bytes: {reason}")
 
 
 def remove_file(path: Path) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from cllm.core.model_info import ModelInfo
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import Close
@@ -39,13 +41,19 @@ QUIET_SECONDS, QUIET_FACTOR = 0.3, 3.0
 WATCH_SECONDS = 1.0  # between two looks at the engine's step
 
 
+# The same for a load, in multiples of the last one; only after a death, because a user can end the
+# first load.
+LOAD_SECONDS, LOAD_FACTOR = 60.0, 10.0
+
+
 class Death(NamedTuple):
-    """cause: in words. in_step: the requests in the step that died; none if the engine was ended
-    from outside. retry_after: seconds until the next engine is expected to be ready.
+    """cause: in words. in_step: the requests in the step that died. is_own_fault: the engine was
+    not ended from outside. retry_after: seconds until the next engine is expected to be ready.
     """
 
     cause: str
     in_step: list[str]
+    is_own_fault: bool
     retry_after: float
 
 
@@ -53,7 +61,7 @@ class Supervisor:
     """Owns one engine process after the other.
 
     ``info`` and ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is
-    ready now. ``failed``: whether the next engine could not be started; it is tried again.
+    ready now. ``num_failed``: how often the next engine could not be started; it is tried again.
     """
 
     def __init__(
@@ -62,19 +70,21 @@ class Supervisor:
         take: Callable[[FromChild], None],
         on_ready: Callable[[], None],
         on_death: Callable[[Death], None],
+        on_failure: Callable[[], None],
         has_work: Callable[[], bool],
         on_loading: Callable[[float], None] | None = None,
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
-        called for each engine. ``has_work``: whether the engine has something to compute.
+        called for each engine, ``on_failure`` for each one after a death that could not be started.
+        ``has_work``: whether the engine has something to compute.
         ``launched``: a process that becomes the first engine. ``clock`` returns seconds.
         """
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
         self.ready = False
-        self.failed = False
+        self.num_failed = 0
         self.num_restarts = 0
         self.pid: int | None = None
         self.process: EngineProcess | None = None
@@ -82,14 +92,17 @@ class Supervisor:
         self._take_loaded = take
         self._on_ready = on_ready
         self._on_death = on_death
+        self._on_failure = on_failure
         self._has_work = has_work
         self._on_loading = on_loading
         self._launched = launched
         self._clock = clock
         self._loaded: asyncio.Future[Ready]
         self._record: StepRecord | None = None
-        self._num_oom_kills = 0  # when the engine started
-        self._looked: tuple[int, float] = (-1, 0.0)  # a step's version, and when it was seen first
+        # now and one look earlier: the kill may be counted before the process has ended
+        self._num_oom_kills = self._num_oom_kills_before = 0
+        # the last look of ``is_responding``: a step's version, when it was seen first, and last
+        self._looked: tuple[int, float, float] = (-1, 0.0, 0.0)
         self._hangs = False  # whether the engine has been killed because it hung
         self._serving: asyncio.Task[None] | None = None
         self.closing = False
@@ -119,14 +132,18 @@ class Supervisor:
 
     def is_responding(self) -> bool:
         """Return whether the engine is ready and makes steps as fast as expected, as far as the
-        last calls of this method show.
+        calls of this method within the last seconds show.
         """
         if not self.ready or self._record is None:
             return False
         entry, now = self._record.read(), time.monotonic()
-        if entry.version != self._looked[0]:
-            self._looked = entry.version, now
-        return now - self._looked[1] <= max(QUIET_SECONDS, QUIET_FACTOR * entry.expected_seconds)
+        version, first, last = self._looked
+        if entry.version != version or now - last > QUIET_SECONDS:
+            first = now
+        self._looked = entry.version, first, now
+        is_unknown = entry.request_ids and not entry.expected_seconds
+        limit = max(QUIET_SECONDS, QUIET_FACTOR * entry.expected_seconds)
+        return bool(is_unknown) or now - first <= limit
 
     async def close(self) -> None:
         """End the engine process. It has ended when this returns."""
@@ -148,16 +165,32 @@ class Supervisor:
         self._loaded = asyncio.get_running_loop().create_future()
         self._started = self._clock()
         self._hangs = False
-        self._num_oom_kills = count_oom_kills()
+        self._num_oom_kills = self._num_oom_kills_before = count_oom_kills()
+        path = create_file()
+        try:
+            self._record = StepRecord(path)
+            await self._load(str(path))
+        finally:
+            remove_file(path)
+        self._ready_since = self._clock()
+        self._load_seconds = self._ready_since - self._started
+        self.ready, self.num_failed = True, 0
+        self._on_ready()
+
+    async def _load(self, step_record: str) -> None:
+        """Start a process and wait until it is ready, or raise StartupError."""
         launched, self._launched = self._launched, None
         process = self.process = await spawn(self._take, launched)
         self.pid = process.pid
-        path = create_file()
-        self._record = StepRecord(path)
-        process.write(frame(Start(self._params, str(path))))
+        process.write(frame(Start(self._params, step_record)))
         ended: asyncio.Future[bool] = asyncio.ensure_future(process.ended.wait())
+        limit = max(LOAD_SECONDS, LOAD_FACTOR * self._load_seconds) if self.info else None
         try:
-            await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                (self._loaded, ended), timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise StartupError(f"the engine was not ready after {limit:.0f} s")
             if not self._loaded.done():
                 raise StartupError(
                     f"the engine died ({process.describe_end()}) while loading "
@@ -166,18 +199,17 @@ class Supervisor:
                 )
             ready = self._loaded.result()
             self.info, self.vocabulary = ready.info, ready.vocabulary
+            # accepted requests must fit into later engines, whatever memory is free then
+            self._params = msgspec.structs.replace(
+                self._params, context_length=ready.info.context_length
+            )
         except BaseException:
             await process.stop()
             raise
         finally:
-            remove_file(path)
             ended.cancel()
             if not self._loaded.cancel():
                 self._loaded.exception()  # so that asyncio does not report it as never retrieved
-        self._ready_since = self._clock()
-        self._load_seconds = self._ready_since - self._started
-        self.ready, self.failed = True, False
-        self._on_ready()
 
     def _take(self, message: FromChild) -> None:
         match message:
@@ -208,6 +240,7 @@ class Supervisor:
             is_late, looked = now - looked > 2 * WATCH_SECONDS, now
             if entry.version != last.version or is_late or not self._has_work():
                 last, since = entry, now
+                self._num_oom_kills_before = self._num_oom_kills
                 self._num_oom_kills = count_oom_kills()
             elif now - since > longest(entry):
                 log.error(
@@ -240,22 +273,25 @@ class Supervisor:
                 self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF), LONGEST_BACKOFF)
                 try:
                     await self._spawn()
-                except (StartupError, OSError) as error:
-                    self.failed = True
+                except Exception as error:  # whatever it is, the next attempt may succeed
+                    self.num_failed += 1
+                    is_expected = isinstance(error, StartupError)
                     log.error(
                         "the engine failed to start: %s; next attempt in %.1f s",
                         error,
                         self._backoff,
+                        exc_info=None if is_expected else error,
                     )
+                    self._on_failure()
             self.num_restarts += 1
             log.warning("the engine is ready again")
 
     def _describe_death(self, process: EngineProcess, entry: Entry) -> Death:
         """Log and return why the engine has ended."""
         if self.closing:
-            return Death("the engine has been closed", [], 0.0)
+            return Death("the engine has been closed", [], False, 0.0)
         cause = "it hung" if self._hangs else process.describe_end()
-        out_of_memory = count_oom_kills() > self._num_oom_kills
+        out_of_memory = count_oom_kills() > self._num_oom_kills_before
         if out_of_memory:
             cause += ", out of memory"
         log.error(
@@ -265,8 +301,7 @@ class Supervisor:
             self._backoff,
         )
         is_own_fault = self._hangs or out_of_memory or not process.was_ended_from_outside
-        in_step = entry.request_ids if is_own_fault else []
-        return Death(cause, in_step, self._backoff + self._load_seconds)
+        return Death(cause, entry.request_ids, is_own_fault, self._backoff + self._load_seconds)
 
 
 def longest(entry: Entry) -> float:

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 
 NUM_GROUPS = 4  # into which suspects are divided
 MAX_DEATHS_ALONE = 2  # deaths of the engine with a request as the only suspect
+# Times that the engine is ended from outside in steps of a request that has got no token in
+# between. After more of them, the request is suspected to be the cause: a guard of the memory may
+# have ended the engine.
+MAX_ENDS = 10
 
 
 class Suspects:
@@ -23,6 +27,7 @@ class Suspects:
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
         self._deaths_alone: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()  # from outside, since the last token
         self._computed: set[str] = set()  # have got a token since the engine was ready
         # those that have not, of the present group and of the others in the step that died
         self._awaited: set[str] = set()
@@ -32,9 +37,15 @@ class Suspects:
         """Return the requests that belong to later groups."""
         return [name for group in self._next_groups for name in group]
 
-    def record_death(self, in_step: Iterable[str]) -> str | None:
+    @property
+    def is_searching(self) -> bool:
+        """Whether requests wait for others, or these have not got a token yet."""
+        return bool(self._awaited or self._next_groups)
+
+    def record_death(self, in_step: Iterable[str], *, is_certain: bool = True) -> str | None:
         """Note that the engine has died in a step with these requests, and form groups. Return the
-        request that must not be computed again, if it is certain.
+        request that must not be computed again, if it is known. ``is_certain``: nothing else can
+        have been the cause.
         """
         in_step = [*in_step]
         suspects = [name for name in in_step if name not in self._computed] or in_step
@@ -42,7 +53,7 @@ class Suspects:
         again = [name for name in suspects if most and self._deaths[name] >= max(1, most - 1)]
         self._computed.clear()
         self._deaths.update(suspects)
-        if len(suspects) == 1 or (len(again) == 1 and most > 1):
+        if is_certain and (len(suspects) == 1 or (len(again) == 1 and most > 1)):
             [only] = again or suspects
             self._deaths_alone[only] += 1
             if self._deaths_alone[only] >= MAX_DEATHS_ALONE:
@@ -56,9 +67,14 @@ class Suspects:
         self._begin_group()
         return None
 
-    def record_end(self) -> None:
-        """Note that the engine has ended for another reason, such as a signal from outside."""
+    def record_end(self, in_step: Iterable[str] = ()) -> str | None:
+        """Note that the engine has been ended from outside in a step with these requests. Return
+        the same as ``record_death``.
+        """
         self._computed.clear()
+        self._ends.update(in_step)
+        stuck = [name for name in in_step if self._ends[name] > MAX_ENDS]
+        return self.record_death(stuck) if stuck else None
 
     def must_wait(self, name: str) -> bool:
         """Return whether a request belongs to a later group."""
@@ -66,6 +82,7 @@ class Suspects:
 
     def record_token(self, name: str) -> list[str]:
         """Note that a request has got a token. Return the requests that may continue now."""
+        del self._ends[name]
         if not self._deaths:
             return []
         self._computed.add(name)
@@ -73,7 +90,7 @@ class Suspects:
 
     def forget(self, name: str) -> list[str]:
         """Forget a request, because it has ended. Return the requests that may continue now."""
-        del self._deaths[name], self._deaths_alone[name]
+        del self._deaths[name], self._deaths_alone[name], self._ends[name]
         self._computed.discard(name)
         for group in self._next_groups:
             if name in group:

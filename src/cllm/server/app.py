@@ -11,7 +11,7 @@ from cllm.registry import Registry
 from cllm.server import errors, openapi, paths
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
-from cllm.server.native import benchmark, rerank
+from cllm.server.native import benchmark, faults, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
@@ -42,6 +42,7 @@ ROUTERS = (
     native.router,
     rerank.router,
     benchmark.router,
+    faults.router,
     openapi.router,
 )
 

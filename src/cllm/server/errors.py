@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from cllm.answer import RequestTimeout
-from cllm.errors import BadRequest, EngineError
+from cllm.errors import BadRequest, EngineError, FatalRequest
 from cllm.process.backlog import QueueFull
 from cllm.server.queueing import TICKET
 from cllm.server.request_id import request_id
@@ -30,6 +30,7 @@ from cllm.server.sse import ClientGone
 log = logging.getLogger("cllm.server")
 
 CLIENT_CLOSED_REQUEST = 499
+FATAL = "engine_crashed"  # the code of a request that must not be sent again
 
 
 class Fault(NamedTuple):
@@ -82,6 +83,8 @@ def describe(error: Exception) -> Fault:
             retry_after=error.retry_after,
             ticket=error.ticket,
         )
+    if isinstance(error, FatalRequest):
+        return Fault(500, str(error), "server_error", code=FATAL)
     if isinstance(error, EngineError):
         return Fault(
             503,
@@ -137,6 +140,8 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
             if fault.status in (429, 503)
             else {}
         )
+        if fault.code == FATAL:
+            headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients read
         if fault.ticket:
             headers[TICKET] = fault.ticket
         return Response(pydantic_core.to_json(content), status, headers, "application/json")

@@ -32,6 +32,7 @@ log = logging.getLogger("cllm.server")
 
 # seconds; longer than the idle time of the usual clients and proxies, so that they close first
 KEEP_ALIVE = 75
+TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
 LAST_WORDS = 2  # seconds in which streams that were ended send their error
 
 
@@ -56,6 +57,7 @@ class HttpServer(uvicorn.Server):
         self._batches = batches
         self.early: list[int] = []
         self._drain_timeout = drain_timeout
+        self._last_tick = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections.
@@ -70,6 +72,15 @@ class HttpServer(uvicorn.Server):
         ]
         if self._batches is not None:
             await self._batches.start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Measure how late uvicorn's clock is."""
+        now = self._loop.time()
+        if self._last_tick:
+            lag = max(0.0, now - self._last_tick - TICK_SECONDS)
+            self.service.metrics.event_loop_lag.observe(lag)
+        self._last_tick = now
+        return await super().on_tick(counter)
 
     def start_renderer(self) -> None:
         """Start a process that renders chat templates, once the model has been loaded."""

@@ -65,6 +65,7 @@ async def build_infill_prompt(
     suffix: str,
     snippets: Sequence[Snippet],
     num_new_tokens: int | None,
+    scheduling: SchedulingOptions | None = None,
 ) -> tuple[list[int], bool]:
     """Return the prompt, with ``snippets`` of other files before the prefix, and whether it was
     shortened to fit.
@@ -89,7 +90,9 @@ async def build_infill_prompt(
         texts.append(text)
 
     begin, project, file, before, behind, *parts = await service.tokenize(
-        [Segment("", add_special=True)], *([Segment(text)] for text in texts)
+        [Segment("", add_special=True)],
+        *([Segment(text)] for text in texts),
+        scheduling=scheduling,
     )
     wanted = context // 4 if num_new_tokens is None else min(num_new_tokens, context // 2)
     room = context - 1 - wanted - len(begin) - len(marks)

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 PREFIX = "/v1"
 # The operator's pages cannot be reached under /v1, so a proxy that passes only /v1 hides them.
-PRIVATE = ("/metrics", "/scheduler", "/benchmark")
+PRIVATE = ("/metrics", "/scheduler", "/benchmark", "/faults")
 
 
 def install(app: FastAPI) -> None:

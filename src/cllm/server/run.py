@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import signal
 import socket
 from collections.abc import Callable
@@ -55,6 +56,14 @@ ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps each wildcard address to the loopback address that reaches it from this machine."""
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is an address or a name that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def address(listener: socket.socket) -> str:
     """Return the URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
@@ -97,7 +106,7 @@ async def run(
         def started(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
                 opened.should_exit = True
-            else:
+            elif not opened.should_exit:  # else a signal came meanwhile
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays, so later collections need not scan it
                 on_ready(opened.service)

@@ -137,8 +137,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/ready", openapi_extra=describe_route(answer=Ready, error=Ready))
 async def ready(request: Request) -> Response:
-    """Return 200 while requests are accepted, and 503 while the model loads, the engine restarts or
-    the server shuts down.
+    """Return 200 while requests are computed, and 503 while the model loads, the engine restarts
+    (requests then wait for it) or the server shuts down.
     """
     service = service_for(request)
     if service.ready:

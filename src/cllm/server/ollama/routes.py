@@ -209,13 +209,12 @@ async def embed_texts(request: Request) -> Response:
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"Invalid 'dimensions': it must be at most {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
+    scheduling, truncate = body.scheduling_options(call_of(request)), body.truncate is not False
     texts = await until_disconnect(
-        request, encode_texts(service, given, params, truncate=body.truncate is not False)
+        request, encode_texts(service, given, params, scheduling, truncate=truncate)
     )
     clock.submit()
-    found = await until_disconnect(
-        request, embed(service, texts, params, body.scheduling_options(call_of(request)))
-    )
+    found = await until_disconnect(request, embed(service, texts, params, scheduling))
     vectors = shortened(found.vectors, body.dimensions)
     data = await encode_vectors(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json(
@@ -233,12 +232,11 @@ async def embeddings(request: Request) -> Response:
     service = service_for(request, body.model)
     if not body.prompt:
         return json_answer({"embedding": []})
+    scheduling = body.scheduling_options(call_of(request))
     texts = await until_disconnect(
-        request, encode_texts(service, [body.prompt], ["prompt"], truncate=True)
+        request, encode_texts(service, [body.prompt], ["prompt"], scheduling, truncate=True)
     )
-    found = await until_disconnect(
-        request, embed(service, texts, ["prompt"], body.scheduling_options(call_of(request)))
-    )
+    found = await until_disconnect(request, embed(service, texts, ["prompt"], scheduling))
     return json_answer({"embedding": found.vectors[0].tolist()})
 
 

@@ -84,8 +84,9 @@ async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> 
         raise BadRequest(message, param="dimensions", code="integer_above_max_value")
     inputs = body.inputs()
     params = body.names(len(inputs))
-    texts = await encode_texts(service, inputs, params)
-    embedding = await embed(service, texts, params, body.scheduling_options(call))
+    scheduling = body.scheduling_options(call)
+    texts = await encode_texts(service, inputs, params, scheduling)
+    embedding = await embed(service, texts, params, scheduling)
     vectors = shortened(embedding.vectors, body.dimensions)
     usage = {"prompt_tokens": embedding.num_tokens, "total_tokens": embedding.num_tokens}
     head = {"object": "list", "model": service.model_name, "usage": usage}

@@ -90,11 +90,13 @@ async def infill(request: Request) -> Response:
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
+    scheduling = body.scheduling_options(call_of(request))
     prompt, is_short = await until_disconnect(
         request,
-        build_infill_prompt(service, before, body.input_suffix, snippets, params.max_tokens),
+        build_infill_prompt(
+            service, before, body.input_suffix, snippets, params.max_tokens, scheduling
+        ),
     )
-    scheduling = body.scheduling_options(call_of(request))
     generation = Generation(
         f"cmpl-{secrets.token_hex(12)}", [prompt], params, scheduling, "input_prefix"
     )

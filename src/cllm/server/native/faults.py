@@ -1,0 +1,64 @@
+"""POST /faults: causes faults of the engine, for tests of what the server does then."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.engine.commands import Fault
+from cllm.errors import BadRequest
+from cllm.server.body import Body, describe_route, example, read_body
+from cllm.server.resolve import service_for
+
+router = APIRouter(tags=["cLLM"])
+
+
+class FaultBody(Body):
+    """A fault of the engine, in its next step or a later one."""
+
+    kind: Annotated[
+        Literal["crash", "kill", "hang", "slow", "raise", "memory"],
+        Field(
+            description="crash: as after a failed assertion; kill: as by another process; hang: "
+            "the step never ends; slow: it takes `seconds` longer; raise: it fails; memory: it "
+            "finds no memory."
+        ),
+    ]
+    after_steps: int = Field(default=0, ge=0, description="How many steps go well before.")
+    num_steps: int = Field(default=1, ge=1, description="How many steps then have the fault.")
+    seconds: float = Field(default=0.0, ge=0, le=86_400)
+    token: int | None = Field(
+        default=None,
+        ge=0,
+        description="Only steps that compute a request with this token in its prompt have the "
+        "fault. It then lasts until other faults are set, also in engines that are started later.",
+    )
+
+
+class FaultsBody(Body):
+    model_config = example(faults=[{"kind": "slow", "seconds": 0.5}])
+
+    faults: Annotated[list[FaultBody], Field(max_length=100)]
+
+
+@router.post("/faults", status_code=204, openapi_extra=describe_route(FaultsBody))
+async def faults(request: Request) -> Response:
+    """Cause these faults, and none that were set before.
+
+    Rejected unless ``server.enable_faults`` is set (403).
+    """
+    service = service_for(request)
+    if not request.app.state.settings.server.enable_faults:
+        message = (
+            "POST /faults is disabled on this server; the option server.enable_faults enables it."
+        )
+        raise BadRequest(message, code="faults_disabled", status=403)
+    body = await read_body(request, FaultsBody)
+    with service.admission():
+        service.engine.check_available()
+    service.engine.set_faults([Fault(**fault.model_dump()) for fault in body.faults])
+    return Response(status_code=204)
