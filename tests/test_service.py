@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from cllm.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
@@ -57,10 +59,14 @@ def test_timeout_error_names_the_limit_that_the_engine_saw_expire(
     generation = Generation("a", [[1]], SamplingParams(), options)
     stream = Stream([make_request("a-0", [1], generation.params, options)])
     stream.put(TokenOutput("a-0", 0, -1, FinishReason.TIMEOUT, False))
-    with Answer(
-        generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None
-    ) as answer:
-        assert not answer.take()
-        with pytest.raises(RequestTimeout) as caught:
-            answer.take()
-        assert caught.value.code == code
+
+    async def test() -> None:
+        with Answer(
+            generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None
+        ) as answer:
+            assert not answer.take()
+            with pytest.raises(RequestTimeout) as caught:
+                answer.take()
+            assert caught.value.code == code
+
+    asyncio.run(test())

@@ -220,7 +220,7 @@ FAULTS = [
     *faults_in(
         "embedding.py",
         "test_embedding.py",
-        ("if limit == deadline:", "if limit != deadline:"),
+        ("if waiter.done in done:", "if waiter.done not in done:"),
         ("rows[1:] @ rows[0]", "rows[:-1] @ rows[-1]"),
     ),
     *faults_in(

@@ -138,9 +138,11 @@ class Answer:
         self._limits = list_limits(timeout, generation.scheduling)
         # not asyncio.timeout, which would cancel the reader's task even while it does something
         # else
-        call_later = asyncio.get_running_loop().call_later
         self._timers = {
-            limit: call_later(limit.at - self._begun, self._expire, limit) for limit in self._limits
+            limit: asyncio.get_running_loop().call_later(
+                limit.at - self._begun, self._expire, limit
+            )
+            for limit in self._limits
         }
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from cllm.engine.commands import Fault
 from cllm.errors import BadRequest
@@ -45,7 +45,7 @@ class FaultsBody(Body):
     faults: Annotated[list[FaultBody], Field(max_length=100)]
 
 
-@router.post("/faults", status_code=204, openapi_extra=describe_route(FaultsBody))
+@router.post("/faults", openapi_extra=describe_route(FaultsBody, FaultsBody))
 async def faults(request: Request) -> Response:
     """Cause these faults, and none that were set before.
 
@@ -61,4 +61,4 @@ async def faults(request: Request) -> Response:
     with service.admission():
         service.engine.check_available()
     service.engine.set_faults([Fault(**fault.model_dump()) for fault in body.faults])
-    return Response(status_code=204)
+    return JSONResponse(body.model_dump())
