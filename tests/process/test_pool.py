@@ -29,23 +29,23 @@ FAKE = EngineParams(backend="fake", max_num_seqs=2, check=True)
 
 
 def run(test, params=FAKE, **more):
-    """Run ``test(client)`` with a started engine, and end both."""
+    """Run ``test(pool)`` with a started engine, and end both."""
 
     async def main():
-        client = Pool(params, **more)
-        await client.start()
+        pool = Pool(params, **more)
+        await pool.start()
         try:
-            await asyncio.wait_for(test(client), PATIENCE)
+            await asyncio.wait_for(test(pool), PATIENCE)
         finally:
-            await client.close()
-        assert client._supervisor.process.ended.is_set()
+            await pool.close()
+        assert pool._supervisor.process.ended.is_set()
 
     asyncio.run(main())
 
 
-def ask(client, name, prompt=(97,), scheduling=(), **params):
+def ask(pool, name, prompt=(97,), scheduling=(), **params):
     """Submit one greedy request, which equals others with the same arguments."""
-    return client.submit(
+    return pool.submit(
         [Request(name, [*prompt], SamplingParams(temperature=0, **params), *scheduling)]
     )
 
@@ -67,14 +67,14 @@ async def tokens(stream):
 def test_concurrent_requests_get_their_own_tokens():
     """There are more requests than sequence ids."""
 
-    async def test(client):
-        streams = [ask(client, f"r{i}", [i], max_tokens=4) for i in range(5)]
+    async def test(pool):
+        streams = [ask(pool, f"r{i}", [i], max_tokens=4) for i in range(5)]
         assert await asyncio.gather(*map(tokens, streams)) == [
             [i + 1, i + 2, i + 3, i + 4] for i in range(5)
         ]
         for stream in streams:
-            client.close_stream(stream)
-        assert client.stats.num_seq_ids_in_use == 0
+            pool.close_stream(stream)
+        assert pool.stats.num_seq_ids_in_use == 0
 
     run(test)
 
@@ -82,12 +82,12 @@ def test_concurrent_requests_get_their_own_tokens():
 def test_closed_stream_is_aborted():
     """The next request gets the sequence id, although the aborted request was not finished."""
 
-    async def test(client):
-        stream = ask(client, "long", n=2, max_tokens=1000, ignore_eos=True)
+    async def test(pool):
+        stream = ask(pool, "long", n=2, max_tokens=1000, ignore_eos=True)
         await receive(stream)
-        client.close_stream(stream)
-        assert await tokens(ask(client, "next", max_tokens=2)) == [98, 99]
-        assert client.stats.num_running == client.stats.num_waiting == 0
+        pool.close_stream(stream)
+        assert await tokens(ask(pool, "next", max_tokens=2)) == [98, 99]
+        assert pool.stats.num_running == pool.stats.num_waiting == 0
 
     run(test)
 
@@ -95,12 +95,12 @@ def test_closed_stream_is_aborted():
 def test_equal_requests_are_computed_once():
     """Concurrently, or later through the result cache. The engine computes one prompt."""
 
-    async def test(client):
-        streams = [ask(client, f"r{i}", range(50), max_tokens=4) for i in range(20)]
+    async def test(pool):
+        streams = [ask(pool, f"r{i}", range(50), max_tokens=4) for i in range(20)]
         assert await asyncio.gather(*map(tokens, streams)) == [[50, 51, 52, 53]] * 20
-        assert await tokens(ask(client, "again", range(50), max_tokens=4)) == [50, 51, 52, 53]
-        assert client.stats.num_prefill_tokens == 50
-        assert client.stats.num_steps == 4
+        assert await tokens(ask(pool, "again", range(50), max_tokens=4)) == [50, 51, 52, 53]
+        assert pool.stats.num_prefill_tokens == 50
+        assert pool.stats.num_steps == 4
 
     run(test, results=ResultCache(1, 1000))
 
@@ -108,15 +108,15 @@ def test_equal_requests_are_computed_once():
 def test_departing_reader_does_not_affect_others():
     """When the last reader has left, the engine stops computing."""
 
-    async def test(client):
-        first, second = (ask(client, name, max_tokens=900, ignore_eos=True) for name in "ab")
+    async def test(pool):
+        first, second = (ask(pool, name, max_tokens=900, ignore_eos=True) for name in "ab")
         await receive(first)
-        client.close_stream(first)
+        pool.close_stream(first)
         for _ in range(5):
             await receive(second)
-        client.close_stream(second)
-        assert await tokens(ask(client, "next", [1], max_tokens=3)) == [2, 3, 4]
-        assert client.stats.num_running == client.stats.num_waiting == 0
+        pool.close_stream(second)
+        assert await tokens(ask(pool, "next", [1], max_tokens=3)) == [2, 3, 4]
+        assert pool.stats.num_running == pool.stats.num_waiting == 0
 
     run(test)
 
@@ -124,14 +124,14 @@ def test_departing_reader_does_not_affect_others():
 def test_burst_meets_queue_limit_exactly():
     """Although no message of the engine arrives meanwhile. Each end admits one more."""
 
-    async def test(client):
+    async def test(pool):
         streams = []
         for i in range(100):
             with contextlib.suppress(QueueFull):
-                streams.append(ask(client, f"r{i}", [i], max_tokens=5))
+                streams.append(ask(pool, f"r{i}", [i], max_tokens=5))
         assert len(streams) == FAKE.max_num_seqs + 7
         await asyncio.gather(*map(tokens, streams))
-        assert await tokens(ask(client, "next", [1], max_tokens=1)) == [2]
+        assert await tokens(ask(pool, "next", [1], max_tokens=1)) == [2]
 
     run(test, limits=QueueLimits(requests=7))
 
@@ -141,13 +141,13 @@ def test_check_room_rejects_by_number_of_tokens():
     ticket makes no second reservation.
     """
 
-    async def test(client):
+    async def test(pool):
         def check(num_tokens, priority=Priority.NORMAL, claim=NO_CLAIM):
-            client.check_room(num_tokens, "account", priority, claim)
+            pool.check_room(num_tokens, "account", priority, claim)
 
         check(10**9)  # it can start immediately
         for i in range(2):
-            ask(client, f"r{i}", [i], ignore_eos=True)
+            ask(pool, f"r{i}", [i], ignore_eos=True)
         check(100)
         with pytest.raises(QueueFull, match="101 prompt tokens would wait") as caught:
             check(101)
@@ -155,12 +155,12 @@ def test_check_room_rejects_by_number_of_tokens():
         with pytest.raises(QueueFull) as again:
             check(101, claim=Claim(caught.value.ticket))
         assert again.value.ticket == caught.value.ticket
-        assert client.reservations["issued"] == 1
+        assert pool.reservations["issued"] == 1
         check(10**9, Priority.INTERACTIVE)
-        client._supervisor.num_failed, client._supervisor.ready = 1, False
+        pool._supervisor.num_failed, pool._supervisor.ready = 1, False
         with pytest.raises(EngineError, match="not ready"):
             check(1)
-        client._supervisor.ready = True
+        pool._supervisor.ready = True
 
     run(test, limits=QueueLimits(tokens=100))
 
@@ -168,17 +168,17 @@ def test_check_room_rejects_by_number_of_tokens():
 def test_time_limits_of_request_end_it():
     """A request that waits too long, and one that runs too long, end with TIMEOUT."""
 
-    async def test(client):
-        busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(2)]
-        waits = ask(client, "waits", scheduling=("", Priority.NORMAL, None, 0.1))
+    async def test(pool):
+        busy = [ask(pool, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(2)]
+        waits = ask(pool, "waits", scheduling=("", Priority.NORMAL, None, 0.1))
         (output,) = await receive(waits)
         assert (output.token, output.finish) == (-1, "timeout")
-        client.close_stream(busy[0])
+        pool.close_stream(busy[0])
         takes = ask(
-            client, "takes", scheduling=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True
+            pool, "takes", scheduling=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True
         )
         assert (await tokens(takes))[-1] == -1
-        client.close_stream(busy[1])
+        pool.close_stream(busy[1])
 
     run(test)
 
@@ -186,24 +186,23 @@ def test_time_limits_of_request_end_it():
 def test_explain_answers_each_caller():
     """A cancelled earlier caller does not matter."""
 
-    async def test(client):
-        busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(3)]
-        while client.stats.num_steps < 3:
+    async def test(pool):
+        busy = [ask(pool, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(3)]
+        while pool.stats.num_steps < 3:
             await receive(busy[1])
-        gone, *asked = (asyncio.ensure_future(client.explain(count)) for count in (9, 1, 3))
+        gone, *asked = (asyncio.ensure_future(pool.explain(count)) for count in (9, 1, 3))
         await asyncio.sleep(0)
         gone.cancel()
         answers = await asyncio.gather(*asked)
         assert [len(answer.steps) for answer in answers] == [1, 3]
         assert len(answers[0].running) == 2
         assert [waiter.name for waiter in answers[0].waiting] == ["busy2.0"]
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(pool.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="SIGKILL"):
-            await client.explain(1)
-        while client.ready:  # noqa: ASYNC110  # there is no event to await
-            await asyncio.sleep(0.01)
+            await pool.explain(1)
+        await until(lambda: not pool.ready)
         with pytest.raises(EngineError, match="not ready"):
-            await client.explain(1)
+            await pool.explain(1)
 
     run(test)
 
@@ -211,6 +210,18 @@ def test_explain_answers_each_caller():
 async def until(condition):
     while not condition():  # noqa: ASYNC110  # there is no event to await
         await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def failing_starts(monkeypatch):
+    """No engine can be started meanwhile."""
+
+    def fail(_take, _launched):
+        raise StartupError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cllm.process.supervisor.spawn", fail)
+        yield
 
 
 MANY = SamplingParams(max_tokens=60, ignore_eos=True, seed=7)
@@ -227,9 +238,9 @@ KINDS = {
 }
 
 
-def submit_all(client, suffix):
+def submit_all(pool, suffix):
     return {
-        kind: client.submit([Request(f"{kind}-{suffix}", [5, 6, 7 + i] * 9, params)])
+        kind: pool.submit([Request(f"{kind}-{suffix}", [5, 6, 7 + i] * 9, params)])
         for i, (kind, params) in enumerate(KINDS.items())
     }
 
@@ -259,22 +270,22 @@ def test_streams_continue_in_the_next_engine(seed):
     """
     rng = random.Random(seed)
 
-    async def test(client):
-        expected = await read_all(submit_all(client, "calm"))
-        streams = submit_all(client, "disturbed")
+    async def test(pool):
+        expected = await read_all(submit_all(pool, "calm"))
+        streams = submit_all(pool, "disturbed")
         reading = asyncio.create_task(read_all(streams))
         for _ in range(3):
             await asyncio.sleep(rng.uniform(0, 0.1))
-            await until(lambda: client.ready)
+            await until(lambda: pool.ready)
             if not reading.done():
-                os.kill(client.pid, signal.SIGKILL)
+                os.kill(pool.pid, signal.SIGKILL)
         assert await reading == expected
-        assert client.num_restarts > 0
-        assert client.num_unfinished == 0
+        assert pool.num_restarts > 0
+        assert pool.num_unfinished == 0
         for stream in streams.values():
-            client.close_stream(stream)
+            pool.close_stream(stream)
         await asyncio.sleep(0)
-        assert await tokens(ask(client, "next", [1], max_tokens=2)) == [2, 3]
+        assert await tokens(ask(pool, "next", [1], max_tokens=2)) == [2, 3]
 
     run(test)
 
@@ -282,15 +293,15 @@ def test_streams_continue_in_the_next_engine(seed):
 def test_waiting_requests_and_those_that_come_meanwhile_survive():
     """The engine computes two sequences at once; six wait."""
 
-    async def test(client):
+    async def test(pool):
         def ask_one(name, first):
-            return ask(client, f"{name}{first}", [first], max_tokens=30, ignore_eos=True)
+            return ask(pool, f"{name}{first}", [first], max_tokens=30, ignore_eos=True)
 
         expected = [await tokens(ask_one("calm", i)) for i in range(9)]
         streams = [ask_one("r", i) for i in range(8)]
         await receive(streams[0])
-        os.kill(client.pid, signal.SIGKILL)
-        await until(lambda: not client.ready)
+        os.kill(pool.pid, signal.SIGKILL)
+        await until(lambda: not pool.ready)
         streams.append(ask_one("late", 8))
         assert await asyncio.gather(*map(tokens, streams[1:])) == expected[1:]
 
@@ -300,24 +311,24 @@ def test_waiting_requests_and_those_that_come_meanwhile_survive():
 def test_what_its_reader_has_stopped_or_left_is_not_computed_again():
     """The engine died before it could say that it had stopped it."""
 
-    async def test(client):
+    async def test(pool):
         both, left = (
-            ask(client, name, [ord(name)], n=n, max_tokens=900, ignore_eos=True)
+            ask(pool, name, [ord(name)], n=n, max_tokens=900, ignore_eos=True)
             for name, n in (("a", 2), ("b", 1))
         )
         await receive(both)
-        os.kill(client.pid, signal.SIGSTOP)
-        client.stop(both, "a", 0)
-        client.close_stream(left)
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(pool.pid, signal.SIGSTOP)
+        pool.stop(both, "a", 0)
+        pool.close_stream(left)
+        os.kill(pool.pid, signal.SIGKILL)
         outputs = []
         while not any(output.finish for output in outputs):
             outputs += await receive(both)
         (ended,) = (output for output in outputs if output.finish)
         assert (ended.index, ended.token, ended.finish) == (0, -1, "abort")
-        await until(lambda: client.ready and client.stats.num_running)
-        assert (client.stats.num_running, client.stats.num_waiting) == (1, 0)
-        client.close_stream(both)
+        await until(lambda: pool.ready and pool.stats.num_running)
+        assert (pool.stats.num_running, pool.stats.num_waiting) == (1, 0)
+        pool.close_stream(both)
 
     run(test)
 
@@ -325,19 +336,18 @@ def test_what_its_reader_has_stopped_or_left_is_not_computed_again():
 def test_time_limits_continue_after_a_death():
     """They are not set back by the next engine."""
 
-    async def test(client):
+    async def test(pool):
         stream = ask(
-            client, "a", scheduling=("", Priority.NORMAL, 1.5), max_tokens=10**6, ignore_eos=True
+            pool, "a", scheduling=("", Priority.NORMAL, 1.5), max_tokens=10**6, ignore_eos=True
         )
         begun = time.monotonic()
         await receive(stream)
         while not any(output.finish for output in await receive(stream)):
-            if client.num_restarts < 1 and time.monotonic() - begun > 0.7 and client.ready:
-                os.kill(client.pid, signal.SIGKILL)
-                await until(lambda: not client.ready)
-        assert client.num_restarts == 1
-        entry_time = time.monotonic() - begun
-        assert entry_time < 1.5 + client._supervisor._load_seconds + 1
+            if pool.num_restarts < 1 and time.monotonic() - begun > 0.7 and pool.ready:
+                os.kill(pool.pid, signal.SIGKILL)
+                await until(lambda: not pool.ready)
+        assert pool.num_restarts == 1
+        assert time.monotonic() - begun < 1.5 + pool._supervisor._load_seconds + 1
 
     run(test)
 
@@ -346,24 +356,24 @@ def test_poison_gets_an_error_and_nobody_else(caplog):
     """One of 32 requests crashes the engine whenever it is computed; at most seven restarts."""
     params = msgspec.structs.replace(FAKE, max_num_seqs=32, check=False)
 
-    async def test(client):
-        expected = await tokens(ask(client, "calm", [1, 15], max_tokens=200, ignore_eos=True))
+    async def test(pool):
+        expected = await tokens(ask(pool, "calm", [1, 15], max_tokens=200, ignore_eos=True))
         streams = [
-            ask(client, f"r{i}", [i // 16, i % 16], max_tokens=200, ignore_eos=True)
+            ask(pool, f"r{i}", [i // 16, i % 16], max_tokens=200, ignore_eos=True)
             for i in range(32)
         ]
-        poison = ask(client, "poison", [77, 7], max_tokens=200, ignore_eos=True)
+        poison = ask(pool, "poison", [77, 7], max_tokens=200, ignore_eos=True)
         for stream in streams:
             await receive(stream)
-        client.set_faults([Fault("crash", token=77)])
-        client.close_stream(streams.pop())  # makes room for it
+        pool.set_faults([Fault("crash", token=77)])
+        pool.close_stream(streams.pop())  # makes room for it
         with pytest.raises(FatalRequest, match="twice while it computed this request"):
             await tokens(poison)
-        client.close_stream(poison)
+        pool.close_stream(poison)
         rests = await asyncio.gather(*map(tokens, streams))
         assert len({len(rest) for rest in rests}) < 5
         assert rests[15] == expected[-len(rests[15]) :]
-        assert 2 <= client.num_restarts <= 7
+        assert 2 <= pool.num_restarts <= 7
 
     run(test, params=params)
 
@@ -373,32 +383,32 @@ def test_suspects_that_leave_let_others_continue_once():
     reader has stopped it. The second one then continues, and is sent to the engine once.
     """
 
-    async def test(client):
-        expected = await tokens(ask(client, "calm", [3], max_tokens=300, ignore_eos=True))
+    async def test(pool):
+        expected = await tokens(ask(pool, "calm", [3], max_tokens=300, ignore_eos=True))
         for how in ("leaves", "stops"):
             first, second = (
-                ask(client, f"{name}-{how}", [token], max_tokens=300, ignore_eos=True)
+                ask(pool, f"{name}-{how}", [token], max_tokens=300, ignore_eos=True)
                 for name, token in (("first", 1), ("second", 3))
             )
             await receive(first)
             begun = await receive(second)
             names = [f"first-{how}", f"second-{how}"]
             for _ in range(2):
-                client._suspects.record_death(names)
-            client._has_suspects = True
-            assert client._suspects.must_wait(f"second-{how}")
-            os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: not client.ready)
+                pool._suspects.record_death(names)
+            pool._has_suspects = True
+            assert pool._suspects.must_wait(f"second-{how}")
+            os.kill(pool.pid, signal.SIGKILL)
+            await until(lambda: not pool.ready)
             if how == "leaves":
-                client.close_stream(first)
+                pool.close_stream(first)
             else:
-                client.stop(first, f"first-{how}", 0)
+                pool.stop(first, f"first-{how}", 0)
             rest = await tokens(second)
             assert [output.token for output in begun] + rest == expected
-            client.close_stream(first)
-            client.close_stream(second)
-            assert not client._held
-            assert client.num_unfinished == 0
+            pool.close_stream(first)
+            pool.close_stream(second)
+            assert not pool._held
+            assert pool.num_unfinished == 0
 
     run(test)
 
@@ -406,19 +416,19 @@ def test_suspects_that_leave_let_others_continue_once():
 def test_text_that_kills_engines_gets_an_error():
     """Requests that are computed at the same time are not blamed."""
 
-    async def test(client):
-        stream = ask(client, "a", [1], max_tokens=900, ignore_eos=True)
+    async def test(pool):
+        stream = ask(pool, "a", [1], max_tokens=900, ignore_eos=True)
         await receive(stream)
-        pending = client._pending_tokens[99] = PendingTokens([], 0)
+        pending = pool._pending_tokens[99] = PendingTokens([], 0)
         pending.put = lambda message: None  # as if no engine lived to tokenize it
         for count in range(3):
             assert pending.num_deaths == count
-            os.kill(client.pid, signal.SIGABRT)
-            await until(lambda: not client.ready)
-            await until(lambda: client.ready)
+            os.kill(pool.pid, signal.SIGABRT)
+            await until(lambda: not pool.ready)
+            await until(lambda: pool.ready)
         with pytest.raises(EngineError, match="while it tokenized this text"):
             await pending.future
-        del client._pending_tokens[99]
+        del pool._pending_tokens[99]
         assert len(await tokens(stream)) > 100
 
     run(test)
@@ -428,20 +438,16 @@ def test_requests_get_an_error_if_no_engine_can_be_started(monkeypatch):
     """After several attempts."""
     monkeypatch.setattr("cllm.process.supervisor.LONGEST_BACKOFF", 0.01)
 
-    def fail(_take, _launched):
-        raise StartupError("no memory")
-
-    async def test(client):
-        stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
+    async def test(pool):
+        stream = ask(pool, "a", max_tokens=1000, ignore_eos=True)
         await receive(stream)
-        with monkeypatch.context() as patched:
-            patched.setattr("cllm.process.supervisor.spawn", fail)
-            os.kill(client.pid, signal.SIGKILL)
+        with failing_starts(monkeypatch):
+            os.kill(pool.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="cannot be started"):
                 await tokens(stream)
-        await until(lambda: client.ready)
-        client.close_stream(stream)
-        assert len(await tokens(ask(client, "b", max_tokens=5, ignore_eos=True))) == 5
+        await until(lambda: pool.ready)
+        pool.close_stream(stream)
+        assert len(await tokens(ask(pool, "b", max_tokens=5, ignore_eos=True))) == 5
 
     run(test)
 
@@ -449,14 +455,14 @@ def test_requests_get_an_error_if_no_engine_can_be_started(monkeypatch):
 def test_kills_from_outside_blame_nobody(monkeypatch):
     monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 0.01)
 
-    async def test(client):
-        stream = ask(client, "a", [1], max_tokens=3000, ignore_eos=True)
+    async def test(pool):
+        stream = ask(pool, "a", [1], max_tokens=3000, ignore_eos=True)
         for _ in range(5):
             await receive(stream)
-            await until(lambda: client.ready)
-            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: pool.ready)
+            os.kill(pool.pid, signal.SIGKILL)
         assert len(await tokens(stream)) > 900
-        assert client.num_restarts == 5
+        assert pool.num_restarts == 5
 
     run(test)
 
@@ -466,20 +472,20 @@ def test_hung_engine_is_replaced(monkeypatch):
     monkeypatch.setattr("cllm.process.supervisor.WATCH_SECONDS", 0.1)
     monkeypatch.setattr("cllm.process.supervisor.HANG_SECONDS", 1.0)
 
-    async def test(client):
-        first = client.pid
+    async def test(pool):
+        first = pool.pid
         await asyncio.sleep(1.5)
-        stream = ask(client, "a", [1], max_tokens=400, ignore_eos=True)
+        stream = ask(pool, "a", [1], max_tokens=400, ignore_eos=True)
         await receive(stream)
-        assert client.pid == first
-        client.set_faults([Fault("hang")])
+        assert pool.pid == first
+        pool.set_faults([Fault("hang")])
         assert len(await tokens(stream)) > 300
-        assert client.num_restarts == 1
-        stream = ask(client, "b", [1], max_tokens=400, ignore_eos=True)
+        assert pool.num_restarts == 1
+        stream = ask(pool, "b", [1], max_tokens=400, ignore_eos=True)
         await receive(stream)
-        os.kill(client.pid, signal.SIGSTOP)
+        os.kill(pool.pid, signal.SIGSTOP)
         assert len(await tokens(stream)) > 300
-        assert client.num_restarts == 2
+        assert pool.num_restarts == 2
 
     run(test)
 
@@ -489,26 +495,26 @@ def test_slow_step_is_not_a_hang(monkeypatch):
     monkeypatch.setattr("cllm.process.supervisor.WATCH_SECONDS", 0.1)
     monkeypatch.setattr("cllm.process.supervisor.HANG_SECONDS", 0.3)
 
-    async def test(client):
-        client.set_faults([Fault("slow", num_steps=30, seconds=0.1)])
-        assert len(await tokens(ask(client, "a", max_tokens=30, ignore_eos=True))) == 30
-        client.set_faults([Fault("slow", seconds=0.6)])
-        assert len(await tokens(ask(client, "b", [1], max_tokens=9, ignore_eos=True))) == 9
-        assert client.num_restarts == 0
+    async def test(pool):
+        pool.set_faults([Fault("slow", num_steps=30, seconds=0.1)])
+        assert len(await tokens(ask(pool, "a", max_tokens=30, ignore_eos=True))) == 30
+        pool.set_faults([Fault("slow", seconds=0.6)])
+        assert len(await tokens(ask(pool, "b", [1], max_tokens=9, ignore_eos=True))) == 9
+        assert pool.num_restarts == 0
 
     run(test)
 
 
 def test_embeddings_continue_in_the_next_engine():
-    async def test(client):
+    async def test(pool):
         request = EmbeddingRequest("e", [[i + 1] * 600 for i in range(40)])
-        expected = await client.embed(EmbeddingRequest("calm", request.texts)).done
-        waiter = client.embed(request)
+        expected = await pool.embed(EmbeddingRequest("calm", request.texts)).done
+        waiter = pool.embed(request)
         await waiter.started
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(pool.pid, signal.SIGKILL)
         assert await waiter.done == expected
-        client.forget(waiter)
-        assert client.num_restarts == 1
+        pool.forget(waiter)
+        assert pool.num_restarts == 1
 
     run(test)
 
@@ -517,21 +523,17 @@ def test_without_an_engine_that_starts_requests_are_rejected(monkeypatch):
     """Until then they wait for it. Retry-After is the rest of the pause plus the load time."""
     monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 3.0)
 
-    def fail(_take, _launched):
-        raise StartupError("no memory")
-
-    async def test(client):
-        client._supervisor._load_seconds = 12.0
-        stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
+    async def test(pool):
+        pool._supervisor._load_seconds = 12.0
+        stream = ask(pool, "a", max_tokens=1000, ignore_eos=True)
         await receive(stream)
-        with monkeypatch.context() as patched:
-            patched.setattr("cllm.process.supervisor.spawn", fail)
-            os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: client._supervisor.num_failed)
+        with failing_starts(monkeypatch):
+            os.kill(pool.pid, signal.SIGKILL)
+            await until(lambda: pool._supervisor.num_failed)
             with pytest.raises(EngineError, match="not ready") as refused:
-                ask(client, "b")
+                ask(pool, "b")
             assert 12.0 < refused.value.retry_after <= 15.0
-        client.close_stream(stream)
+        pool.close_stream(stream)
 
     run(test)
 
@@ -541,9 +543,9 @@ def test_counters_survive_restart():
     next one.
     """
 
-    def counted(metrics, client):
-        totals = {"num_restarts": client.num_restarts, "reservations": client.reservations}
-        page = metrics.render(client.stats_since_start, ready=client.ready, **totals).decode()
+    def counted(metrics, pool):
+        totals = {"num_restarts": pool.num_restarts, "reservations": pool.reservations}
+        page = metrics.render(pool.stats_since_start, ready=pool.ready, **totals).decode()
         lines = [line for line in page.splitlines() if line.startswith("cllm:")]
         values = {
             line[len("cllm:") : line.index("{")]: float(line.rpartition(" ")[2]) for line in lines
@@ -553,17 +555,15 @@ def test_counters_survive_restart():
             for name in ("engine_steps", "prefill_tokens_computed", "engine_restarts")
         ]
 
-    async def test(client):
+    async def test(pool):
         metrics, watched, late = Metrics("m"), [], Metrics("m")
         for _ in range(3):
-            await tokens(ask(client, "a", range(50), max_tokens=4))
-            watched.append(counted(metrics, client))
-            os.kill(client.pid, signal.SIGKILL)
-            while client.ready:  # noqa: ASYNC110  # there is no event to await
-                await asyncio.sleep(0.02)
-            watched.append(counted(metrics, client))
-            while not client.ready:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            await tokens(ask(pool, "a", range(50), max_tokens=4))
+            watched.append(counted(metrics, pool))
+            os.kill(pool.pid, signal.SIGKILL)
+            await until(lambda: not pool.ready)
+            watched.append(counted(metrics, pool))
+            await until(lambda: pool.ready)
         assert watched == [
             [4, 50, 0],
             [4, 50, 0],
@@ -572,8 +572,8 @@ def test_counters_survive_restart():
             [12, 150, 2],
             [12, 150, 2],
         ]
-        assert client.stats.num_steps == 0
-        assert counted(late, client) == [12, 150, 3], "also if the metrics were never read before"
+        assert pool.stats.num_steps == 0
+        assert counted(late, pool) == [12, 150, 3], "also if the metrics were never read before"
 
     run(test)
 
@@ -583,15 +583,15 @@ def test_backoff_grows_until_engine_has_served_for_a_minute(monkeypatch, caplog)
     monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 0.1)
     now = [1000.0]
 
-    async def test(client):
-        stream = ask(client, "a", max_tokens=10**6, ignore_eos=True)
+    async def test(pool):
+        stream = ask(pool, "a", max_tokens=10**6, ignore_eos=True)
         for seconds_of_service in (59.0, 59.0, 59.0, 60.0):
             await receive(stream)
             now[0] += seconds_of_service
-            os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: not client.ready)
-            await until(lambda: client.ready)
-        client.close_stream(stream)
+            os.kill(pool.pid, signal.SIGKILL)
+            await until(lambda: not pool.ready)
+            await until(lambda: pool.ready)
+        pool.close_stream(stream)
         pauses = [
             record.args[-1] for record in caplog.records if record.msg.startswith("the engine died")
         ]
@@ -604,11 +604,11 @@ def test_failed_load_raises_startup_error(tmp_path):
     """The child reports the reason and has ended."""
 
     async def main():
-        client = Pool(EngineParams(path=str(tmp_path / "missing.gguf")))
+        pool = Pool(EngineParams(path=str(tmp_path / "missing.gguf")))
         with pytest.raises(StartupError):
-            await client.start()
-        assert client._supervisor.process.ended.is_set()
-        await client.close()
+            await pool.start()
+        assert pool._supervisor.process.ended.is_set()
+        await pool.close()
 
     pytest.importorskip("llama_cpp")
     asyncio.run(main())
@@ -622,11 +622,11 @@ def test_death_while_loading_names_file_and_signal():
     launched = subprocess.Popen([sys.executable, "-c", code], bufsize=0, **pipes)
 
     async def main():
-        client = Pool(EngineParams(path="m.gguf"), launched=launched)
+        pool = Pool(EngineParams(path="m.gguf"), launched=launched)
         with pytest.raises(
             StartupError, match=r"died \(SIGSEGV\) while loading m\.gguf: the file may be damaged"
         ):
-            await client.start()
-        await client.close()
+            await pool.start()
+        await pool.close()
 
     asyncio.run(main())

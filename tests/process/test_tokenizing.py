@@ -159,15 +159,15 @@ def test_long_answers_come_in_parts(lengths):
 
 
 def run(test):
-    """Run ``test(client)`` with a started engine."""
+    """Run ``test(pool)`` with a started engine."""
 
     async def main():
-        client = Pool(EngineParams(backend="fake"))
-        await client.start()
+        pool = Pool(EngineParams(backend="fake"))
+        await pool.start()
         try:
-            await asyncio.wait_for(test(client), PATIENCE)
+            await asyncio.wait_for(test(pool), PATIENCE)
         finally:
-            await client.close()
+            await pool.close()
 
     asyncio.run(main())
 
@@ -175,14 +175,14 @@ def run(test):
 def test_client_gets_vocabulary_and_tokens():
     """Many callers at once get their own."""
 
-    async def test(client):
-        assert client.vocabulary.chat_template == FakeVocabulary.chat_template
+    async def test(pool):
+        assert pool.vocabulary.chat_template == FakeVocabulary.chat_template
         parsed = [Segment("<|im_start|>a", parse_special=True), Segment("<|im_end|>")]
         texts = [[parsed, [Segment(f"{i}")]] for i in range(50)]
-        answers = await asyncio.gather(*map(client.tokenize, texts))
+        answers = await asyncio.gather(*map(pool.tokenize, texts))
         for i, answer in enumerate(answers):
             assert answer == [[START, *b"a<|im_end|>"], [*f"{i}".encode()]]
-        assert not client._pending_tokens
+        assert not pool._pending_tokens
 
     run(test)
 
@@ -190,14 +190,14 @@ def test_client_gets_vocabulary_and_tokens():
 def test_next_engine_tokenizes_what_a_dead_one_has_not():
     """Also texts that arrive while there is none, and from the beginning."""
 
-    async def test(client):
-        os.kill(client.pid, signal.SIGSTOP)
-        asking = asyncio.create_task(client.tokenize([[Segment("a")]]))
+    async def test(pool):
+        os.kill(pool.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(pool.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
-        [pending] = client._pending_tokens.values()
+        [pending] = pool._pending_tokens.values()
         pending.put(Tokenized(0, [[1, 2]], more=True))
-        os.kill(client.pid, signal.SIGKILL)
-        assert await client.tokenize([[Segment("b")]]) == [[98]]
+        os.kill(pool.pid, signal.SIGKILL)
+        assert await pool.tokenize([[Segment("b")]]) == [[98]]
         assert await asking == [[97]]
 
     run(test)
@@ -208,42 +208,42 @@ def test_shutdown_ends_tokenizing_and_explanations(how, monkeypatch):
     """The engine is stopped, so it does not answer. An answer that comes later goes to nobody."""
     monkeypatch.setattr("cllm.process.supervisor.CLOSE_TIMEOUT", 0.1)
 
-    async def test(client):
-        os.kill(client.pid, signal.SIGSTOP)
+    async def test(pool):
+        os.kill(pool.pid, signal.SIGSTOP)
         asking = [
-            asyncio.create_task(client.tokenize([[Segment("a")]])),
-            asyncio.create_task(client.explain(1)),
+            asyncio.create_task(pool.tokenize([[Segment("a")]])),
+            asyncio.create_task(pool.explain(1)),
         ]
         await asyncio.sleep(0)
         if how == "end_all":
-            client.end_all(EngineError("The server is shutting down."))
+            pool.end_all(EngineError("The server is shutting down."))
         else:
-            await client.close()
+            await pool.close()
         for one in asking:
             with pytest.raises(EngineError):
                 await one
         if how == "end_all":
-            os.kill(client.pid, signal.SIGCONT)
-            assert await client.tokenize([[Segment("b")]]) == [[98]]
-            assert (await client.explain(1)).running == []
+            os.kill(pool.pid, signal.SIGCONT)
+            assert await pool.tokenize([[Segment("b")]]) == [[98]]
+            assert (await pool.explain(1)).running == []
 
     run(test)
 
 
 def test_cancelled_caller_leaves_nothing_behind():
-    async def test(client):
-        os.kill(client.pid, signal.SIGSTOP)
-        write, written = client._write, []
-        client._write = lambda data: (written.append(data), write(data))
-        asking = asyncio.create_task(client.tokenize([[Segment("a")]]))
+    async def test(pool):
+        os.kill(pool.pid, signal.SIGSTOP)
+        write, written = pool._write, []
+        pool._write = lambda data: (written.append(data), write(data))
+        asking = asyncio.create_task(pool.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
-        (number,) = client._pending_tokens
+        (number,) = pool._pending_tokens
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert written[-1] == frame(Abandon(number))
-        os.kill(client.pid, signal.SIGCONT)
-        assert await client.tokenize([[Segment("b")]]) == [[98]]
-        assert not client._pending_tokens
+        os.kill(pool.pid, signal.SIGCONT)
+        assert await pool.tokenize([[Segment("b")]]) == [[98]]
+        assert not pool._pending_tokens
 
     run(test)

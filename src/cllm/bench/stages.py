@@ -146,16 +146,16 @@ def open_stages(
     stack.callback(backend.close)
     engine = build_engine(backend, params)
     runner = stack.enter_context(asyncio.Runner())
-    client = runner.run(started(params))
-    stack.callback(lambda: runner.run(client.close()))
-    service = Service(client, Metrics(MODEL), MODEL)
+    pool = runner.run(started(params))
+    stack.callback(lambda: runner.run(pool.close()))
+    service = Service(pool, Metrics(MODEL), MODEL)
     flags = ("--max-num-seqs", num_seqs, "--context", work.context, "--kv.layout", "partitioned")
     target = stack.enter_context(cllm(path, *flags, "--scheduler.speculation", "off"))
     return {
         "backend": lambda work: step_by_hand(backend, work, None),
         "+ sampling": lambda work: step_by_hand(backend, work, Sampler()),
         "+ scheduler": lambda work: step_engine(engine, work),
-        "+ process": lambda work: runner.run(read_streams(client, work)),
+        "+ process": lambda work: runner.run(read_streams(pool, work)),
         "+ service": lambda work: runner.run(read_answers(service, work)),
         "+ HTTP, in one piece": lambda work: runner.run(post_all(target, work)),
         "+ HTTP, streamed": lambda work: load(target, work.tasks, num_seqs),
@@ -163,9 +163,9 @@ def open_stages(
 
 
 async def started(params: EngineParams) -> Pool:
-    client = Pool(params)
-    await client.start()
-    return client
+    pool = Pool(params)
+    await pool.start()
+    return pool
 
 
 def losses(result: SizeResult) -> list[float]:
@@ -267,14 +267,14 @@ def step_engine(engine: Engine, work: Work) -> None:
         engine.step()
 
 
-async def read_streams(client: Pool, work: Work) -> None:
+async def read_streams(pool: Pool, work: Work) -> None:
     async def read(request: Request) -> None:
-        stream = client.submit([request])
+        stream = pool.submit([request])
         ended = False
         while not ended:
             await stream.arrival()
             ended = any(output.finish for output in stream.take())
-        client.close_stream(stream)
+        pool.close_stream(stream)
 
     await asyncio.gather(*map(read, work.requests()))
 

@@ -41,16 +41,19 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return seq.request.request_id == self.request_id and self.index in (None, seq.index)
 
 
+FaultKind = Literal["crash", "kill", "hang", "slow", "raise", "memory"]
+
+
 class Fault(msgspec.Struct, frozen=True, array_like=True):
     """A fault in a step.
 
     kind: crash (as after a failed assertion), kill (as by another process), hang, slow (the step
     takes ``seconds`` longer), raise (an exception), memory (memory runs out). after_steps: how many
-    steps go well before. num_steps: how many then have the fault. token: only steps that compute a
-    sequence with this token in its prompt count.
+    steps succeed first. num_steps: how many then have the fault. token: only steps with a sequence
+    whose prompt contains this token count, and all of them have the fault.
     """
 
-    kind: Literal["crash", "kill", "hang", "slow", "raise", "memory"]
+    kind: FaultKind
     after_steps: int = 0
     num_steps: int = 1
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Faults that tests cause on purpose, to see what the rest does then."""
+"""Injects faults into an engine, for tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Faults:
             self._faults[fault] = num_left - 1
             if num_left > 0:
                 continue
-            if num_left <= 1 - fault.num_steps:
+            if fault.token is None and num_left <= 1 - fault.num_steps:
                 del self._faults[fault]
             ACTIONS[fault.kind](fault.seconds)
 

@@ -17,7 +17,7 @@ WAIT = 0.02  # seconds that a side job may wait in a step that computes nothing
 
 
 class Record(Protocol):
-    """Knows what is being computed, even if the process dies meanwhile."""
+    """Shows what is being computed, even after the process has died."""
 
     def begin(self, request_ids: Iterable[str], expected_seconds: float) -> None:
         """Note that something is being computed for these requests, and how long it should take; 0

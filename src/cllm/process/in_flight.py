@@ -135,7 +135,7 @@ class InFlightRequest:
     def _record_progress(self, output: TokenOutput) -> None:
         progress = self._progress.get(output.index)
         if progress is None:
-            progress = self._progress[output.index] = Progress([])
+            progress = self._progress[output.index] = Progress()
         if output.token >= 0:
             progress.tokens.append(output.token)
         if output.prompt_logprobs or output.mirostat_mu is not None:

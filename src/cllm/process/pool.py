@@ -40,7 +40,7 @@ T = TypeVar("T")
 log = logging.getLogger("cllm.process")
 
 MAX_DEATHS_OF_TEXT = 3  # of engines that had to tokenize a text, before it gets an error
-MAX_FAILED_STARTS = 8  # in a row, which take a minute or two, before all requests get an error
+MAX_FAILED_STARTS = 8  # in a row, in about a minute, before all requests get an error
 MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 
 
@@ -181,12 +181,8 @@ class Pool:
     # --- the death of an engine ------------------------------------------------------------------
 
     def _record_death(self, death: Death) -> None:
-        """Prepare to continue everything in the next engine, except a request that has certainly
-        killed the last one.
-        """
+        """Prepare to continue all requests in the next engine, except one that kills engines."""
         self.stats = without_work(self.stats)
-        if self._supervisor.closing:
-            return
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
         for explanation in self._pending_explanations:
             resolve(explanation, error)
@@ -199,8 +195,8 @@ class Pool:
             # a text that is tokenized at the same time may be the cause as well
             for pending in self._pending_tokens.values():
                 pending.num_deaths += 1
-            certain = not self._pending_tokens
-            culprit = self._suspects.record_death(in_step, is_certain=certain)
+            is_certain = not self._pending_tokens
+            culprit = self._suspects.record_death(in_step, is_certain=is_certain)
         else:
             culprit = self._suspects.record_end(in_step)
         if culprit is not None:
@@ -267,7 +263,7 @@ class Pool:
 
     @property
     def stats_since_start(self) -> Stats:
-        """``stats``, with totals over all engine processes of this client."""
+        """``stats``, with totals over all engines of this pool."""
         return self.stats.add_totals(self._earlier_stats)
 
     @property

@@ -1,5 +1,5 @@
-"""What the engine process computes at this moment, in memory that its parent can read when the
-process hangs or is dead.
+"""The step that the engine process is computing, in shared memory, so that its parent can read it
+after a crash or while the process hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cllm.errors import StartupError
 SIZE = 1 << 16  # bytes
 # version (odd while the rest is being written), seconds that the step should take, bytes of names
 HEAD = struct.Struct("<QdQ")
-SHARED_MEMORY = Path("/dev/shm")  # where files are never written to a disk  # noqa: S108
+# files here are never written to a disk
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 class Entry(NamedTuple):
@@ -29,6 +30,11 @@ class Entry(NamedTuple):
     version: int
     expected_seconds: float
     request_ids: list[str]
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nobody knows how long the step should take."""
+        return bool(self.request_ids) and not self.expected_seconds
 
 
 class StepRecord:

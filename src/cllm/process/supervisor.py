@@ -24,25 +24,19 @@ from cllm.process.step_record import Entry, StepRecord, create_file, remove_file
 
 log = logging.getLogger("cllm.process")
 
-FIRST_BACKOFF, LONGEST_BACKOFF = (
-    0.5,
-    30.0,
-)  # seconds from the second of two deaths to the next start
-# seconds of service after which a death counts as the first one again
+# Seconds before a restart. The first one after HEALTHY_AFTER seconds of service is immediate.
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0
 HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
 USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
-# Seconds without a new step after which an engine that has work hangs; a step that is expected to
-# take long may take this many times as long.
-HANG_SECONDS, HANG_FACTOR = 28.0, 10.0
-UNKNOWN_HANG_SECONDS = 600.0  # the same for a step of which nothing is known
-# the same for an engine that does not respond
-QUIET_SECONDS, QUIET_FACTOR = 0.3, 3.0
 WATCH_SECONDS = 1.0  # between two looks at the engine's step
-
-
-# The same for a load, in multiples of the last one; only after a death, because a user can end the
-# first load.
+# An engine with work hangs if it finishes no step within HANG_SECONDS, or HANG_FACTOR times the
+# expected duration of its step if that is more. If the duration is unknown, UNKNOWN_HANG_SECONDS.
+HANG_SECONDS, HANG_FACTOR = 28.0, 10.0
+UNKNOWN_HANG_SECONDS = 600.0
+# In the same way, an engine is not responding, which only matters to requests in the queue.
+QUIET_SECONDS, QUIET_FACTOR = 0.3, 3.0
+# In the same way, a restart hangs, compared with the last load. The user can end the first load.
 LOAD_SECONDS, LOAD_FACTOR = 60.0, 10.0
 
 
@@ -61,7 +55,7 @@ class Supervisor:
     """Owns one engine process after the other.
 
     ``info`` and ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is
-    ready now. ``num_failed``: how often the next engine could not be started; it is tried again.
+    ready now. ``num_failed``: restarts that have failed since an engine was ready.
     """
 
     def __init__(
@@ -77,9 +71,9 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
-        called for each engine, ``on_failure`` for each one after a death that could not be started.
-        ``has_work``: whether the engine has something to compute.
-        ``launched``: a process that becomes the first engine. ``clock`` returns seconds.
+        called for each engine, ``on_failure`` for each restart that failed. ``has_work``: whether
+        the engine has something to compute. ``launched``: a process that becomes the first engine.
+        ``clock`` returns seconds.
         """
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
@@ -141,9 +135,9 @@ class Supervisor:
         if entry.version != version or now - last > QUIET_SECONDS:
             first = now
         self._looked = entry.version, first, now
-        is_unknown = entry.request_ids and not entry.expected_seconds
-        limit = max(QUIET_SECONDS, QUIET_FACTOR * entry.expected_seconds)
-        return bool(is_unknown) or now - first <= limit
+        if entry.is_unknown:
+            return True
+        return now - first <= max(QUIET_SECONDS, QUIET_FACTOR * entry.expected_seconds)
 
     async def close(self) -> None:
         """End the engine process. It has ended when this returns."""
@@ -262,11 +256,11 @@ class Supervisor:
             entry = record.read()
             record.close()
             self.ready = False
-            if not self.closing and self._clock() - self._ready_since >= HEALTHY_AFTER:
-                self._backoff = 0.0
-            self._on_death(self._describe_death(process, entry))
             if self.closing:
                 return
+            if self._clock() - self._ready_since >= HEALTHY_AFTER:
+                self._backoff = 0.0
+            self._on_death(self._describe_death(process, entry))
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -288,8 +282,6 @@ class Supervisor:
 
     def _describe_death(self, process: EngineProcess, entry: Entry) -> Death:
         """Log and return why the engine has ended."""
-        if self.closing:
-            return Death("the engine has been closed", [], False, 0.0)
         cause = "it hung" if self._hangs else process.describe_end()
         out_of_memory = count_oom_kills() > self._num_oom_kills_before
         if out_of_memory:
@@ -306,6 +298,6 @@ class Supervisor:
 
 def longest(entry: Entry) -> float:
     """Return the seconds that the step of ``entry`` may take."""
-    if entry.request_ids and not entry.expected_seconds:
+    if entry.is_unknown:
         return UNKNOWN_HANG_SECONDS
     return max(HANG_SECONDS, HANG_FACTOR * entry.expected_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 
 NUM_GROUPS = 4  # into which suspects are divided
 MAX_DEATHS_ALONE = 2  # deaths of the engine with a request as the only suspect
@@ -33,21 +32,16 @@ class Suspects:
         self._awaited: set[str] = set()
         self._next_groups: deque[list[str]] = deque()
 
-    def list_waiting(self) -> list[str]:
-        """Return the requests that belong to later groups."""
-        return [name for group in self._next_groups for name in group]
-
     @property
     def is_searching(self) -> bool:
         """Whether requests wait for others, or these have not got a token yet."""
         return bool(self._awaited or self._next_groups)
 
-    def record_death(self, in_step: Iterable[str], *, is_certain: bool = True) -> str | None:
+    def record_death(self, in_step: list[str], *, is_certain: bool = True) -> str | None:
         """Note that the engine has died in a step with these requests, and form groups. Return the
         request that must not be computed again, if it is known. ``is_certain``: nothing else can
         have been the cause.
         """
-        in_step = [*in_step]
         suspects = [name for name in in_step if name not in self._computed] or in_step
         most = max((self._deaths[name] for name in suspects), default=0)
         again = [name for name in suspects if most and self._deaths[name] >= max(1, most - 1)]
@@ -67,7 +61,7 @@ class Suspects:
         self._begin_group()
         return None
 
-    def record_end(self, in_step: Iterable[str] = ()) -> str | None:
+    def record_end(self, in_step: list[str]) -> str | None:
         """Note that the engine has been ended from outside in a step with these requests. Return
         the same as ``record_death``.
         """

@@ -1,10 +1,10 @@
-"""Finds the service that answers a request."""
+"""Finds the service that answers a request, and checks that the operator allows a route."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 
-from cllm.errors import UnknownModel
+from cllm.errors import BadRequest, UnknownModel
 from cllm.registry import Registry
 from cllm.service import Service
 
@@ -25,3 +25,15 @@ def service_for(request: Request, name: str | None = None, message: str = "") ->
         if not message:
             raise
         raise UnknownModel(error.asked, error.served, message) from None
+
+
+def check_enabled(request: Request, option: str) -> None:
+    """Raise BadRequest (403) unless the operator has set ``option`` of the section server."""
+    if getattr(request.app.state.settings.server, option):
+        return
+    path = request.scope["path"]
+    message = (
+        f"{request.method} {path} is disabled on this server; the option server.{option} enables "
+        "it."
+    )
+    raise BadRequest(message, code=f"{path.strip('/')}_disabled", status=403)

@@ -21,7 +21,7 @@ from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.native.answers import Benchmark
-from cllm.server.resolve import service_for
+from cllm.server.resolve import check_enabled, service_for
 from cllm.server.sse import until_disconnect
 from cllm.service import Service
 
@@ -60,11 +60,7 @@ async def benchmark(request: Request) -> Response:
     requests wait in the queue like all others.
     """
     service = service_for(request)
-    if not request.app.state.settings.server.benchmark:
-        message = (
-            "POST /benchmark is disabled on this server; the option server.benchmark enables it."
-        )
-        raise BadRequest(message, code="benchmark_disabled", status=403)
+    check_enabled(request, "benchmark")
     body = await read_body(request, BenchmarkBody)
     with service.admission():
         service.engine.check_available()

@@ -1,18 +1,17 @@
-"""POST /faults: causes faults of the engine, for tests of what the server does then."""
+"""POST /faults: injects faults into the engine, for tests, if the operator allows it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cllm.engine.commands import Fault
-from cllm.errors import BadRequest
+from cllm.engine.commands import Fault, FaultKind
 from cllm.server.body import Body, describe_route, example, read_body
-from cllm.server.resolve import service_for
+from cllm.server.resolve import check_enabled, service_for
 
 router = APIRouter(tags=["cLLM"])
 
@@ -21,21 +20,21 @@ class FaultBody(Body):
     """A fault of the engine, in its next step or a later one."""
 
     kind: Annotated[
-        Literal["crash", "kill", "hang", "slow", "raise", "memory"],
+        FaultKind,
         Field(
             description="crash: as after a failed assertion; kill: as by another process; hang: "
             "the step never ends; slow: it takes `seconds` longer; raise: it fails; memory: it "
             "finds no memory."
         ),
     ]
-    after_steps: int = Field(default=0, ge=0, description="How many steps go well before.")
+    after_steps: int = Field(default=0, ge=0, description="How many steps succeed first.")
     num_steps: int = Field(default=1, ge=1, description="How many steps then have the fault.")
     seconds: float = Field(default=0.0, ge=0, le=86_400)
     token: int | None = Field(
         default=None,
         ge=0,
-        description="Only steps that compute a request with this token in its prompt have the "
-        "fault. It then lasts until other faults are set, also in engines that are started later.",
+        description="Only steps with a request whose prompt contains this token have the fault. It "
+        "lasts until other faults are set, also in engines that are started later.",
     )
 
 
@@ -52,11 +51,7 @@ async def faults(request: Request) -> Response:
     Rejected unless ``server.enable_faults`` is set (403).
     """
     service = service_for(request)
-    if not request.app.state.settings.server.enable_faults:
-        message = (
-            "POST /faults is disabled on this server; the option server.enable_faults enables it."
-        )
-        raise BadRequest(message, code="faults_disabled", status=403)
+    check_enabled(request, "enable_faults")
     body = await read_body(request, FaultsBody)
     with service.admission():
         service.engine.check_available()
