@@ -21,6 +21,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
+from cllm.process.messages import Loading
 from cllm.process.pool import PendingTokens, Pool
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
@@ -288,6 +289,20 @@ def test_streams_continue_in_the_next_engine(seed):
         assert await tokens(ask(pool, "next", [1], max_tokens=2)) == [2, 3]
 
     run(test)
+
+
+def test_progress_of_a_restart_is_not_reported():
+    """The bar of the first load has been closed."""
+    reported = []
+
+    async def test(pool):
+        pool._supervisor._take(Loading(0.5))
+        os.kill(pool.pid, signal.SIGKILL)
+        await until(lambda: not pool.ready)
+        await until(lambda: pool.ready)
+        assert reported == []
+
+    run(test, on_loading=reported.append)
 
 
 def test_waiting_requests_and_those_that_come_meanwhile_survive():

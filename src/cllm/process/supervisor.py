@@ -208,7 +208,7 @@ class Supervisor:
     def _take(self, message: FromChild) -> None:
         match message:
             case Loading():
-                if self._on_loading:
+                if self._on_loading and self.info is None:  # nobody watches a restart
                     self._on_loading(message.share)
             case Ready():
                 if not self._loaded.done():
