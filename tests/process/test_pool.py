@@ -1,12 +1,15 @@
 """The pool with a real engine process, on the fake backend."""
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 from typing import Any
 
@@ -287,6 +290,72 @@ def test_streams_continue_in_the_next_engine(seed):
             pool.close_stream(stream)
         await asyncio.sleep(0)
         assert await tokens(ask(pool, "next", [1], max_tokens=2)) == [2, 3]
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_while_loading_and_while_continuing_lose_nothing(seed, monkeypatch):
+    """The next engine dies before it is ready, or before it has computed a token."""
+    monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 0.01)
+    rng = random.Random(seed)
+
+    async def test(pool):
+        expected = await read_all(submit_all(pool, "calm"))
+        streams = submit_all(pool, "disturbed")
+        reading = asyncio.create_task(read_all(streams))
+        await asyncio.sleep(0.05)
+        killed = [pool.pid]
+        os.kill(pool.pid, signal.SIGKILL)
+        for _ in range(3):
+            await until(lambda: pool.pid not in (None, killed[-1]))
+            await asyncio.sleep(rng.uniform(0, 0.4))
+            killed.append(pool.pid)
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(killed[-1], signal.SIGKILL)
+        await until(lambda: pool.ready)
+        os.kill(pool.pid, signal.SIGKILL)
+        assert await reading == expected
+        assert pool.num_restarts >= 2
+
+    run(test)
+
+
+def test_kill_in_the_middle_of_a_frame_loses_nothing():
+    """The engine cannot write the rest of a frame that is larger than the pipe."""
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=20, prompt_logprobs=20)
+
+    async def test(pool):
+        def ask_one(name):
+            return {name: pool.submit([Request(name, [*range(1, 251)] * 30, params)])}
+
+        expected = await read_all(ask_one("calm"))
+        streams = ask_one("disturbed")
+        await asyncio.sleep(0)  # the request is sent; then nothing is read until the pipe is full
+        pipe, waiting = pool._supervisor.process._process.stdout.fileno(), array.array("i", [0])
+        while waiting[0] < 60_000:
+            time.sleep(0.01)  # noqa: ASYNC251
+            fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+        os.kill(pool.pid, signal.SIGKILL)
+        (found,) = (await read_all(streams)).values()
+        assert found == expected["calm"]
+        assert pool.num_restarts == 1
+
+    run(test, EngineParams(backend="fake", max_num_seqs=2, context_length=10_000))
+
+
+def test_delivered_tokens_are_not_sampled_again():
+    """Each step samples one token of one sequence."""
+
+    async def test(pool):
+        stream = ask(pool, "a", [1], max_tokens=900, ignore_eos=True)
+        count = 0
+        while count < 300:
+            count += len(await receive(stream))
+        os.kill(pool.pid, signal.SIGKILL)
+        count += len(await tokens(stream))
+        assert count == 900
+        assert 1 <= pool.stats.num_steps <= 602  # of the second engine
 
     run(test)
 
