@@ -35,11 +35,13 @@ NEIGHBOURS = {("cli", "bench"), ("llm", "text"), ("llm", "process")}
 GROUND = {
     "errors": set(),
     "environment": set(),
+    "private_files": set(),
     "models": {"errors"},
-    "config": {"config_file"},
-    "config_sources": {"errors", "config", "config_file"},
+    "config": {"config_file", "config_options"},
+    "config_options": set(),
+    "config_sources": {"errors", "config", "config_file", "config_options"},
     "config_file": {"errors"},
-    "observe": {"errors", "config", "core"},  # core, whose types it records
+    "observe": {"errors", "config", "core", "private_files"},  # core, whose types it records
 }
 # The exceptions: config imports where its options are declared. Those of a backend come through
 # the registry, from the options.py of its folder.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cllm.cli.config import as_json, as_lines
 from cllm.config import OPTIONS, VARIABLES, Settings
 from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
 from cllm.config_sources import (
@@ -75,7 +76,8 @@ def test_defaults_pass_the_checks_of_given_values() -> None:
 
 def test_variables_and_keys_are_unique() -> None:
     """No two options share a variable, and no alias has the name of an option."""
-    assert len(VARIABLES) == len(OPTIONS)
+    assert len({option.variable for option in OPTIONS.values()}) == len(OPTIONS)
+    assert set(VARIABLES) - {option.variable for option in OPTIONS.values()} == {"CLLM_API_KEY"}
     assert not set(OPTIONS) & (set(ALIASES) | set(NOT_NEEDED))
     assert set(ALIASES.values()) <= set(OPTIONS)
 
@@ -122,6 +124,7 @@ def test_seed_file_loads_unchanged() -> None:
         "aliases": [],
         "max_context_length": 2048,
         "draft_path": None,
+        "sha256": None,
         "quantization": "q4_k_m",
     }
     given = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "request_timeout": 120.0}
@@ -584,8 +587,22 @@ def test_no_option_is_named_like_a_variable_of_kubernetes() -> None:
 
 def test_variables_of_the_client_commands_are_not_settings() -> None:
     """A server ignores them without a warning."""
-    environ = {"CLLM_API_KEY": "secret", "CLLM_URL": "http://localhost:1", "CLLMX": "1"}
-    assert load_settings(None, environ, {}).settings == Settings()
+    environ = {"CLLM_URL": "http://localhost:1", "CLLMX": "1"}
+    loaded = load_settings(None, environ, {})
+    assert loaded.settings == Settings()
+    assert loaded.notes == []
+
+
+def test_secrets_are_never_shown(capsys) -> None:
+    """Neither in the effective settings nor in an error."""
+    loaded = load_settings(None, {"CLLM_API_KEY": "not-to-be-seen"}, {})
+    assert loaded.settings.server.api_key == "not-to-be-seen"
+    for text in (as_lines(loaded), as_json(loaded)):
+        assert "not-to-be-seen" not in text
+        assert "***" in text
+    with pytest.raises(StartupError) as caught:
+        load_settings(None, {"CLLM_API_KEY": "not to be seen"}, {})
+    assert "not to be" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.in_flight import Stream
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
+from cllm.store.usage import Charge
 from cllm.text.chat_format import OutputPlan
 from cllm.text.grammar import CheckedGrammar
 from cllm.text.output_reader import Delta, OutputReader, Usage
@@ -123,12 +124,17 @@ class Answer:
         pieces: Pieces,
         timeout: float | None,
         recorder: Recorder | None,
+        charge: Charge | None = None,
     ) -> None:
+        """``charge``: what the account reserves for it."""
         self.generation = generation
         self._stream = stream
         self._engine = engine
         self._metrics = metrics
         self._recorder = recorder
+        self._charge = charge
+        if charge is not None:
+            charge.end = self._fail
         self._reader = OutputReader(stream.requests, pieces, generation.plan, generation.usage)
         times = generation.times
         self._begun = times.submitted = times.first = times.latest = time.monotonic()
@@ -157,8 +163,12 @@ class Answer:
             loop = asyncio.get_running_loop()
             self._timers[limit] = loop.call_later(LOOK_SECONDS, self._expire, limit)
             return
+        self._fail(limit.error)
+
+    def _fail(self, error: CLLMError) -> None:
+        """End the generation with ``error``, whatever the engine does."""
         self._engine.close_stream(self._stream)
-        self._stream.fail(limit.error)
+        self._stream.fail(error)
 
     def __enter__(self) -> Self:
         return self
@@ -174,6 +184,9 @@ class Answer:
         for timer in self._timers.values():
             timer.cancel()
         self._engine.close_stream(self._stream)
+        if self._charge is not None:
+            outcome = self._outcome
+            self._charge.settle(finished=outcome == "finished", failed=outcome == "error")
         seconds, usage = time.monotonic() - self._begun, self.generation.usage
         self._metrics.count_outcome(self._outcome, seconds)
         if self._recorder is not None:
@@ -189,6 +202,11 @@ class Answer:
             usage.completion_tokens,
             seconds,
         )
+
+    def set_yielding(self, *, yields: bool) -> None:
+        """Let the generation yield its place to all others while its client does not read."""
+        if not self._closed:
+            self._engine.set_yielding(self._stream, yields=yields)
 
     def stop(self) -> None:
         """End the generation early; it counts as finished, not as aborted."""

@@ -19,7 +19,14 @@ import msgspec
 
 from cllm.answer import RequestTimeout
 from cllm.core.account import Account
-from cllm.errors import BadRequest, CLLMError, EngineError, FatalRequest, UnknownModel
+from cllm.errors import (
+    BadRequest,
+    CLLMError,
+    EngineError,
+    FatalRequest,
+    RateLimited,
+    UnknownModel,
+)
 from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
 from cllm.service import Service
@@ -323,7 +330,9 @@ class Batches:
                 await asyncio.sleep(PAUSE)
             try:
                 return await self._lines.answer(record, request_id, body, service), True
-            except QueueFull as error:
+            except (QueueFull, RateLimited) as error:
+                if error.retry_after is None:  # the account's limits never allow it
+                    return self._lines.fault(request_id, error), False
                 await asyncio.sleep(error.retry_after)
             except Exception as error:
                 tries += 1

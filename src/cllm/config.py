@@ -7,23 +7,21 @@ the tree below; ``config_sources.py`` reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
-from pydantic.fields import FieldInfo
 
 from cllm.backends.registry import BACKENDS, import_options
 from cllm.config_file import ALIASES, NOT_NEEDED, split_names
+from cllm.config_options import SECRET, options_of
 from cllm.core.params import PARAMETERS
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
 Name = Annotated[str, Field(min_length=1, max_length=300, pattern=ONE_LINE)]
 Names = Annotated[list[Name], BeforeValidator(split_names)]
-NAMES = "names with commas between them, or a JSON list of names"
+Secret = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[!-~]+$"), SECRET]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 PriorityName = Literal["interactive", "normal", "batch"]
 if TYPE_CHECKING:
@@ -70,6 +68,62 @@ class Server(Section):
         description="Let clients cause faults of the engine with POST /faults, for tests; only on "
         "a loopback address.",
     )
+    keys_file: Text = Field(
+        default="~/.config/cllm/keys.json",
+        description="File with the accounts and the hashes of their API keys, which `cllm keys` "
+        "writes. If it exists, every request needs a key.",
+    )
+    api_key: Secret | None = Field(
+        default=None,
+        description="One API key for everything; every request then needs a key. CLLM_API_KEY "
+        "sets it too, and keeps it out of the list of processes.",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Serve other machines without API keys: anyone who reaches the address may "
+        "use the server.",
+    )
+    allowed_hosts: Names = Field(
+        default=[],
+        description="Host names by which clients may call the server, or patterns such as "
+        "*.example.com. Without API keys, loopback names are always allowed, and no others by "
+        "default; with keys, all are.",
+    )
+    cors_origins: Names = Field(
+        default=[],
+        description="Origins whose pages may call the server from a browser, such as "
+        'https://chat.example.com; "*" allows all.',
+    )
+    open_metrics: bool = Field(default=False, description="Answer GET /metrics without an API key.")
+    trusted_proxies: Names = Field(
+        default=[],
+        description="Addresses or networks of proxies whose X-Forwarded-For and "
+        "X-Forwarded-Proto are believed.",
+    )
+    tls_certificate: Text | None = Field(
+        default=None,
+        description="File with the certificate chain in PEM format, to serve HTTPS; needs "
+        "server.tls_key.",
+    )
+    tls_key: Text | None = Field(
+        default=None, description="File with the private key of the certificate in PEM format."
+    )
+    shared_tenants: Names = Field(
+        default=[],
+        description="Tenants that share cached prefixes and results with each other; others "
+        'share only among their own accounts. "*" means all.',
+    )
+    revoked_streams: Literal["end", "finish"] = Field(
+        default="end",
+        description="What happens to the running requests of an account whose last key is revoked.",
+    )
+    max_connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Connections that one address may have; further ones are closed. Null means "
+        "half of all that the limit of open files allows, from other machines.",
+    )
     drain_timeout: float = Field(
         default=30.0,
         ge=0,
@@ -105,6 +159,10 @@ class Model(Section):
         default=None,
         description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that "
         "drafts tokens.",
+    )
+    sha256: Sha256 | None = Field(
+        default=None,
+        description="The model file's SHA-256 in hex; a file with another one is not loaded.",
     )
     quantization: Text | None = Field(
         default=None,
@@ -370,87 +428,12 @@ class Settings(Section):
 
 
 # CLLM_ variables that are not settings: the config file, and how client commands reach a server.
-OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_API_KEY", "CLLM_URL"})
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One leaf of the settings tree. ``type`` excludes None. ``expects`` completes "must be ...".
-
-    ``expects_of_entries`` does the same for each entry of a mapping. The type of a mapping is str,
-    because variables and flags have it as JSON. The type of a list is str too, because variables
-    and flags separate entries by commas.
-    """
-
-    key: str
-    type: Any
-    nullable: bool
-    default: object
-    help: str
-    expects: str
-    expects_of_entries: str = ""
-    is_list: bool = False
-
-    @property
-    def variable(self) -> str:
-        return "CLLM_" + self.key.replace(".", "_").upper()
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
-
-
-def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
-    for name, field in model.model_fields.items():
-        key = prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from options_of(field.annotation, key + ".")
-        else:
-            yield option_of(key, field)
-
-
-def option_of(key: str, field: FieldInfo) -> Option:
-    kind: Any = field.annotation
-    nullable = NoneType in get_args(kind)
-    if nullable:
-        (kind,) = (part for part in get_args(kind) if part is not NoneType)
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is list:
-        return Option(
-            key, str, nullable, field.get_default(), field.description or "", NAMES, is_list=True
-        )
-    if get_origin(kind) is dict:
-        entry = get_args(kind)[1]
-        number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)
-        entries = describe(number, bounds.metadata if bounds else [])
-        expects = f"a mapping of names, each to {entries}"
-        return Option(
-            key, str, nullable, field.get_default(), field.description or "", expects, entries
-        )
-    expects = describe(kind, field.metadata) + (" or null" if nullable else "")
-    return Option(key, kind, nullable, field.default, field.description or "", expects)
-
-
-def describe(kind: Any, metadata: list[Any]) -> str:
-    if get_origin(kind) is Literal:
-        *others, last = get_args(kind)
-        return f"{', '.join(others)} or {last}"
-    text = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "one line of text",
-    }[kind]
-    for word, bound in (("from", "ge"), ("above", "gt"), ("up to", "le")):
-        text += "".join(
-            f" {word} {getattr(rule, bound)}" for rule in metadata if hasattr(rule, bound)
-        )
-    return text
+OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_URL"})
 
 
 OPTIONS = {option.key: option for option in options_of(Settings)}
 VARIABLES = {option.variable: option for option in OPTIONS.values()}
+VARIABLES["CLLM_API_KEY"] = OPTIONS["server.api_key"]  # also the key that client commands send
 MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
 LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
 FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})

@@ -23,10 +23,10 @@ from cllm.config import (
     OPTIONS,
     OTHER_VARIABLES,
     VARIABLES,
-    Option,
     Settings,
 )
 from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
+from cllm.config_options import Option
 from cllm.errors import StartupError
 
 # Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its
@@ -103,7 +103,8 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     source = given.origin if entry is None else given.places.get(entry, given.origin)
     source += f": {named}" if named else ""
     if entry is None:
-        raise StartupError(f"{source} must be {option.expects}, not {show(given.value)}")
+        found = "" if option.is_secret else f", not {show(given.value)}"
+        raise StartupError(f"{source} must be {option.expects}{found}")
     if len(path) > 1:
         raise StartupError(f"{source}: a name must be one line of text, not {show(entry)}")
     value = show(entries[entry])

@@ -18,6 +18,7 @@ from cllm.core.segments import Segment
 from cllm.errors import BadRequest
 from cllm.process.embeddings import Waiter
 from cllm.service import Service
+from cllm.text.output_reader import Usage
 
 if TYPE_CHECKING:  # most servers compute no embeddings; NumPy takes 10 MB and 0.2 s
     import numpy as np
@@ -192,8 +193,18 @@ async def compute(
     request = EmbeddingRequest(name, texts, scheduling.account.name, scheduling.priority)
     num_tokens = sum(map(len, texts))
     begun, outcome = time.monotonic(), "abort"
+    account, charge = scheduling.account, None
     with service.admission():
-        waiter = service.engine.embed(request)
+        if account.has_key:
+            charge = service.ledger.admit(account, num_tokens, 0, Usage(prompt_tokens=num_tokens))
+        try:
+            waiter = service.engine.embed(request)
+        except BaseException:
+            if charge is not None:
+                charge.settle(failed=True)
+            raise
+    if charge is not None:
+        charge.end = waiter.fail
     service.metrics.count_embedding_request(len(texts), num_tokens)
     try:
         vectors = await wait(waiter, scheduling, service.request_timeout)
@@ -203,6 +214,8 @@ async def compute(
         raise
     finally:
         service.engine.forget(waiter)
+        if charge is not None:
+            charge.settle(finished=outcome == "finished", failed=outcome == "error")
         service.metrics.count_outcome(outcome, time.monotonic() - begun)
     return np.frombuffer(b"".join(vectors), "<f4").reshape(len(texts), -1), num_tokens
 

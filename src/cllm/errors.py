@@ -88,3 +88,20 @@ def context_length_exceeded(
         param=param,
         code="context_length_exceeded",
     )
+
+
+class Unauthorized(CLLMError):
+    """The request has no valid API key."""
+
+
+class RateLimited(CLLMError):
+    """An account would exceed one of its limits.
+
+    limit: its name, a field of Limits. retry_after: seconds until it may allow the request, None
+    if it never does.
+    """
+
+    def __init__(self, message: str, limit: str, retry_after: float | None) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after = retry_after

@@ -27,11 +27,12 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import check_prompt
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
-from cllm.errors import BadRequest, EngineError, context_length_exceeded
+from cllm.errors import BadRequest, EngineError, RateLimited, context_length_exceeded
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
 from cllm.process.pool import Pool
+from cllm.store.usage import EXPECTED_OUTPUT, Charge, Ledger
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING, ChatFormat, schemas_of
 from cllm.text.dry_breakers import DryBreakers
@@ -64,9 +65,10 @@ class Service:
         model_name: str,
         request_timeout: float | None = None,
         recorder: Recorder | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """``request_timeout``: seconds that a request may take from submission to its last token.
-        ``recorder`` gets every request when it has ended.
+        ``recorder`` gets every request when it has ended. ``ledger``: limits accounts with keys.
         """
         self.engine = engine
         self.metrics = metrics
@@ -82,6 +84,7 @@ class Service:
         self._mark_tokens: dict[str, list[int]] = {}  # of the marks of ``_chat_format``
         self.request_timeout = request_timeout
         self._recorder = recorder
+        self.ledger = ledger or Ledger()
 
     async def close(self) -> None:
         """Close the worker processes and the recorder. Nothing can be served afterwards."""
@@ -339,6 +342,9 @@ class Service:
             raise EngineError("The server is shutting down.")
         try:
             yield
+        except RateLimited as error:
+            self.metrics.count_rejection(error.limit)
+            raise
         except QueueFull as error:
             self.metrics.count_rejection(error.bound)
             raise
@@ -378,7 +384,7 @@ class Service:
         """Send a generation to the engine. The caller must close the answer.
 
         Raises BadRequest if it can never be computed, EngineError while no requests are accepted,
-        and QueueFull, so a dialect can reject the request before the first byte.
+        QueueFull and RateLimited, so a dialect can reject the request before the first byte.
         """
         self._check(generation)
         requests = [
@@ -387,11 +393,14 @@ class Service:
             )
             for i, prompt in enumerate(generation.prompts)
         ]
+        charge = self._reserve(generation)
         try:
             with self.admission():
                 stream = self.engine.submit(requests, generation.scheduling.claim)
-        except QueueFull:
-            if self._recorder is not None:
+        except BaseException as error:
+            if charge is not None:
+                charge.settle(failed=True)
+            if self._recorder is not None and isinstance(error, QueueFull):
                 for request in requests:
                     self._recorder.record(request, 0.0, [0] * request.params.n)
             raise
@@ -410,4 +419,23 @@ class Service:
             pieces,
             self.request_timeout,
             self._recorder,
+            charge,
         )
+
+    def _reserve(self, generation: Generation) -> Charge | None:
+        """Reserve what a generation may cost its account; None if its account has no key.
+
+        Raises RateLimited.
+        """
+        account = generation.scheduling.account
+        if not account.has_key:
+            return None
+        params, prompts = generation.params, generation.prompts
+        rest = sum(self.info.context_length - len(prompt) for prompt in prompts) * params.n
+        if params.max_tokens is not None:
+            limit, num_open = min(rest, params.max_tokens * len(prompts) * params.n), 0
+        else:
+            limit, num_open = 0, min(rest, EXPECTED_OUTPUT * len(prompts) * params.n)
+        num_tokens = sum(map(len, prompts)) + limit
+        with self.admission():
+            return self.ledger.admit(account, num_tokens, num_open, generation.usage)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
-from cllm.models.catalog import BUILTIN, derive_model_name, resolve
+from cllm.models.catalog import BUILTIN, check_sha256, derive_model_name, resolve
 from cllm.models.hub import Progress, choose_files, parse_quantization
 
 
@@ -173,3 +174,15 @@ def test_choose_files_names_the_alternatives(
     with pytest.raises(StartupError) as caught:
         choose_files("o/r", files, wanted)
     assert words in str(caught.value)
+
+
+def test_file_with_another_sha256_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    right = hashlib.sha256(b"GGUF").hexdigest()
+    check_sha256(path, right)
+    path.write_bytes(b"GGUG")  # one bit has flipped
+    with pytest.raises(StartupError, match="it is damaged or another file"):
+        check_sha256(path, right)
+    with pytest.raises(StartupError, match="cannot be read"):
+        check_sha256(tmp_path / "none", right)

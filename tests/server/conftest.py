@@ -51,7 +51,11 @@ class Server:
         command = [sys.executable, *program, "serve", "--port", "0", *arguments]
         if max_files is not None:
             command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
-        own = {"CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state")}
+        self.keys = Path(folder.name) / "keys.json"
+        own = {
+            "CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state"),
+            "CLLM_SERVER_KEYS_FILE": str(self.keys),
+        }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stderr=log, env={**os.environ, **own, **environment}

@@ -9,13 +9,16 @@ from starlette.requests import Request
 from cllm.config import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
+from cllm.server.access import Access
 from cllm.server.call import Call, call_of
 from cllm.server.queueing import TermsBody
 
 
 def call(headers, priorities=None):
-    settings = Settings.model_validate({"scheduler": {"priorities": priorities or {}}})
-    app = SimpleNamespace(state=SimpleNamespace(settings=settings))
+    settings = Settings.model_validate(
+        {"scheduler": {"priorities": priorities or {}}, "server": {"keys_file": "/none"}}
+    )
+    app = SimpleNamespace(state=SimpleNamespace(settings=settings, access=Access(settings)))
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     return call_of(Request({"type": "http", "headers": raw, "app": app}))
 
@@ -36,18 +39,18 @@ KEY = f"key-{hashlib.sha256(b'secret').hexdigest()[:16]}"
     ],
 )
 def test_api_key_takes_precedence_over_user_as_account(headers, user, name):
-    assert call(headers).account(user) == Account(name)
+    assert call(headers).account(user) == Account(name, is_admin=True)
 
 
 def test_account_has_its_configured_priority():
     asked = call({"authorization": "Bearer secret"}, {KEY: "batch"})
-    assert asked.account() == Account(KEY, Priority.BATCH)
+    assert asked.account() == Account(KEY, Priority.BATCH, is_admin=True)
 
 
 def test_request_of_a_batch_has_the_account_of_the_batch():
     state = call({}).state
-    assert Call(state, KEY).account("ann") == Account(KEY)
-    assert Call(state, "").account("ann") == Account("user-ann")
+    assert Call(state, KEY).account("ann") == Account(KEY, is_admin=True)
+    assert Call(state, "").account("ann") == Account("user-ann", is_admin=True)
 
 
 def test_body_names_limits_and_user():

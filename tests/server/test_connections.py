@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,10 +21,8 @@ from cllm.server.body import Pace
 from cllm.server.connections import Connections
 from cllm.server.http_protocol import Protocol
 
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = (
-    b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-)
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 LONG = b'{"prompt": "a", "max_tokens": %d, "ignore_eos": true, "stream": %s}'
 # seconds in which everything here happens, on a machine that is busy with something else
 LIMIT = 20
@@ -255,7 +254,7 @@ def test_early_answer_reaches_a_client_that_still_sends(fake_server, path, statu
 def test_rejected_request_keeps_its_connection_if_it_is_complete(fake_server):
     with connect(fake_server) as connection:
         connection.sendall(POST % (b"/nope", 2) + b"{}")
-        connection.sendall(b"GET /nope HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /nope HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = read_all(connection)
     assert answers.count(b"HTTP/1.1 404 ") == 2
 
@@ -366,7 +365,9 @@ def test_invalid_body_after_an_early_answer_closes_the_connection():
     async def run():
         async with serving(begin) as (address, connections):
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(
+                b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"zz\r\n")
             with contextlib.suppress(ConnectionError):
@@ -506,3 +507,45 @@ def test_soft_limit_of_open_files_is_raised():
         int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
     )
     assert raised == soft == (min(hard, 65_536) if hard >= 0 else 65_536)
+
+
+@pytest.mark.slow
+def test_clients_that_never_read_do_not_stop_a_reader_from_another_address(start_server):
+    """Their requests yield their places soon after the system's buffers are full."""
+    server = start_server("--backend.name", "fake", "--context", "32768", "--max-num-seqs", "8")
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    endless = {"prompt": "a", "max_tokens": 30_000, "stream": True, "ignore_eos": True}
+
+    def send(source: str, number: int, **more: object) -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.bind((source, 0))
+        connection.connect(address)
+        content = json.dumps({**endless, **more, "seed": number, "temperature": 1}).encode()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+            b"\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        return connection
+
+    silent = [send("127.0.0.1", i) for i in range(200)]
+    try:
+        end = time.monotonic() + PATIENCE
+        while server.stats()["num_running"] < 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        reader = send("127.0.0.2", 1000, max_tokens=20)
+        reader.settimeout(PATIENCE)
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += reader.recv(65_536)
+        assert b"[DONE]" in answer
+        reader.close()
+        stats = server.stats()
+        assert stats["num_running"] + stats["num_waiting"] > 150
+        # it did not have to wait until the silent ones were cut off
+        assert server.metric("request_outcome_total", 'outcome="abort"') == 0
+    finally:
+        for connection in silent:
+            connection.close()
+    server.wait_until_idle()

@@ -270,7 +270,9 @@ def test_huge_content_length_is_rejected_without_reading(fake_server):
     """The answer comes before any byte of the body is sent."""
     host, port = fake_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 5) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         connection.sendall(f"{head}Content-Length: 100000000000000\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 

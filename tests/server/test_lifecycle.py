@@ -182,7 +182,9 @@ def test_second_signal_ends_without_draining(start_server):
     thread = events(server, LONG, lines)
     wait_for(lambda: len(lines) > 5)
     server.process.send_signal(signal.SIGINT)
-    wait_for(lambda: "waiting up to 600 s for 1 request; Ctrl-C again ends" in server.log)
+    wait_for(
+        lambda: "shuts down with 1 request; it waits up to 600 s, Ctrl-C again ends" in server.log
+    )
     server.process.send_signal(signal.SIGINT)
     server.process.wait(60)
     thread.join()

@@ -19,6 +19,7 @@ from conftest import PATIENCE
 
 from cllm.answer import Generation, SchedulingOptions
 from cllm.config import Settings
+from cllm.core.account import Account
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.engine.params import EngineParams
@@ -275,7 +276,7 @@ def test_full_queue_of_one_account_does_not_reject_others(new_narrow_server):
             assert {waiter["key"] for waiter in explained["waiting"]} <= {
                 "user-many",
                 "user-few",
-                "",
+                "address-127.0.0.1",
                 KEY_OF_X,
             }
         # otherwise the next crowd may share what this one computes
@@ -463,7 +464,9 @@ def test_ticket_of_a_rejection_reserves_a_queue_place():
     now = 1000.0
 
     def generation(i):
-        return Generation(str(i), [[i]], SamplingParams(ignore_eos=True))
+        account = Account("address-127.0.0.1")  # that of the client
+        options = SchedulingOptions(account)
+        return Generation(str(i), [[i]], SamplingParams(ignore_eos=True), options)
 
     async def test(service, client):
         nonlocal now

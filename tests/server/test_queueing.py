@@ -34,7 +34,7 @@ def test_recorded_requests_are_replayed_by_a_simulation(start_server, tmp_path: 
         ("user-nightly", "batch"),
         ("user-ann", "interactive"),
         ("user-ann", "interactive"),
-        ("", "interactive"),
+        ("address-127.0.0.1", "interactive"),
     ]
     assert {(entry.input_length, entry.output_length) for entry in entries} == {(65, 5)}
     command = [

@@ -10,6 +10,7 @@ from cllm.config import Settings
 from cllm.config_sources import load_settings
 from cllm.engine.params import EngineParams
 from cllm.process.pool import Pool
+from cllm.server.access import Access
 from cllm.server.http_server import open_server
 from cllm.server.run import address, address_elsewhere, listen
 
@@ -48,7 +49,7 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
 
     async def fail_while_polled():
         engine = Pool(EngineParams(backend="fake"))
-        server = open_server(settings, "m", engine)
+        server = open_server(settings, Access(settings), "m", engine)
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         answering = asyncio.create_task(asyncio.sleep(0.2))

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 from store_parts import full_disk
@@ -68,7 +67,7 @@ def test_part_that_cannot_be_undone_is_removed_by_the_next_flush(tmp_path, monke
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", fail)
-        broken.setattr(Path, "open", lambda path, *_, **__: Stuck(path, "a"))
+        broken.setattr("cllm.store.answers.open_private", lambda path, *_, **__: Stuck(path, "a"))
         with pytest.raises(OSError, match="Input/output"):
             answers.flush()
     assert answers.output.read_bytes() == line("a") + line("b")

@@ -1,11 +1,15 @@
 """The folder of a server, and the thread that works on it."""
 
 import asyncio
+import sqlite3
 import threading
+from contextlib import closing
 
 import pytest
 
+from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError
+from cllm.store.database import STORE_SCHEMA, VERSION
 from cllm.store.store import Store
 
 
@@ -50,6 +54,43 @@ def test_invalid_database_turns_the_store_off(tmp_path):
 
     asyncio.run(main())
     assert (tmp_path / "store.db").read_bytes() == b"not a database" * 100
+
+
+def test_folder_of_version_0_1_is_used_and_marked(tmp_path):
+    """It had the same tables, without a version."""
+    with closing(sqlite3.connect(tmp_path / "store.db")) as old:
+        old.executescript(STORE_SCHEMA)
+        old.execute("INSERT INTO files VALUES ('file-1', 'a', 'n', 'batch', 2, 0, NULL)")
+        old.commit()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-1.data").write_bytes(b"{}")
+
+    async def main():
+        store = Store(tmp_path, 1, 10)
+        await store.open()
+        assert (await store.run(store.files.get, "file-1", Account("a"))).filename == "n"
+        await store.close()
+
+    asyncio.run(main())
+    with closing(sqlite3.connect(tmp_path / "store.db")) as new:
+        assert new.execute("PRAGMA user_version").fetchone() == (VERSION,)
+
+
+def test_folder_of_a_newer_version_is_refused_and_unchanged(tmp_path, caplog):
+    with closing(sqlite3.connect(tmp_path / "store.db")) as newer:
+        newer.execute("CREATE TABLE other (a)")
+        newer.execute(f"PRAGMA user_version = {VERSION + 1}")
+    before = (tmp_path / "store.db").read_bytes()
+
+    async def main():
+        store = Store(tmp_path, 1, 1)
+        with pytest.raises(BadRequest, match="written by a newer version"):
+            await store.open()
+        await store.close()
+
+    asyncio.run(main())
+    assert (tmp_path / "store.db").read_bytes() == before
+    assert caplog.text.count("newer version") == 1
 
 
 def test_work_runs_in_order_in_another_thread(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -16,12 +16,16 @@ from cllm.cli.settings_flags import (
     section_of,
     settings_from_flags,
 )
-from cllm.config import OPTIONS, Option
+from cllm.config import OPTIONS
 from cllm.config_file import ALIASES, NOT_NEEDED
 from cllm.config_file import show as shown
-from cllm.config_sources import LoadedConfig, value_at
+from cllm.config_options import Option
+from cllm.config_sources import LoadedConfig, plant, value_at
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
+
+SECRETS = {key for key, option in OPTIONS.items() if option.is_secret}
+HIDDEN = "***"  # in place of a secret
 
 JsonFlag = Annotated[
     bool, Parameter(negative="", help="Print one JSON object with settings, origins and notes.")
@@ -54,8 +58,11 @@ def api() -> None:
 
 
 def as_json(loaded: LoadedConfig) -> str:
+    settings = loaded.settings.model_dump()
+    for key in SECRETS:
+        plant(settings, key, visible_value(loaded, key))
     content = {
-        "settings": loaded.settings.model_dump(),
+        "settings": settings,
         "origins": loaded.origins,
         "notes": loaded.notes,
     }
@@ -63,9 +70,7 @@ def as_json(loaded: LoadedConfig) -> str:
 
 
 def as_lines(loaded: LoadedConfig) -> str:
-    lines = {
-        key: f"{key}: {shown(value_at(loaded.settings, key), width=30_000)}" for key in OPTIONS
-    }
+    lines = {key: f"{key}: {shown(visible_value(loaded, key), width=30_000)}" for key in OPTIONS}
     width = min(max(map(len, lines.values())), 60)
     return "\n".join(
         [
@@ -73,6 +78,11 @@ def as_lines(loaded: LoadedConfig) -> str:
             *(f"# note: {note}" for note in loaded.notes),
         ]
     )
+
+
+def visible_value(loaded: LoadedConfig, key: str) -> Any:
+    value = value_at(loaded.settings, key)
+    return HIDDEN if key in SECRETS and value is not None else value
 
 
 INTRODUCTION = """\

@@ -56,6 +56,7 @@ COMMANDS = {
         "cllm.cli.explain:explain",
         "Show what a running server computes, which requests wait, and why.",
     ),
+    "keys": ("cllm.cli.keys:app", "Create, list and revoke the API keys of a server."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }
 

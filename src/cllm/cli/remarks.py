@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from cllm.config import Settings
 from cllm.config_sources import LoadedConfig
 from cllm.core.model_info import ModelInfo
+from cllm.server.access import Access
+from cllm.server.addresses import is_loopback
 
+SHORT_KEY = 16  # characters
 NUM_SEQS, CONTEXT = "scheduler.max_num_seqs", "model.max_context_length"
 
 
@@ -58,7 +62,16 @@ def capacity(info: ModelInfo) -> str:
     )
 
 
-def hint(url: str, info: ModelInfo) -> str:
+def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
+    """Yield a line for each setting that lets in more clients than its user may expect."""
+    key = settings.server.api_key
+    if key is not None and len(key) < SHORT_KEY:
+        yield f"the API key has only {len(key)} characters and may be guessed"
+    if not access.is_required and not is_loopback(settings.server.host):
+        yield "no API key is needed: anyone who reaches this address may use the server"
+
+
+def hint(url: str, info: ModelInfo, *, needs_key: bool = False) -> str:
     """Return a command that tries the server out."""
     route, body = (
         "chat/completions",
@@ -71,4 +84,7 @@ def hint(url: str, info: ModelInfo) -> str:
         )
     elif not info.generates:
         route, body = "embeddings", '{"input": "What is 27 plus 45?"}'
-    return f"Try: curl {url}/v1/{route} -H \"Content-Type: application/json\" \\\n  -d '{body}'"
+    key = ' -H "Authorization: Bearer $CLLM_API_KEY"' if needs_key else ""
+    return (
+        f"Try: curl {url}/v1/{route} -H \"Content-Type: application/json\"{key} \\\n  -d '{body}'"
+    )

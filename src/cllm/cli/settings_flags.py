@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
-from cllm.config import OPTIONS, Option
+from cllm.config import OPTIONS
 from cllm.config_file import show
+from cllm.config_options import Option
 from cllm.config_sources import LoadedConfig, load_settings
 from cllm.errors import StartupError
 
 SHORT_NAMES = {
     "server.host": "--host",
     "server.port": "--port",
+    "server.api_key": "--api-key",
+    "server.insecure": "--insecure",
+    "server.enable_faults": "--enable-faults",
     "model.path": "--model",
     "model.max_context_length": "--context",
     "backend.llama_cpp.n_threads": "--threads",

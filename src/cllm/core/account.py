@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import msgspec
 
 from cllm.core.request import Priority
 
 
+class Limits(msgspec.Struct, frozen=True):
+    """What an account may use; None means no limit. Tokens are those of prompts and outputs."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    tokens_per_month: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return any(limit is not None for limit in msgspec.structs.astuple(self))
+
+
+NO_LIMITS = Limits()
+
+
 class Account(msgspec.Struct, frozen=True):
     """name: "" if the request names no account. priority: the highest class that its requests can
-    have, None without a limit.
+    have, None without a limit. tenant: only accounts with the same tenant share cached prefixes
+    and results. models: names or patterns of the models that it may use; empty means all. routes:
+    the same for paths. is_admin: it may see and manage what concerns all accounts. has_key: it is
+    one of the accounts with API keys, whose usage is counted.
     """
 
     name: str = ""
     priority: Priority | None = None
+    tenant: str = ""
+    models: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()
+    limits: Limits = NO_LIMITS
+    is_admin: bool = False
+    has_key: bool = False
 
     def choose_priority(self, asked: Priority | None) -> Priority:
         """Return the class of a request that asks for ``asked``, or for none."""
@@ -21,5 +48,22 @@ class Account(msgspec.Struct, frozen=True):
             return Priority.NORMAL if asked is None else asked
         return self.priority if asked is None else max(asked, self.priority)
 
+    def may_use_model(self, name: str) -> bool:
+        return matches(name, self.models)
+
+    def may_use_route(self, path: str) -> bool:
+        return matches(path, self.routes)
+
 
 ANONYMOUS = Account()
+ADDRESS = "address-"  # begins the name of the account of an address, for anonymous requests
+
+
+def is_anonymous(name: str) -> bool:
+    """Return whether the account ``name`` may have several clients that do not know each other."""
+    return not name or name.startswith(ADDRESS)
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether ``name`` matches one of ``patterns``; if there are none, True."""
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -123,6 +123,7 @@ def build_engine(
         embeddings,
         disk,
         check=params.check,
+        weights=params.weights,
     )
 
 

@@ -66,6 +66,19 @@ class SetFaults(msgspec.Struct, frozen=True, tag=True, array_like=True):
     faults: list[Fault]
 
 
+class SetWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Use these shares of accounts, and 1 for all others."""
+
+    weights: dict[str, float]
+
+
+class SetYielding(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Let a request yield its place to all others while its client does not read."""
+
+    request_id: str
+    yields: bool
+
+
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report the last ``num_steps`` steps, the running sequences, and what the others wait for."""
 
@@ -76,4 +89,4 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop the engine, even if sequences are running."""
 
 
-Command = Add | Resume | Embed | Abort | Explain | SetFaults | Close
+Command = Add | Resume | Embed | Abort | Explain | SetFaults | SetWeights | SetYielding | Close

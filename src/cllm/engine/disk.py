@@ -30,6 +30,7 @@ from cllm.engine.side_jobs import WAIT, SideJob, run_operations
 from cllm.errors import StartupError
 from cllm.kv_cache.radix_tree import Tokens
 from cllm.kv_cache.tiers import Snapshot
+from cllm.private_files import open_private
 from cllm.scheduler.scheduler import Scheduler
 
 MAGIC = b"cLLM KV 2\n"
@@ -97,7 +98,7 @@ class DiskCache:
         # of the accepted bytes, those written or failed; changed only by the writing thread
         self._num_finished_bytes = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for temporary in folder.glob("*.tmp"):
                 delete_abandoned(temporary)
             probe = folder / f"probe.{os.getpid()}.tmp"
@@ -174,7 +175,7 @@ class DiskCache:
             head = msgspec.msgpack.encode(
                 Head(self._fingerprint, tokens, len(data), checksums(data), salt)
             )
-            with temporary.open("wb") as file:
+            with open_private(temporary, "wb") as file:
                 lock(file)
                 file.write(MAGIC + LENGTH.pack(len(head)) + head)
                 file.write(data)

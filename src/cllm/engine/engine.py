@@ -22,6 +22,8 @@ from cllm.engine.commands import (
     Explain,
     Resume,
     SetFaults,
+    SetWeights,
+    SetYielding,
 )
 from cllm.engine.disk import DiskTier
 from cllm.engine.embeddings import Embeddings
@@ -76,9 +78,11 @@ class Engine:
         disk: DiskTier | None = None,
         *,
         check: bool = False,
+        weights: dict[str, float] | None = None,
     ) -> None:
         """``clock`` returns seconds; ``check`` verifies the conservation laws after every step,
-        which costs time.
+        which costs time. ``weights``: the shares of accounts, which the scheduler reads; SetWeights
+        changes them.
         """
         self.backend = backend
         self.scheduler = scheduler
@@ -93,6 +97,7 @@ class Engine:
         self._check = check
         self._record: Record | None = None
         self._faults = Faults()
+        self._weights = {} if weights is None else weights
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Step until a Close command arrives; wait in the inbox while there is nothing to
@@ -112,6 +117,11 @@ class Engine:
                         )
                     case SetFaults(faults):
                         self._faults.set(faults)
+                    case SetWeights(weights):
+                        self._weights.clear()
+                        self._weights.update(weights)
+                    case SetYielding(request_id, yields):
+                        self.scheduler.set_yielding(request_id, yields=yields)
                     case Add() | Resume() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()

@@ -10,6 +10,7 @@ from cllm.backends.registry import import_loader
 from cllm.config import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
+from cllm.models.catalog import check_sha256
 
 
 def engine_params(
@@ -42,12 +43,14 @@ def engine_params(
         target_itl=None if scheduler.target_itl_ms is None else scheduler.target_itl_ms / 1000,
         prefill_share=scheduler.prefill_share,
         policy=scheduler.policy,
-        weights=scheduler.weights,
+        weights=dict(scheduler.weights),  # it changes with the accounts
         speculation=scheduler.speculation,
         max_draft_tokens=scheduler.max_draft_tokens,
         draft_path=str(loader.resolve(draft) or draft) if draft else "",
         log_level=settings.log.level,
     )
+    if settings.model.sha256 is not None and path is not None:
+        check_sha256(path, settings.model.sha256)
     size = loader.measure(params, check_tokens=check_tokens)
     if size is None:
         return params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -36,6 +37,20 @@ def resolve(
     if not _looks_like_path(name) and not (name and path.exists()):
         raise StartupError(f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}")
     return _find_first_part(path)
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Raise StartupError unless the file has the SHA-256 ``expected``, in hex."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise StartupError(f"{path}: cannot be read: {error.strerror}") from None
+    if found != expected:
+        raise StartupError(
+            f"{path} has the SHA-256 {found}, not {expected} (model.sha256): it is damaged or "
+            "another file"
+        )
 
 
 def derive_model_name(path: Path) -> str:

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,7 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cllm.core.output import Stats
@@ -112,6 +113,42 @@ class TokenHistogram(Collector):
         cumulated = list(zip(bounds, accumulate(self._counts), strict=True))
         family.add_metric([self._model_name], cumulated, self._sum)
         yield family
+
+
+class Used(Protocol):
+    """What an account has used since the start."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+NO_USAGE: Mapping[str, Used] = {}
+
+
+class AccountUsage(Collector):
+    """The usage of each account in ``usage``."""
+
+    def __init__(self) -> None:
+        self.usage = NO_USAGE
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "cllm:account_requests", "requests of each account with API keys", labels=["account"]
+        )
+        tokens = CounterMetricFamily(
+            "cllm:account_tokens",
+            "tokens of each account with API keys, by kind: prompt (cached ones included), cached, "
+            "completion",
+            labels=["account", "kind"],
+        )
+        for name, used in self.usage.items():
+            requests.add_metric([name], used.requests)
+            for kind in ("prompt", "cached", "completion"):
+                tokens.add_metric([name, kind], getattr(used, f"{kind}_tokens"))
+        yield requests
+        yield tokens
 
 
 class Metrics:
@@ -218,6 +255,12 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        self._failed_writes = counter(
+            "usage_write_failures", "times that the usage of accounts could not be written"
+        )
+        self._num_failed_writes = 0
+        self._account_usage = AccountUsage()
+        registry.register(self._account_usage)
         self._model_name = model_name
 
     def count_request(self, num_prompt_tokens: int, num_shared: int, num_recalled: int) -> None:
@@ -266,12 +309,19 @@ class Metrics:
         self._e2e.observe(seconds)
 
     def render(
-        self, stats: Stats, *, ready: bool, num_restarts: int, reservations: Mapping[str, int]
+        self,
+        stats: Stats,
+        *,
+        ready: bool,
+        num_restarts: int,
+        reservations: Mapping[str, int],
+        usage: Mapping[str, Used] = NO_USAGE,
+        num_failed_writes: int = 0,
     ) -> bytes:
         """Return the page that Prometheus reads.
 
-        The totals of ``stats``, ``num_restarts`` and ``reservations`` (counts by event) must never
-        decrease.
+        The totals of ``stats``, ``num_restarts``, ``reservations`` (counts by event) and
+        ``num_failed_writes`` must never decrease. ``usage``: of each account that is shown.
         """
         self._generation_tokens.inc(self._num_generated)
         self._num_generated = 0
@@ -289,4 +339,7 @@ class Metrics:
                 count - self._num_reservations[event]
             )
             self._num_reservations[event] = count
+        self._failed_writes.inc(num_failed_writes - self._num_failed_writes)
+        self._num_failed_writes = num_failed_writes
+        self._account_usage.usage = usage
         return generate_latest(self._registry)

@@ -28,6 +28,7 @@ from msgspec import Meta
 from cllm.core.params import LARGEST
 from cllm.core.request import Priority, Request
 from cllm.errors import StartupError
+from cllm.private_files import open_private
 
 ID_BYTES = 8  # a block begins with its id, so that different blocks differ from the start
 
@@ -134,7 +135,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         """Raises StartupError if ``path`` cannot be written."""
         try:
-            self._file = path.open("ab")
+            self._file = open_private(path, "ab")
         except OSError as error:
             raise StartupError(f"the trace {path} cannot be written: {error.strerror}") from None
         self._path = path

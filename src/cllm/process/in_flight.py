@@ -105,11 +105,17 @@ class InFlightRequest:
         self.outputs: list[TokenOutput] = []
         self._progress: dict[int, Progress] = {}  # what each sequence has delivered
         self.readers: dict[Stream, list[str]] = {}  # and their ids for the request
+        self.unread: set[Stream] = set()  # those whose clients do not read
 
     @property
     def is_wanted(self) -> bool:
         """Whether a stream reads it, or all of its unfinished sequences have been asked to stop."""
         return bool(self.readers) or self.unfinished <= self.stopped
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether all of its streams have readers that do not read."""
+        return bool(self.unread) and self.unread >= self.readers.keys()
 
     def join(self, stream: Stream, request_id: str) -> None:
         """Give ``stream`` the outputs so far and all later ones, under the id ``request_id``."""
@@ -344,6 +350,24 @@ class InFlightRequests:
                 self._remove(entry)
                 unwanted.append(name)
         return unwanted
+
+    def set_yielding(self, stream: Stream, *, yields: bool) -> list[str]:
+        """Note that the reader of ``stream`` does not read, or does again. Return the ids of the
+        requests that yield to others from now on, or no longer: those that no other stream reads.
+        """
+        changed = []
+        for entry in set(stream.in_flight.values()):
+            before = entry.is_unread
+            (entry.unread.add if yields else entry.unread.discard)(stream)
+            name = entry.request.request_id
+            if entry.is_unread != before and self._by_id.get(name) is entry:
+                changed.append(name)
+        return changed
+
+    def is_unread(self, request_id: str) -> bool:
+        """Return whether no client reads the answer to a request."""
+        entry = self._by_id.get(request_id)
+        return entry is not None and entry.is_unread
 
     def note_begun(self, request_ids: Iterable[str]) -> None:
         """Note that requests have been in a step, so that their time in the queue is over."""

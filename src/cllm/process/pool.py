@@ -19,7 +19,16 @@ from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.core.segments import Segment, count_characters
 from cllm.core.vocabulary import VocabularyTable
-from cllm.engine.commands import Abort, Add, Embed, Explain, Fault, SetFaults
+from cllm.engine.commands import (
+    Abort,
+    Add,
+    Embed,
+    Explain,
+    Fault,
+    SetFaults,
+    SetWeights,
+    SetYielding,
+)
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
@@ -245,6 +254,8 @@ class Pool:
             )
             if command is not None:
                 self._write(frame(command))
+                if self._in_flight.is_unread(request_id):
+                    self._write(frame(SetYielding(request_id, True)))
             else:  # it has ended meanwhile
                 self._resume(self._suspects.forget(request_id))
 
@@ -316,6 +327,14 @@ class Pool:
         engine_id = self._in_flight.stop(stream, request_id, index)
         if engine_id is not None and self.ready and engine_id not in self._held:
             self._write(frame(Abort(engine_id, index)))
+
+    def set_yielding(self, stream: Stream, *, yields: bool) -> None:
+        """Let a stream's requests yield their places to all others while its client does not
+        read.
+        """
+        for request_id in self._in_flight.set_yielding(stream, yields=yields):
+            if self.ready and request_id not in self._held:
+                self._write(frame(SetYielding(request_id, yields)))
 
     def close_stream(self, stream: Stream) -> None:
         """Forget the stream's requests.
@@ -389,6 +408,16 @@ class Pool:
         """
         self._faults = [fault for fault in faults if fault.token is not None]
         self._write(frame(SetFaults(faults)))
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Use these shares of accounts from now on, and 1 for all others."""
+        if weights == self.params.weights:
+            return
+        # the policy and the backlog have the same mapping
+        self.params.weights.clear()
+        self.params.weights.update(weights)
+        if self.ready:
+            self._write(frame(SetWeights(dict(weights))))
 
     def check_available(self) -> None:
         """Raise EngineError unless there is an engine, or the next one is being started after a

@@ -12,6 +12,7 @@ from itertools import chain, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
+from cllm.core.account import is_anonymous
 from cllm.core.request import Priority, Request
 
 # clients wait for Retry-After plus up to a tenth, so that they do not return together
@@ -141,7 +142,8 @@ class Reservations:
             {} if group in self._groups_with_tickets else self._groups.get(group, {})
             for group in ((priority, account, body) for body in (claim.body, None))
         )
-        due = next(filter(self.is_due, chain(same, own if account and len(own) == 1 else {})), None)
+        only = own if len(own) == 1 and not is_anonymous(account) else {}
+        due = next(filter(self.is_due, chain(same, only)), None)
         early = (one for one in same if one.rejected_at <= self._clock() - EARLIEST_RETRY)
         # the least recently rejected one
         return due or min(early, key=attrgetter("rejected_at"), default=None)

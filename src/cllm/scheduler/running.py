@@ -45,9 +45,13 @@ class Running:
     def promote(self, seq: Sequence, priority: int) -> None:
         """Move ``seq`` to the class ``priority`` if that is a higher one."""
         if priority < seq.effective_priority:
-            self.remove(seq)
-            seq.effective_priority = priority
-            self.add(seq)
+            self.move(seq, priority)
+
+    def move(self, seq: Sequence, priority: int) -> None:
+        """Move ``seq`` to the class ``priority``."""
+        self.remove(seq)
+        seq.effective_priority = priority
+        self.add(seq)
 
     def check(self) -> None:
         """Raise AssertionError if the order is broken."""

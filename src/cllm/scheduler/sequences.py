@@ -24,7 +24,7 @@ from cllm.scheduler.policy import Policy
 from cllm.scheduler.running import Running
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.trace import Statistics
-from cllm.scheduler.waiting import Waiting
+from cllm.scheduler.waiting import YIELDING, Waiting
 
 log = logging.getLogger("cllm.engine")
 
@@ -107,6 +107,17 @@ class Sequences:
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.deferred)
+
+    def set_yielding(self, request_id: str, *, yields: bool) -> None:
+        """Let the sequences of a request yield their places to all others, or no longer. The
+        sequences of an unknown request have ended.
+        """
+        for seq in self._requests.get(request_id, {}).values():
+            priority = YIELDING if yields else self.waiting.policy.effective_priority(seq)
+            if seq.status is Status.RUNNING:
+                self.running.move(seq, priority)
+            else:
+                seq.effective_priority = priority
 
     # --- parking and resuming --------------------------------------------------------------------
 

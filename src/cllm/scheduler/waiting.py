@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from cllm.core.request import Priority
 from cllm.core.sequence import Sequence
 from cllm.scheduler.policy import Policy
 
@@ -14,6 +15,7 @@ from cllm.scheduler.policy import Policy
 # longer than PATIENCE.
 AGED_SHARE = 8
 PATIENCE = 30.0  # seconds
+YIELDING = max(Priority) + 1  # below every class: its client does not read
 AGED = -1  # above every class: such a sequence is not parked for a higher class after its long wait
 
 
@@ -67,7 +69,8 @@ class Waiting:
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
             if oldest is not None and now - oldest.arrived > PATIENCE:
-                oldest.effective_priority = AGED
+                if oldest.effective_priority != YIELDING:
+                    oldest.effective_priority = AGED
                 return oldest
         while self._ranks:
             rank, stamp, group = self._ranks[0]

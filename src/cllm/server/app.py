@@ -9,9 +9,10 @@ from cllm import __version__
 from cllm.config import Settings
 from cllm.registry import Registry
 from cllm.server import errors, openapi, paths
+from cllm.server.access import Access
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
-from cllm.server.native import benchmark, faults, rerank
+from cllm.server.native import benchmark, faults, rerank, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
@@ -41,13 +42,15 @@ ROUTERS = (
     llama_server.router,
     native.router,
     rerank.router,
+    usage.router,
     benchmark.router,
     faults.router,
     openapi.router,
 )
 
 
-def create_app(registry: Registry, settings: Settings) -> FastAPI:
+def create_app(registry: Registry, settings: Settings, access: Access | None = None) -> FastAPI:
+    """``access``: the accounts; by default those that the settings name."""
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -60,6 +63,7 @@ def create_app(registry: Registry, settings: Settings) -> FastAPI:
     )
     app.state.registry = registry
     app.state.settings = settings
+    app.state.access = access or Access(settings)
     app.state.sampling = settings.sampling
     app.state.responses = ResponseStore(
         settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000

@@ -1,29 +1,209 @@
-"""Finds the account of a request by its credentials."""
+"""Lets requests in: reads API keys, checks Host header fields, and throttles wrong keys."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import math
 import re
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.config import Settings
 from cllm.core.account import Account
-from cllm.core.request import Priority
+from cllm.errors import BadRequest, CLLMError, Unauthorized
+from cllm.server.access import Access
+from cllm.server.addresses import is_loopback, split_host
+
+ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
+# Paths that need no key: they tell nothing about the model or its users. Preflights of CORS do not
+# either.
+PUBLIC = frozenset({"/", "/health", "/ping", "/ready"})
+METRICS = "/metrics"
+MAX_WRONG_KEYS = 20  # of one address in WRONG_KEY_WINDOW; further ones get 429
+WRONG_KEY_WINDOW = 60.0  # seconds
+MAX_ADDRESSES = 10_000  # whose wrong keys are counted
+
+log = logging.getLogger("cllm.access")
+
+Answer = Callable[[Request, Exception], Response]
 
 
-def account_name_of(request: Request) -> str:
-    """Return the name of the account with the request's API key, "" if it has no key.
+def read_key(headers: Headers) -> str:
+    """Return the API key of a request, "" if it has none.
 
     The key is taken from Authorization, else from x-api-key.
     """
-    authorization = request.headers.get("authorization", "").strip()
+    authorization = headers.get("authorization", "").strip()
     key = re.sub(r"^bearer(\s+|$)", "", authorization, flags=re.IGNORECASE)
-    key = key or request.headers.get("x-api-key", "").strip()
+    return key or headers.get("x-api-key", "").strip()
+
+
+def name_for_key(key: str) -> str:
+    """Return the name of the account of ``key`` on a server without accounts: any key is accepted
+    and only identifies the account for fair scheduling; "" without a key.
+    """
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:16]}" if key else ""
 
 
-def make_account(name: str, settings: Settings) -> Account:
-    """Return the account ``name`` with its settings."""
-    priority = settings.scheduler.priorities.get(name)
-    return Account(name, None if priority is None else Priority[priority.upper()])
+class Guard:
+    """Passes requests to the application that may be served, with their account in the scope.
+
+    Answers all others: 401 without a valid key, 403 for a Host or a route that is not allowed, 429
+    for an address that keeps sending wrong keys.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, settings: Settings, answer: Answer) -> None:
+        """``answer`` returns the answer to a request that fails with an error."""
+        self._app = app
+        self._access = access
+        self._settings = settings
+        self._answer = answer
+        self._wrong: OrderedDict[str, tuple[float, int]] = OrderedDict()  # by address
+        self._own_name = socket.gethostname().lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        try:
+            self._check_host(request)
+            account = self._authenticate(request)
+        except CLLMError as error:
+            await self._answer(request, error)(scope, receive, send)
+            return
+        if account is not None:
+            scope[ACCOUNT] = account
+            if account.limits.is_limited:
+                send = self._with_limits(account, send)
+        await self._app(scope, receive, send)
+
+    def _check_host(self, request: Request) -> None:
+        """Raise BadRequest (403) for a host name that is not the server's: a page of another site
+        may have made the browser resolve its own name to this address (DNS rebinding).
+        """
+        allowed = self._settings.server.allowed_hosts
+        asked = request.headers.get("host")
+        if not asked or (self._access.is_required and not allowed):
+            return
+        name = split_host(asked)
+        if any(fnmatchcase(name, pattern.lower()) for pattern in allowed):
+            return
+        if not self._access.is_required and is_loopback(name):
+            return
+        # without keys, but open to other machines: an address cannot be rebound
+        if self._settings.server.insecure and (name == self._own_name or is_address(name)):
+            return
+        message = (
+            f"The host {name[:100]!r} is not allowed; the option server.allowed_hosts names the "
+            "hosts by which this server may be called."
+        )
+        raise BadRequest(message, code="host_not_allowed", status=403)
+
+    def _authenticate(self, request: Request) -> Account | None:
+        """Return the account of a request's key; None on a server without keys, and for what needs
+        none.
+
+        Raises Unauthorized, and BadRequest (403, 429).
+        """
+        if not self._access.is_required:
+            return None
+        key = read_key(request.headers)
+        account = self._access.account_for_key(key) if key else None
+        if account is None and is_public(request, self._settings):
+            return None
+        if account is not None:
+            if not account.may_use_route(request.scope["path"]):
+                raise route_not_allowed(account, request.scope["path"])
+            return account
+        if not key:
+            raise Unauthorized(
+                "This server needs an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            )
+        self._count_wrong_key(request.client.host if request.client else "")
+        raise Unauthorized("The API key is not valid.")
+
+    def _count_wrong_key(self, address: str) -> None:
+        """Raise TooManyWrongKeys if the address has sent too many. Valid keys are still accepted:
+        other clients may have the same address.
+        """
+        now = time.monotonic()
+        since, count = self._wrong.pop(address, (now, 0))
+        if now - since > WRONG_KEY_WINDOW:
+            since, count = now, 0
+        self._wrong[address] = since, count + 1
+        if len(self._wrong) > MAX_ADDRESSES:
+            self._wrong.popitem(last=False)
+        if count + 1 == MAX_WRONG_KEYS:
+            log.warning("%s sends wrong API keys", address)
+        if count >= MAX_WRONG_KEYS:
+            raise TooManyWrongKeys(since + WRONG_KEY_WINDOW - now)
+
+    def _with_limits(self, account: Account, send: Send) -> Send:
+        """Return ``send`` with headers that say what the account's limits leave."""
+
+        async def limited(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message["headers"], *self._limit_headers(account)]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return limited
+
+    def _limit_headers(self, account: Account) -> list[tuple[bytes, bytes]]:
+        headers = []
+        for name, (limit, left, seconds) in self._access.ledger.list_left(account).items():
+            for what, value in (
+                ("limit", str(limit)),
+                ("remaining", str(left)),
+                ("reset", format_duration(seconds)),
+            ):
+                headers.append((f"x-ratelimit-{what}-{name}".encode(), value.encode()))
+        return headers
+
+
+def route_not_allowed(account: Account, path: str) -> BadRequest:
+    message = f"The account {account.name!r} may not use {path[:100]}."
+    return BadRequest(message, code="route_not_allowed", status=403)
+
+
+class TooManyWrongKeys(CLLMError):
+    """An address has sent too many wrong keys; ``retry_after`` is in seconds."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("Too many requests with wrong API keys came from this address.")
+        self.retry_after = retry_after
+
+
+def is_public(request: Request, settings: Settings) -> bool:
+    """Return whether a request may be answered without a key."""
+    path, headers = request.scope["path"], request.headers
+    if path == METRICS:
+        return settings.server.open_metrics
+    is_preflight = (
+        request.method == "OPTIONS"
+        and "origin" in headers
+        and "access-control-request-method" in headers
+    )
+    return path in PUBLIC or is_preflight
+
+
+def is_address(name: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, name)
+            return True
+    return False
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as OpenAI's headers have it, such as 1s or 6m0s."""
+    whole = math.ceil(seconds)
+    return f"{whole // 60}m{whole % 60}s" if whole >= 60 else f"{whole}s"

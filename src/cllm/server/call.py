@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from cllm.core.account import Account
-from cllm.server.auth import account_name_of, make_account
+from cllm.core.account import ADDRESS, ANONYMOUS, Account
+from cllm.server.access import Access
+from cllm.server.auth import ACCOUNT, name_for_key, read_key
+from cllm.store.audit import write_audit
 
 CALL = "cllm.call"  # in the scope of a request
 
@@ -17,10 +21,10 @@ CALL = "cllm.call"  # in the scope of a request
 class Call:
     """An HTTP request, or a request of a batch, without its body.
 
-    state: the application's: registry, settings, sampling defaults, stored responses.
-    account_name: by the credentials, "" without. request: None for a batch, else the HTTP request,
-    whose client may disconnect. num_bytes: of the body, and of stored responses that it continues.
-    body_hash: the same for the same body.
+    state: the application's: registry, settings, access, sampling defaults, stored responses.
+    account_name: of the account of a batch; for an HTTP request, by its credentials, "" without.
+    request: None for a batch, else the HTTP request, whose client may disconnect. num_bytes: of the
+    body, and of stored responses that it continues. body_hash: the same for the same body.
     """
 
     state: State
@@ -30,14 +34,37 @@ class Call:
     body_hash: int = 0
 
     def account(self, user: str | None = None) -> Account:
-        """Return the account: by the credentials, else of ``user``, else the anonymous one."""
-        name = self.account_name or (f"user-{user}" if user else "")
-        return make_account(name, self.state.settings)
+        """Return the account: by the credentials, else of ``user``, else the anonymous one.
+
+        Raises Unauthorized for a batch whose account has lost its key.
+        """
+        if self.request is not None and ACCOUNT in self.request.scope:
+            account: Account = self.request.scope[ACCOUNT]
+            return account
+        access: Access = self.state.access
+        if self.request is not None and access.is_required:
+            return ANONYMOUS  # without any rights
+        return access.account(self.account_name or (f"user-{user}" if user else ""))
+
+    def scheduling_account(self, user: str | None = None) -> Account:
+        """Return the account for scheduling. Anonymous requests are of their client's address."""
+        account = self.account(user)
+        if account.name or self.request is None or self.request.client is None:
+            return account
+        return msgspec.structs.replace(account, name=f"{ADDRESS}{self.request.client.host}")
+
+    def audit(self, what: str, **details: object) -> None:
+        """Note in the audit log what the request changes about the server."""
+        folder = self.state.settings.storage.folder
+        if folder is not None:
+            who = self.account().name or "anonymous"
+            write_audit(Path(folder).expanduser(), who, what, **details)
 
 
 def call_of(request: Request) -> Call:
     """Return the call that ``request`` is, always the same object."""
     call: Call | None = request.scope.get(CALL)
     if call is None:
-        call = request.scope[CALL] = Call(request.app.state, account_name_of(request), request)
+        name = name_for_key(read_key(request.headers))
+        call = request.scope[CALL] = Call(request.app.state, name, request)
     return call

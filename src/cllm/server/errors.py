@@ -21,8 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from cllm.answer import RequestTimeout
-from cllm.errors import BadRequest, EngineError, FatalRequest
+from cllm.errors import BadRequest, EngineError, FatalRequest, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
+from cllm.server.auth import TooManyWrongKeys
 from cllm.server.queueing import TICKET
 from cllm.server.request_id import request_id
 from cllm.server.sse import ClientGone
@@ -30,7 +31,8 @@ from cllm.server.sse import ClientGone
 log = logging.getLogger("cllm.server")
 
 CLIENT_CLOSED_REQUEST = 499
-FATAL = "engine_crashed"  # the code of a request that must not be sent again
+# the codes of requests that must not be sent again
+FATAL = frozenset({"engine_crashed", "insufficient_quota"})
 
 
 class Fault(NamedTuple):
@@ -73,6 +75,17 @@ def describe(error: Exception) -> Fault:
         return Fault(error.status_code, error.detail, code=code)
     if isinstance(error, RequestTimeout):
         return Fault(504, str(error), "timeout", code=error.code)
+    if isinstance(error, Unauthorized):
+        return Fault(401, str(error), code="invalid_api_key")
+    if isinstance(error, RateLimited):
+        kind = "requests" if "requests" in error.limit else "tokens"
+        if error.retry_after is None:
+            kind, code = "insufficient_quota", "insufficient_quota"
+        else:
+            code = "rate_limit_exceeded"
+        return Fault(429, str(error), kind, error.limit, code, error.retry_after or 0)
+    if isinstance(error, TooManyWrongKeys):
+        return Fault(429, str(error), "requests", None, "too_many_wrong_keys", error.retry_after)
     if isinstance(error, QueueFull):  # OpenAI's type of a rate limit names what was limited
         kind = "tokens" if error.bound == "tokens" else "requests"
         return Fault(
@@ -84,7 +97,7 @@ def describe(error: Exception) -> Fault:
             ticket=error.ticket,
         )
     if isinstance(error, FatalRequest):
-        return Fault(500, str(error), "server_error", code=FATAL)
+        return Fault(500, str(error), "server_error", code="engine_crashed")
     if isinstance(error, EngineError):
         return Fault(
             503,
@@ -103,7 +116,7 @@ def describe(error: Exception) -> Fault:
 
 def describe_in_stream(error: Exception) -> Fault:
     """Return the fault for an error after the first byte of a stream. Log unexpected errors."""
-    if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
+    if not isinstance(error, (BadRequest, EngineError, RequestTimeout, Unauthorized)):
         log.error("a stream failed", exc_info=error)
     return describe(error)
 
@@ -129,22 +142,29 @@ def allowed_methods(request: Request) -> list[str]:
     return sorted({method for route in known for method in route.methods or ()})
 
 
-def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
-    """Answer every error of ``app`` in the form of the request's dialect."""
+def make_answer(dialects: Sequence[Dialect]) -> Callable[[Request, Fault], Response]:
+    """Return a function that answers a request with a fault, in the form of its dialect."""
 
     def answer(request: Request, fault: Fault) -> Response:
         form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_error)
         status, content = form(fault, request_id(request))
-        headers = (
-            {"retry-after": str(max(1, math.ceil(fault.retry_after)))}
-            if fault.status in (429, 503)
-            else {}
-        )
-        if fault.code == FATAL:
+        headers = {}
+        if fault.status in (429, 503) and fault.code not in FATAL:
+            headers["retry-after"] = str(max(1, math.ceil(fault.retry_after)))
+        if fault.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if fault.code in FATAL:
             headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients read
         if fault.ticket:
             headers[TICKET] = fault.ticket
         return Response(pydantic_core.to_json(content), status, headers, "application/json")
+
+    return answer
+
+
+def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
+    """Answer every error of ``app`` in the form of the request's dialect."""
+    answer = make_answer(dialects)
 
     async def expected(request: Request, error: Exception) -> Response:
         return answer(request, describe(error))
@@ -164,7 +184,10 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    for kind in (BadRequest, RequestTimeout, QueueFull, EngineError, RequestValidationError):
+    for kind in (
+        *(BadRequest, RequestTimeout, QueueFull, EngineError, RequestValidationError),
+        *(Unauthorized, RateLimited),
+    ):
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)

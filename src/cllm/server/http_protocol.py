@@ -306,7 +306,8 @@ class Protocol(HttpToolsProtocol):
         self._is_discarding = True
         self.server_state.mark_idle(self)
         self.flow.resume_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
         self._closing_timer = self.loop.call_later(
             LINGER_PAUSE, self._check_lingering, 0, LINGER_TIMEOUT
         )
@@ -330,6 +331,8 @@ class Protocol(HttpToolsProtocol):
         Return whether the connection stays open for its answer.
         """
         if self._is_discarding or not self._is_busy() or self.cycle.more_body:
+            return False
+        if self.scheme == "https":  # TLS has no half-closed connections
             return False
         if not self._is_half_closed:
             self._is_half_closed = True

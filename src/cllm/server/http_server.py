@@ -12,6 +12,9 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.batches import Batches
@@ -21,8 +24,11 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
 from cllm.registry import Registry
-from cllm.server.app import create_app
+from cllm.server.access import Access
+from cllm.server.app import DIALECTS, create_app
+from cllm.server.auth import Guard
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
+from cllm.server.errors import describe, make_answer
 from cllm.server.http_protocol import Protocol
 from cllm.server.request_id import with_answer_headers
 from cllm.server.sse import streaming
@@ -33,6 +39,7 @@ log = logging.getLogger("cllm.server")
 # seconds; longer than the idle time of the usual clients and proxies, so that they close first
 KEEP_ALIVE = 75
 TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
+TICKS_PER_CHECK = 5  # of the accounts
 LAST_WORDS = 2  # seconds in which streams that were ended send their error
 
 
@@ -48,15 +55,20 @@ class HttpServer(uvicorn.Server):
         config: uvicorn.Config,
         service: Service,
         batches: Batches | None,
-        drain_timeout: float,
+        access: Access,
+        settings: Settings,
     ) -> None:
         super().__init__(config)
-        self.server_state: Connections = Connections(max_connections(raise_descriptor_limit()))
+        limit = max_connections(raise_descriptor_limit())
+        self.server_state: Connections = Connections(
+            limit, settings.server.max_connections_per_address
+        )
         self.service = service
         service.metrics.connections.set_function(lambda: len(self.server_state.connections))
         self._batches = batches
         self.early: list[int] = []
-        self._drain_timeout = drain_timeout
+        self._drain_timeout = settings.server.drain_timeout
+        self._access = access
         self._last_tick = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -70,16 +82,19 @@ class HttpServer(uvicorn.Server):
         self._accepting = [
             self._loop.create_task(self._accept(listener)) for listener in sockets or ()
         ]
+        await self._access.open()
         if self._batches is not None:
             await self._batches.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Measure how late uvicorn's clock is."""
+        """Measure how late uvicorn's clock is, and look after the accounts now and then."""
         now = self._loop.time()
         if self._last_tick:
             lag = max(0.0, now - self._last_tick - TICK_SECONDS)
             self.service.metrics.event_loop_lag.observe(lag)
         self._last_tick = now
+        if counter % TICKS_PER_CHECK == 0:
+            self._access.check(self.service)
         return await super().on_tick(counter)
 
     def start_renderer(self) -> None:
@@ -92,7 +107,7 @@ class HttpServer(uvicorn.Server):
             return Protocol(config=self.config, server_state=self.server_state, app_state={})
 
         listener.setblocking(False)
-        await self.server_state.accept(listener, protocol)
+        await self.server_state.accept(listener, protocol, self.config.ssl)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # a signal handler can interrupt any code, so it must not write to streams itself
@@ -108,41 +123,68 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*self._accepting, return_exceptions=True)
         if self._batches is not None:
             await self._batches.stop()
-        if (going := self.service.engine.num_unfinished) and self._drain_timeout:
-            requests = "1 request" if going == 1 else f"{going} requests"
-            log.warning(
-                "waiting up to %g s for %s; Ctrl-C again ends them now",
-                self._drain_timeout,
-                requests,
-            )
+        going = self.service.engine.num_unfinished
+        requests = "1 request" if going == 1 else f"{going} requests"
+        waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"
+        has_served = self.service.engine.info is not None
+        if has_served:
+            log.info("the server shuts down with %s%s", requests, waits if going else "")
         timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            if has_served:
+                log.info("the server has shut down")
 
     def _end_streams(self) -> None:
         self.service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(settings: Settings, model_name: str, engine: Pool) -> HttpServer:
+def open_server(settings: Settings, access: Access, model_name: str, engine: Pool) -> HttpServer:
     """Return a server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
     timeout = settings.scheduler.request_timeout
-    service = Service(engine, Metrics(model_name), model_name, timeout, recorder)
-    app = create_app(Registry(service, settings.model.aliases), settings)
+    service = Service(engine, Metrics(model_name), model_name, timeout, recorder, access.ledger)
+    app = create_app(Registry(service, settings.model.aliases), settings, access)
     config = uvicorn.Config(
-        streaming(with_answer_headers(heads_as_gets(app))),
+        guard(heads_as_gets(app), access, settings),
         http=Protocol,
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=bool(settings.server.trusted_proxies),
+        forwarded_allow_ips=[*settings.server.trusted_proxies],
+        ssl_certfile=settings.server.tls_certificate,
+        ssl_keyfile=settings.server.tls_key,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
-    return HttpServer(config, service, app.state.batches, settings.server.drain_timeout)
+    return HttpServer(config, service, app.state.batches, access, settings)
+
+
+def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
+    """Return ``app`` with what is done before and after it: headers of all answers, CORS, and the
+    checks of Guard.
+    """
+    answer = make_answer(DIALECTS)
+
+    def refuse(request: Request, error: Exception) -> Response:
+        return answer(request, describe(error))
+
+    app = Guard(app, access, settings, refuse)
+    if origins := settings.server.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+            max_age=600,
+        )
+    return streaming(with_answer_headers(app))
 
 
 def heads_as_gets(app: ASGIApp) -> ASGIApp:

@@ -6,6 +6,9 @@ from fastapi import FastAPI
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from cllm.core.account import Account
+from cllm.server.auth import ACCOUNT, route_not_allowed
+
 PREFIX = "/v1"
 # The operator's pages cannot be reached under /v1, so a proxy that passes only /v1 hides them.
 PRIVATE = ("/metrics", "/scheduler", "/benchmark", "/faults")
@@ -24,6 +27,9 @@ def install(app: FastAPI) -> None:
         path: str = scope["path"]
         for other in (path.removeprefix(PREFIX), PREFIX + path):
             if other != path and other not in PRIVATE and has_route(app, {**scope, "path": other}):
+                account: Account | None = scope.get(ACCOUNT)
+                if account is not None and not account.may_use_route(other):
+                    raise route_not_allowed(account, path)
                 scope["path"] = other
                 await app.router(scope, receive, send)
                 return

@@ -54,7 +54,7 @@ class TermsBody(Body):
 
         ``user``: a user that another field of the body names.
         """
-        account = call.account(self.user or user)
+        account = call.scheduling_account(self.user or user)
         asked: PriorityName | None = "batch" if call.request is None else self.priority
         ticket = "" if call.request is None else call.request.headers.get(TICKET, "")
         return SchedulingOptions(
@@ -62,7 +62,7 @@ class TermsBody(Body):
             priority=account.choose_priority(None if asked is None else Priority[asked.upper()]),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
-            cache_salt=self.cache_salt or "",
+            cache_salt=call.state.access.salt(account, self.cache_salt or ""),
             claim=Claim(ticket, call.body_hash),
         )
 

@@ -6,6 +6,7 @@ from starlette.requests import Request
 
 from cllm.errors import BadRequest, UnknownModel
 from cllm.registry import Registry
+from cllm.server.call import Call, call_of
 from cllm.service import Service
 
 
@@ -17,18 +18,49 @@ def registry_of(request: Request) -> Registry:
 def service_for(request: Request, name: str | None = None, message: str = "") -> Service:
     """Return the service of the model that a request names, or of the default model.
 
-    Raises UnknownModel, with the dialect's ``message`` if there is one.
+    Raises UnknownModel, with the dialect's ``message`` if there is one; also for a model that the
+    request's account may not use.
     """
     try:
-        return registry_of(request).get(name)
+        return allowed(registry_of(request).get(name), call_of(request), name)
     except UnknownModel as error:
         if not message:
             raise
         raise UnknownModel(error.asked, error.served, message) from None
 
 
+def allowed(service: Service, call: Call, name: str | None = None) -> Service:
+    """Return ``service``. Raises UnknownModel if the account may not use its model, which the
+    request calls ``name``.
+    """
+    account = call.account()
+    if account.has_key and not account.may_use_model(service.model_name):
+        served = ", ".join(account.models)
+        raise UnknownModel(name or service.model_name, served)
+    return service
+
+
+def served_models(request: Request) -> list[Service]:
+    """Return the services of the models that the request's account may use."""
+    account = call_of(request).account()
+    return [one for one in registry_of(request).services if account.may_use_model(one.model_name)]
+
+
+def check_admin(request: Request) -> None:
+    """Raise BadRequest (403) unless the request's account may see and manage what concerns all
+    accounts.
+    """
+    account = call_of(request).account()
+    if not account.is_admin:
+        message = f"{request.method} {request.scope['path']} needs the API key of an administrator."
+        raise BadRequest(message, code="admin_required", status=403)
+
+
 def check_enabled(request: Request, option: str) -> None:
-    """Raise BadRequest (403) unless the operator has set ``option`` of the section server."""
+    """Raise BadRequest (403) unless the operator has set ``option`` of the section server, and the
+    request's account is an administrator's.
+    """
+    check_admin(request)
     if getattr(request.app.state.settings.server, option):
         return
     path = request.scope["path"]

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from cllm.process.backlog import QueueLimits
 from cllm.process.launch import Popen
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
+from cllm.server.access import Access
 
 if TYPE_CHECKING:
     from cllm.server.http_server import HttpServer
@@ -56,31 +56,24 @@ ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps each wildcard address to the loopback address that reaches it from this machine."""
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is an address or a name that only this machine reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def address(listener: socket.socket) -> str:
+def address(listener: socket.socket, scheme: str = "http") -> str:
     """Return the URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = ALL_ADDRESSES.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def address_elsewhere(listener: socket.socket) -> str | None:
+def address_elsewhere(listener: socket.socket, scheme: str = "http") -> str | None:
     """Return the URL for clients on other machines if the socket listens on all addresses; else
     None.
     """
     host, port = listener.getsockname()[:2]
-    return f"http://{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else None
+    return f"{scheme}://{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else None
 
 
 async def run(
     settings: Settings,
+    access: Access,
     params: EngineParams,
     early: list[int],
     model_name: str,
@@ -100,7 +93,7 @@ async def run(
     starting = asyncio.create_task(engine.start())
     server: HttpServer | None = None
     try:
-        server = opened = await asyncio.to_thread(open_server, settings, model_name, engine)
+        server = opened = await asyncio.to_thread(open_server, settings, access, model_name, engine)
         gc.enable()  # __main__ has turned it off for the imports
 
         def started(task: asyncio.Task[None]) -> None:
@@ -125,13 +118,14 @@ async def run(
         await engine.close()
         if server is not None:
             await server.service.close()
+        await access.close()
 
 
-def open_server(settings: Settings, model_name: str, engine: Pool) -> HttpServer:
+def open_server(settings: Settings, access: Access, model_name: str, engine: Pool) -> HttpServer:
     """Import and open the server. Raises StartupError."""
     from cllm.server import http_server
 
-    return http_server.open_server(settings, model_name, engine)
+    return http_server.open_server(settings, access, model_name, engine)
 
 
 def queue_limits(settings: Settings) -> QueueLimits:
@@ -147,6 +141,7 @@ def result_cache(settings: Settings) -> ResultCache:
 
 def run_forever(
     settings: Settings,
+    access: Access,
     params: EngineParams,
     model_name: str,
     listener: socket.socket,
@@ -171,7 +166,10 @@ def run_forever(
         signal.signal(signal_number, lambda number, _: signals.append(number))
     with asyncio.Runner(loop_factory=factory) as runner:
         served = runner.run(
-            run(settings, params, signals, model_name, listener, on_loading, on_ready, launched)
+            run(
+                *(settings, access, params, signals, model_name, listener),
+                *(on_loading, on_ready, launched),
+            )
         )
     if not served and signal.SIGINT in signals:
         raise KeyboardInterrupt

@@ -21,6 +21,8 @@ T = TypeVar("T")
 # seconds of silence after which a heartbeat is sent, so that proxies and clients keep waiting
 HEARTBEAT = 15.0
 HEARTBEAT_BYTES = b": ping\n\n"
+# seconds for which a client may not read before its request yields its place to others
+YIELD_AFTER = 1.0
 DIRECT_SEND = "cllm.send"
 # in the scope's state: a function that writes something a reader of the stream skips
 PROBE = "cllm.probe"
@@ -80,6 +82,7 @@ class EventStream(Response):
         self._events = events
         self._heartbeat = heartbeat
         self._writing: asyncio.Task[None] | None = None  # waits until the client has read
+        self._is_yielding = False
         self._num_sent = 0
         self._is_last = False  # nothing follows the latest data
 
@@ -167,11 +170,22 @@ class EventStream(Response):
         self._writing = begin(self._send(message))
         if self._writing is not None:
             self._writing.add_done_callback(self._written)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(YIELD_AFTER, self._yield)
         elif self._is_last:
             self._end()
 
+    def _yield(self) -> None:
+        """Let others go first: the client does not read what has been sent."""
+        self._is_yielding = True
+        self._answer.set_yielding(yields=True)
+
     def _written(self, task: asyncio.Task[None]) -> None:
         self._writing = None
+        self._timer.cancel()
+        if self._is_yielding:
+            self._is_yielding = False
+            self._answer.set_yielding(yields=False)
         if task.cancelled():
             return
         if self._is_last or task.exception():

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from cllm.private_files import open_private
+
 Identify = Callable[[bytes], tuple[str, dict[str, int]]]
 """Takes an answer; returns the id of its request, and its numbers of tokens by kind."""
 
@@ -80,7 +82,7 @@ def append_whole(path: Path, data: bytes, size: int) -> int:
 
     If that raises OSError, nothing is appended, or the next call removes it.
     """
-    with path.open("ab", buffering=0) as file:
+    with open_private(path, "ab", buffering=0) as file:
         if file.tell() > size:  # a failed call could not undo its writing
             file.truncate(size)
         rest = memoryview(data)

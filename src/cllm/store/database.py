@@ -1,16 +1,18 @@
-"""The SQLite database with the records of the store."""
+"""The SQLite databases of the store and of the accounts' usage."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SCHEMA = """
+VERSION = 1  # of both schemas; 0.1 wrote the store's without a version
+NEWER = "it was written by a newer version of cLLM"
+STORE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, account TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
@@ -24,8 +26,20 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE INDEX IF NOT EXISTS batches_of_account ON batches (account, created_at);
 CREATE INDEX IF NOT EXISTS readers ON batches (input_file_id) WHERE NOT has_ended;
 """
+USAGE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS usage (
+    account TEXT NOT NULL, day TEXT NOT NULL, requests INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, PRIMARY KEY (account, day)
+);
+CREATE TABLE IF NOT EXISTS latest (
+    account TEXT NOT NULL, second INTEGER NOT NULL, requests INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, PRIMARY KEY (account, second)
+);
+"""
 # The folder's lock excludes other processes. Without shared memory, SQLite needs no third file.
-PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")
+ALONE = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")
+SHARED = ("busy_timeout = 5000", "journal_mode = WAL", "synchronous = NORMAL")
 FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
 
 
@@ -34,15 +48,21 @@ class Database:
     failed (the disk is full, or a quota is used up), else EIO.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open the database and create what is missing. Raises OSError."""
+    def __init__(self, path: Path, schema: str, pragmas: Sequence[str]) -> None:
+        """Open the database and create what is missing.
+
+        Raises OSError, also for a database of a newer version, which stays unchanged.
+        """
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite would let others read it
         self._connection = sqlite3.connect(path, isolation_level=None)
         try:
             with as_os_error():
-                for pragma in PRAGMAS:
+                [(version,)] = self.rows("PRAGMA user_version")
+                if version > VERSION:
+                    raise OSError(errno.EPERM, NEWER)
+                for pragma in pragmas:
                     self._connection.execute(f"PRAGMA {pragma}")
-                self._connection.executescript(SCHEMA)
+                self._connection.executescript(schema + f"PRAGMA user_version = {VERSION};")
         except OSError:
             self._connection.close()
             raise

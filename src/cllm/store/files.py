@@ -23,6 +23,7 @@ import msgspec
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
+from cllm.private_files import open_private
 from cllm.store.database import Database
 
 log = logging.getLogger("cllm.store")
@@ -130,7 +131,7 @@ class FileStore:
         """
         part = self._folder / f"{file.id}.part"
         try:
-            with part.open("xb") as target:
+            with open_private(part, "xb") as target:
                 shutil.copyfileobj(content, target, 1 << 20)
                 target.flush()
                 os.fsync(target.fileno())

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from cllm.errors import BadRequest, EngineError
 from cllm.store.batches import BatchStore
-from cllm.store.database import Database
+from cllm.store.database import ALONE, STORE_SCHEMA, Database
 from cllm.store.files import FileStore, Room
 from cllm.store.imports import import_records
 
@@ -81,7 +81,7 @@ class Store:
         for folder in (files, batches):
             folder.mkdir(mode=0o700, exist_ok=True)
         self.room.clear()
-        self._database = Database(self.folder / "store.db")
+        self._database = Database(self.folder / "store.db", STORE_SCHEMA, ALONE)
         import_records(files, batches, self._database)
         self.files = FileStore(files, self._database, self.room)
         self.batches = BatchStore(batches, self._database, self.files, self.room)

@@ -28,7 +28,7 @@ from cllm.server.call import Call, call_of
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
 from cllm.server.request_id import request_id
-from cllm.server.resolve import registry_of
+from cllm.server.resolve import served_models
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
@@ -114,7 +114,7 @@ async def models(
 ) -> dict[str, Any]:
     """List the served model. There is only one page."""
     check_version(request)
-    services = [] if after_id or before_id else registry_of(request).services
+    services = [] if after_id or before_id else served_models(request)
     names = [service.model_name for service in services]
     return {
         "data": [model_object(service) for service in services],

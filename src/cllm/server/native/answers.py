@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pydantic
+from pydantic import Field
 
 from cllm.server.body import ResponseModel, example
 
 
 class Root(ResponseModel):
+    """model and paths are missing without a valid API key, if the server needs one."""
+
     name: Literal["cLLM"]
     version: str
-    model: str
     docs: str
-    paths: list[str]
+    model: str = ""
+    paths: list[str] = Field(default=[])
 
 
 class Health(ResponseModel):
@@ -24,6 +27,30 @@ class Health(ResponseModel):
 
 class Version(ResponseModel):
     version: str
+
+
+class AccountUsage(ResponseModel):
+    """left: of the limits per minute, for requests and tokens."""
+
+    name: str
+    limits: dict[str, int]
+    tokens_of_month: int
+    left: dict[str, int]
+
+
+class DayUsage(ResponseModel):
+    account: str
+    day: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class UsageAnswer(ResponseModel):
+    object: Literal["usage"]
+    accounts: list[AccountUsage]
+    days: list[DayUsage]
 
 
 class Ready(ResponseModel):

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
+from cllm.core.account import ANONYMOUS
 from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, describe_route, example, read_body
@@ -37,7 +38,7 @@ from cllm.server.native.answers import (
 )
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
-from cllm.server.resolve import service_for
+from cllm.server.resolve import check_admin, registry_of, service_for
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.text.output_reader import Delta
@@ -107,7 +108,9 @@ class DecodeBody(Body):
 
 @router.get("/", openapi_extra=describe_route(answer=Root))
 async def root(request: Request) -> dict[str, Any]:
-    """Return the server's name, version, model and paths."""
+    """Return the server's name and version, and to those who may use it its model and paths."""
+    if call_of(request).account() == ANONYMOUS:
+        return {"name": "cLLM", "version": __version__, "docs": "/docs"}
     service = service_for(request)
     document = await asyncio.to_thread(request.app.openapi)
     paths = sorted(path for path in document["paths"] if path != "/")
@@ -124,7 +127,7 @@ async def root(request: Request) -> dict[str, Any]:
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> dict[str, Any]:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded"."""
-    service = service_for(request)
+    service = registry_of(request).get()
     ready = service.engine.ready
     return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
 
@@ -140,7 +143,7 @@ async def ready(request: Request) -> Response:
     """Return 200 while requests are computed, and 503 while the model loads, the engine restarts
     (requests then wait for it) or the server shuts down.
     """
-    service = service_for(request)
+    service = registry_of(request).get()
     if service.ready:
         return JSONResponse({"status": "ready"})
     seconds = max(1, math.ceil(service.engine.seconds_until_ready()))
@@ -164,14 +167,17 @@ async def model_info(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return metrics for Prometheus."""
-    service = service_for(request)
+    """Return metrics for Prometheus. Administrators see the usage of each account too."""
+    service = registry_of(request).get()
     engine = service.engine
+    is_admin = call_of(request).account().is_admin
     page = service.metrics.render(
         engine.stats_since_start,
         ready=service.ready,
         num_restarts=engine.num_restarts,
         reservations=engine.reservations,
+        usage=service.ledger.totals() if is_admin else {},
+        num_failed_writes=service.ledger.num_failed_writes,
     )
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
@@ -181,8 +187,9 @@ async def scheduler(
     request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20
 ) -> Response:
     """Explain the scheduling: the engine's last steps, which requests run, what others wait for,
-    what steps cost.
+    what steps cost. Needs an administrator's key.
     """
+    check_admin(request)
     service = service_for(request)
     explanation = await until_disconnect(request, service.engine.explain(steps))
     return Response(msgspec.json.encode(explanation), media_type="application/json")

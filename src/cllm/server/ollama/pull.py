@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cllm.errors import BadRequest, StartupError
 from cllm.models import catalog
+from cllm.server.call import call_of
 from cllm.server.ollama.schema import PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.sse import until_disconnect
@@ -106,6 +107,7 @@ async def pull(request: Request, body: PullBody) -> Response:
         raise BadRequest(
             "Another model is being pulled; try again later.", status=409, code="conflict"
         )
+    call_of(request).audit("pull", model=name)
     lines = Download(name).lines()
     if body.stream is not False:
         return StreamingResponse(encode_lines(lines), media_type=MEDIA_TYPE)

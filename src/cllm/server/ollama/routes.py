@@ -48,7 +48,7 @@ from cllm.server.ollama.schema import (
 )
 from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prompt
 from cllm.server.queueing import answer_headers
-from cllm.server.resolve import registry_of
+from cllm.server.resolve import check_admin, registry_of, served_models
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import encode_vectors
 from cllm.service import Service
@@ -244,7 +244,7 @@ async def embeddings(request: Request) -> Response:
 async def tags(request: Request) -> Response:
     """List the available models: the served one."""
     models = []
-    for service in registry_of(request).services:
+    for service in served_models(request):
         card = await card_of(service)
         models.append({**entry(service, card), "modified_at": card.modified})
     return json_answer({"models": models})
@@ -254,7 +254,7 @@ async def tags(request: Request) -> Response:
 async def running(request: Request) -> Response:
     """List the loaded models."""
     models = []
-    for service in registry_of(request).services:
+    for service in served_models(request):
         info = service.engine.info
         if info is None:
             continue
@@ -307,8 +307,9 @@ async def show(request: Request) -> Response:
 async def pull_model(request: Request) -> Response:
     """Download a model into the hub's cache, if the server's settings allow it.
 
-    The served model needs no download.
+    The served model needs no download. Needs an administrator's key.
     """
+    check_admin(request)
     body = await read(request, PullBody)
     with contextlib.suppress(UnknownModel):
         registry_of(request).get(body.wanted())

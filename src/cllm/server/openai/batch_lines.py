@@ -27,6 +27,7 @@ from cllm.server.openai.responses import complete_response, response_generation
 from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
+from cllm.server.resolve import allowed
 from cllm.service import Service
 from cllm.store.batches import BatchRecord
 
@@ -116,6 +117,7 @@ class OpenAILines:
         asked: Any = await off_loop(call, lambda: read_value(body.value, model, call))
         if asked.model:
             service = self._state.registry.get(asked.model)
+        service = allowed(service, call, asked.model)
         name, content = await compute(call, service, asked)
         return answer_line(custom_id, 200, name, content)
 

@@ -24,7 +24,7 @@ from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import ChoiceAccumulator, Chunks, UsageChunks, usage_object
 from cllm.server.queueing import answer_headers
-from cllm.server.resolve import registry_of, service_for
+from cllm.server.resolve import registry_of, served_models, service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
@@ -77,8 +77,9 @@ async def models(request: Request) -> dict[str, Any]:
 
     ``root`` is its name.
     """
-    registry = registry_of(request)
-    data = [model_object(registry.get(name), name) for name in registry.names]
+    registry, served = registry_of(request), served_models(request)
+    services = [(registry.get(name), name) for name in registry.names]
+    data = [model_object(service, name) for service, name in services if service in served]
     return {"object": "list", "data": data}
 
 

@@ -1,0 +1,103 @@
+"""The settings tree as a flat list of options, from which files, variables, flags and docs are
+derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+NAMES = "names with commas between them, or a JSON list of names"
+SECRET = object()  # in the type of a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One leaf of the settings tree. ``type`` excludes None. ``expects`` completes "must be ...".
+
+    ``expects_of_entries`` does the same for each entry of a mapping. The type of a mapping is str,
+    because variables and flags have it as JSON. The type of a list is str too, because variables
+    and flags separate entries by commas.
+    """
+
+    key: str
+    type: Any
+    nullable: bool
+    default: object
+    help: str
+    expects: str
+    expects_of_entries: str = ""
+    is_list: bool = False
+    is_secret: bool = False
+
+    @property
+    def variable(self) -> str:
+        return "CLLM_" + self.key.replace(".", "_").upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+
+def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from options_of(field.annotation, key + ".")
+        else:
+            yield option_of(key, field)
+
+
+def option_of(key: str, field: FieldInfo) -> Option:
+    kind: Any = field.annotation
+    nullable = NoneType in get_args(kind)
+    if nullable:
+        (kind,) = (part for part in get_args(kind) if part is not NoneType)
+    is_secret = SECRET in getattr(kind, "__metadata__", ())
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is list:
+        return Option(
+            key, str, nullable, field.get_default(), field.description or "", NAMES, is_list=True
+        )
+    if get_origin(kind) is dict:
+        entry = get_args(kind)[1]
+        number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)
+        entries = describe(number, bounds.metadata if bounds else [])
+        expects = f"a mapping of names, each to {entries}"
+        return Option(
+            key, str, nullable, field.get_default(), field.description or "", expects, entries
+        )
+    expects = "a key without spaces" if is_secret else describe(kind, field.metadata)
+    expects += " or null" if nullable else ""
+    return Option(
+        key,
+        kind,
+        nullable,
+        field.default,
+        field.description or "",
+        expects,
+        is_secret=is_secret,
+    )
+
+
+def describe(kind: Any, metadata: list[Any]) -> str:
+    if get_origin(kind) is Literal:
+        *others, last = get_args(kind)
+        return f"{', '.join(others)} or {last}"
+    text = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "one line of text",
+    }[kind]
+    for word, bound in (("from", "ge"), ("above", "gt"), ("up to", "le")):
+        text += "".join(
+            f" {word} {getattr(rule, bound)}" for rule in metadata if hasattr(rule, bound)
+        )
+    return text

@@ -1,0 +1,158 @@
+"""The accounts that may use a server, and the rules for who may reach it.
+
+It imports little, because ``cllm serve`` needs it before everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cllm.config import Settings
+from cllm.core.account import Account
+from cllm.core.request import Priority
+from cllm.errors import StartupError, Unauthorized
+from cllm.server.addresses import is_loopback
+from cllm.store.keys import Keyring
+from cllm.store.usage import Ledger
+
+if TYPE_CHECKING:
+    from cllm.service import Service
+
+log = logging.getLogger("cllm.access")
+
+
+class Access:
+    """The accounts of a server, and what they have used.
+
+    Without API keys, every request is served, and its account has the name that its key, its user
+    or its address gives it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises StartupError if the file of keys cannot be used."""
+        server = settings.server
+        self.keyring = Keyring(Path(server.keys_file).expanduser(), server.api_key)
+        self.ledger = Ledger()
+        self._settings = settings
+        self._valid: set[str] = set()  # names of accounts with a valid key, at the last check
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._warned = False
+
+    @property
+    def is_required(self) -> bool:
+        """Whether requests need a key."""
+        return self.keyring.is_required
+
+    def account(self, name: str) -> Account:
+        """Return the account ``name`` with its settings, for stored work such as batches.
+
+        Raises Unauthorized if accounts need keys and it has none.
+        """
+        if not self.is_required:
+            return self._with_priority(Account(name, is_admin=True))
+        account = self.keyring.get(name)
+        if account is None:
+            raise Unauthorized(f"The account {name!r} has no valid API key.")
+        return self._with_priority(account)
+
+    def account_for_key(self, key: str) -> Account | None:
+        """Return the account of ``key``, None if it is not valid."""
+        account = self.keyring.find(key)
+        return None if account is None else self._with_priority(account)
+
+    def _with_priority(self, account: Account) -> Account:
+        """Add the class that the setting scheduler.priorities gives to an account."""
+        priority = self._settings.scheduler.priorities.get(account.name)
+        if priority is None or account.priority is not None:
+            return account
+        return msgspec.structs.replace(account, priority=Priority[priority.upper()])
+
+    def salt(self, account: Account, salt: str) -> str:
+        """Return the cache salt of a request of ``account`` that asks for ``salt``: tenants share
+        nothing with each other, unless server.shared_tenants says so.
+        """
+        if not account.has_key:
+            return salt
+        shared = self._settings.server.shared_tenants
+        tenant = "" if account.tenant in shared or "*" in shared else account.tenant
+        return f"{tenant}\0{salt}"
+
+    async def open(self) -> None:
+        """Read what the accounts have used. Without a folder, usage is kept in memory only."""
+        folder = self._settings.storage.folder
+        if not self.is_required or folder is None or self._warned:
+            return
+        try:
+            await self.ledger.open(Path(folder))
+        except OSError as error:
+            self._warned = True
+            log.error(
+                "the usage of accounts is kept in memory only: %s: %s",
+                folder,
+                error.strerror or error,
+            )
+
+    def check(self, service: Service) -> None:
+        """Apply changes of the file of keys, and begin to write what accounts have used. To be
+        called twice a second.
+        """
+        weights = self._settings.scheduler.weights
+        service.engine.set_weights(weights | self.keyring.weights)
+        if self.keyring.reload():
+            self._tasks.add(asyncio.create_task(self.open()))
+        names = self.keyring.names()
+        if self._settings.server.revoked_streams == "end":
+            for name in self._valid - names:
+                self.ledger.end_all(name, Unauthorized("The API key has been revoked."))
+        self._valid = names
+        if self.ledger.is_dirty() and not self.ledger.is_saving():
+            self._tasks.add(asyncio.create_task(self.ledger.save()))
+        self._tasks = {task for task in self._tasks if not task.done()}
+
+    async def close(self) -> None:
+        """Write the rest of what accounts have used."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.ledger.close()
+
+
+def check_access(settings: Settings, access: Access) -> None:
+    """Raise StartupError if other machines could use the server without keys unasked, or if the
+    settings contradict each other.
+    """
+    server = settings.server
+    if server.enable_faults and not is_loopback(server.host):
+        raise StartupError(
+            f"server.enable_faults needs a loopback address as server.host, not {server.host}"
+        )
+    if server.enable_faults and access.is_required:
+        raise StartupError("server.enable_faults cannot be used with API keys")
+    check_certificate(server.tls_certificate, server.tls_key)
+    if not is_loopback(server.host) and not access.is_required and not server.insecure:
+        raise StartupError(
+            f"{server.host} can be reached from other machines, so requests need API keys: create "
+            "one with `cllm keys add NAME`, or serve everyone with --insecure"
+        )
+
+
+def check_certificate(certificate: str | None, key: str | None) -> None:
+    """Raise StartupError unless the two files can be used together, or neither is named."""
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise StartupError("server.tls_certificate and server.tls_key need each other")
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate, key, password=lambda: ""
+        )
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise StartupError(
+            f"server.tls_certificate {certificate} and server.tls_key {key} do not work: {reason}"
+        ) from None

@@ -1,0 +1,104 @@
+"""GET /usage: what accounts have used, and what their limits leave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from datetime import date
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.errors import BadRequest
+from cllm.server.access import Access
+from cllm.server.body import describe_route
+from cllm.server.call import call_of
+from cllm.server.native.answers import UsageAnswer
+from cllm.store.usage import first_of_month
+
+router = APIRouter(tags=["cLLM"])
+
+COLUMNS = (
+    "account",
+    "day",
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+)
+
+Day = Annotated[str | None, Query(pattern=r"^\d{4}-\d\d-\d\d$")]
+
+
+@router.get("/usage", openapi_extra=describe_route(answer=UsageAnswer, stream="text/csv"))
+async def usage(
+    request: Request,
+    account: Annotated[str | None, Query(max_length=100)] = None,
+    begin: Day = None,
+    end: Day = None,
+    form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
+) -> Response:
+    """Return what the account of the API key has used, by day (UTC), from the first of the month
+    to today unless ``begin`` and ``end`` say otherwise; for an administrator, of all accounts, or
+    of ``account``. Prompt tokens include the cached ones. With ``format=csv``, the days as CSV.
+    """
+    own = call_of(request).account()
+    access: Access = request.app.state.access
+    asked = account if own.is_admin else own.name
+    if account not in (None, asked):
+        message = "The usage of other accounts needs the API key of an administrator."
+        raise BadRequest(message, param="account", code="admin_required", status=403)
+    first, last = parse_day(begin, "begin"), parse_day(end, "end")
+    rows = await access.ledger.list_days(
+        first or first_of_month(time.time()),
+        last or date.max,
+        None if asked is None else [asked],
+    )
+    days = [
+        dict(zip(COLUMNS, (name, day, *msgspec.structs.astuple(used)), strict=True))
+        for name, day, used in rows
+    ]
+    if form == "csv":
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, COLUMNS)
+        table.writeheader()
+        table.writerows(days)
+        return Response(text.getvalue(), media_type="text/csv")
+    shown = access.keyring.names() if asked is None else {asked}
+    content = {
+        "object": "usage",
+        "accounts": [describe(access, name) for name in sorted(shown)],
+        "days": days,
+    }
+    return Response(to_json(content), media_type="application/json")
+
+
+def describe(access: Access, name: str) -> dict[str, Any]:
+    """Return the limits of an account, and what it has used of the month and of the minute."""
+    found = access.keyring.get(name)
+    if found is None:
+        return {"name": name, "limits": {}, "tokens_of_month": 0, "left": {}}
+    left = access.ledger.list_left(found)
+    return {
+        "name": name,
+        "limits": {
+            limit: value
+            for limit, value in msgspec.structs.asdict(found.limits).items()
+            if value is not None
+        },
+        "tokens_of_month": access.ledger.of_month(name).tokens,
+        "left": {kind: count for kind, (_, count, _) in left.items()},
+    }
+
+
+def parse_day(text: str | None, param: str) -> date | None:
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError:
+        message = f"Invalid '{param}': {text} is not a day, such as 2026-01-31."
+        raise BadRequest(message, param=param, code="invalid_value") from None

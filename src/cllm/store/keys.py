@@ -1,0 +1,259 @@
+"""The file of accounts and their API keys. It has hashes of keys, never the keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from cllm.core.account import Account, Limits
+from cllm.core.request import Priority
+from cllm.errors import StartupError
+from cllm.private_files import open_private
+
+try:
+    import fcntl
+except ImportError:  # Windows has no fcntl
+    fcntl = None  # type: ignore[assignment]
+
+try:
+    import fcntl
+except ImportError:  # Windows has no fcntl; there two commands must not run at the same time
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 1  # of the file; a file with a higher one was written by a newer version
+PREFIX = "sk-cllm-"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+OPERATOR = "operator"  # the account of the key in server.api_key
+THE_OPERATOR = Account(OPERATOR, tenant=OPERATOR, is_admin=True, has_key=True)
+
+log = logging.getLogger("cllm.access")
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """sha256: the key's hash, in hex. created, expires: Unix times."""
+
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    created: int
+    expires: int | None = None
+
+
+class AccountRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An account in the file. tenant: None means its own name. See Account and Limits."""
+
+    keys: tuple[Key, ...] = ()
+    tenant: str | None = None
+    priority: Literal["interactive", "normal", "batch"] | None = None
+    weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
+    models: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()
+    admin: bool = False
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+    tokens_per_month: Count | None = None
+
+    def valid_keys(self, now: float) -> list[Key]:
+        return [key for key in self.keys if key.expires is None or key.expires > now]
+
+    def make_account(self, name: str) -> Account:
+        return Account(
+            name,
+            None if self.priority is None else Priority[self.priority.upper()],
+            name if self.tenant is None else self.tenant,
+            self.models,
+            self.routes,
+            Limits(
+                self.requests_per_minute,
+                self.tokens_per_minute,
+                self.concurrent_requests,
+                self.tokens_per_month,
+            ),
+            is_admin=self.admin,
+            has_key=True,
+        )
+
+
+class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int = FORMAT
+    accounts: dict[str, AccountRecord] = {}
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """Return the content of the file. Raises StartupError, with one line that names the file."""
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=Version).format
+        if version > FORMAT:
+            raise StartupError(f"{path} was written by a newer version of cLLM (format {version})")
+        content = msgspec.json.decode(data, type=KeyFile)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path} is not a valid file of keys: {error}") from None
+    for name in content.accounts:
+        check_name(name)
+    return content
+
+
+class Version(msgspec.Struct):
+    format: int
+
+
+def check_name(name: str) -> None:
+    """Raise StartupError unless ``name`` can be the name of an account."""
+    if not NAME.fullmatch(name) or name == OPERATOR:
+        raise StartupError(
+            f"{name!r} cannot be the name of an account: it must have up to 64 letters, digits or "
+            f". _ @ -, begin with a letter or a digit, and not be {OPERATOR!r}"
+        )
+
+
+def write_key_file(path: Path, content: KeyFile) -> None:
+    """Replace the file, which only its owner can read. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with open_private(new, "xb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+@contextmanager
+def edit_key_file(path: Path) -> Iterator[dict[str, AccountRecord]]:
+    """Yield the accounts of the file, and write them back unless the context raises.
+
+    Only one process edits at a time. Raises StartupError, also if the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open_private(path.with_name(f"{path.name}.lock"), "ab") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            accounts = dict(read_key_file(path).accounts) if path.exists() else {}
+            yield accounts
+            write_key_file(path, KeyFile(FORMAT, accounts))
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def make_key() -> str:
+    """Return a new key with 256 random bits."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(key: str) -> str:
+    """Return the SHA-256 of a key in hex. Keys are random, so a slow hash would add nothing."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class Keyring:
+    """The accounts that may use the server, by their keys: those in a file, which is read again
+    when it changes, and one key in the settings.
+
+    weights: the shares of the accounts, if they are not 1.
+    """
+
+    def __init__(self, path: Path, api_key: str | None = None) -> None:
+        """Raises StartupError if there is a file that cannot be used."""
+        self._path = path
+        self._operator = None if api_key is None else hash_key(api_key)
+        self._accounts: dict[str, Account] = {}
+        self._by_hash: dict[str, tuple[str, float]] = {}  # the account, and when the key expires
+        self.weights: dict[str, float] = {}
+        self._has_file = False
+        self._seen = self._look()
+        if self._seen is not None:
+            self._load()
+
+    @property
+    def is_required(self) -> bool:
+        """Whether requests need a key. Once there was a file of keys, they do even without it."""
+        return self._has_file or self._operator is not None
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """Return what changes when the file is written, None without a file."""
+        try:
+            status = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StartupError(f"{self._path} cannot be read: {error.strerror}") from None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _load(self) -> None:
+        content = read_key_file(self._path)
+        self._has_file = True
+        self._accounts = {
+            name: record.make_account(name) for name, record in content.accounts.items()
+        }
+        self._by_hash = {
+            key.sha256: (name, float("inf") if key.expires is None else key.expires)
+            for name, record in content.accounts.items()
+            for key in record.keys
+        }
+        self.weights = {
+            name: record.weight for name, record in content.accounts.items() if record.weight != 1
+        }
+
+    def reload(self) -> bool:
+        """Read the file again if it has changed, and return whether it has. A file that cannot be
+        used changes nothing but is logged.
+        """
+        try:
+            seen = self._look()
+            if seen == self._seen:
+                return False
+            self._seen = seen
+            if seen is None:
+                log.error("%s is gone; the keys that it had stay valid", self._path)
+                return False
+            self._load()
+        except StartupError as error:
+            log.error("%s; the keys stay as they were", error)
+            return False
+        log.info("%s: %d accounts", self._path, len(self._accounts))
+        return True
+
+    def find(self, key: str) -> Account | None:
+        """Return the account of ``key``, None if it is not valid.
+
+        Takes the same time for all wrong keys: what is looked up and compared are hashes, which
+        nobody can choose.
+        """
+        hashed = hash_key(key)
+        if self._operator is not None and hmac.compare_digest(hashed, self._operator):
+            return THE_OPERATOR
+        name, expires = self._by_hash.get(hashed, ("", 0.0))
+        return self._accounts[name] if time.time() < expires else None
+
+    def get(self, name: str) -> Account | None:
+        """Return the account ``name`` if it has a valid key, else None."""
+        if name == OPERATOR and self._operator is not None:
+            return THE_OPERATOR
+        now = time.time()
+        if any(owner == name and now < expires for owner, expires in self._by_hash.values()):
+            return self._accounts[name]
+        return None
+
+    def names(self) -> set[str]:
+        """Return the names of all accounts with a valid key."""
+        now = time.time()
+        names = {name for name, expires in self._by_hash.values() if now < expires}
+        return names | ({OPERATOR} if self._operator is not None else set())

@@ -1,0 +1,422 @@
+"""What accounts have used and may still use.
+
+A request reserves what it may cost when it is admitted, and pays what it has cost when it ends.
+Both happen in the thread of the event loop without waiting, so parallel requests cannot exceed a
+limit together. What has been delivered is written to disk every half second, also that of requests
+that still run, so a crash loses at most that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from cllm.core.account import Account
+from cllm.errors import CLLMError, RateLimited
+from cllm.store.database import SHARED, USAGE_SCHEMA, Database
+
+WINDOW = 60  # seconds of the limits per minute
+EXPECTED_OUTPUT = 512  # tokens that are reserved for a request that does not limit its output
+NAMES = {
+    "requests_per_minute": "requests per minute",
+    "tokens_per_minute": "tokens per minute",
+    "concurrent_requests": "concurrent requests",
+    "tokens_per_month": "tokens per month",
+}
+
+log = logging.getLogger("cllm.access")
+
+
+class Counts(Protocol):
+    """The tokens of one request so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Used(msgspec.Struct):
+    """What an account has used in some time. prompt_tokens include cached_tokens."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, other: Used) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Charge:
+    """What one admitted request reserves and pays. The caller must call ``settle``."""
+
+    def __init__(self, ledger: Ledger, entry: Entry, reserved: int, counts: Counts) -> None:
+        self._ledger = ledger
+        self._entry = entry
+        self._counts = counts
+        self._paid = Used()
+        self._counted = entry.add(Used(requests=1), ledger.now())  # where the request is counted
+        self._is_open = True
+        self.reserved = reserved
+        self.end: Callable[[CLLMError], None] | None = None  # ends the request with an error
+
+    @property
+    def outstanding(self) -> int:
+        """The reserved tokens that have not been paid."""
+        return max(0, self.reserved - self._paid.tokens)
+
+    def pay(self, *, finished: bool = False) -> None:
+        """Book the tokens delivered since the last call; nothing before the first one."""
+        counts, paid = self._counts, self._paid
+        if not counts.completion_tokens and not finished:
+            return
+        used = Used(
+            0,
+            counts.prompt_tokens - paid.prompt_tokens,
+            counts.cached_tokens - paid.cached_tokens,
+            counts.completion_tokens - paid.completion_tokens,
+        )
+        if used != Used():
+            paid.add(used)
+            self._entry.add(used, self._ledger.now())
+
+    def settle(self, *, finished: bool = False, failed: bool = False) -> None:
+        """End the reservation. finished: the request was answered completely. failed: the server
+        could not answer it; if nothing was delivered, the request does not count. May be called
+        again.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.pay(finished=finished)
+        self._entry.charges.discard(self)
+        if failed and self._paid == Used():
+            self._entry.take_back(self._counted)
+
+
+class Entry:
+    """The usage of one account. latest: [second, requests, tokens], for the last minute."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.charges: set[Charge] = set()
+        self.latest: deque[list[int]] = deque()
+        self.month = ""
+        self.of_month = Used()
+        self.total = Used()  # since the start
+        self.unsaved: dict[str, Used] = {}  # by day
+        self.changed: dict[int, list[int]] = {}  # entries of ``latest`` to write
+
+    def count_latest(self, now: float) -> tuple[int, int]:
+        """Return the requests and the paid tokens of the last minute, at least."""
+        while self.latest and self.latest[0][0] <= now - WINDOW - 1:
+            self.latest.popleft()
+        return sum(one[1] for one in self.latest), sum(one[2] for one in self.latest)
+
+    def reserved(self) -> int:
+        return sum(charge.outstanding for charge in self.charges)
+
+    def seconds_until(self, now: float, index: int, excess: int) -> float:
+        """Return the time until ``excess`` requests (index 1) or tokens (2) are a minute old."""
+        for one in self.latest:
+            excess -= one[index]
+            if excess <= 0:
+                return max(1.0, one[0] + WINDOW + 1 - now)
+        return float(WINDOW)
+
+    def add(self, used: Used, now: float) -> list[int]:
+        """Count ``used``. Returns its entry of ``latest``."""
+        day = datetime.fromtimestamp(now, UTC).date().isoformat()
+        if day[:7] != self.month:
+            self.month, self.of_month = day[:7], Used()
+        for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
+            one.add(used)
+        second = int(now)
+        if not self.latest or self.latest[-1][0] < second:
+            self.latest.append([second, 0, 0])
+        latest = self.latest[-1]
+        latest[1] += used.requests
+        latest[2] += used.tokens
+        self.changed[latest[0]] = latest
+        return latest
+
+    def take_back(self, counted: list[int]) -> None:
+        """Do not count a request any more that was counted in this entry of ``latest``."""
+        counted[1] -= 1
+        self.changed[counted[0]] = counted
+        day = datetime.fromtimestamp(counted[0], UTC).date().isoformat()
+        for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
+            one.requests -= 1
+
+
+class Ledger:
+    """The usage of all accounts, in memory and, once ``open`` has been called, on disk."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """``clock`` returns Unix times."""
+        self._clock = clock
+        self._entries: dict[str, Entry] = {}
+        self._thread = ThreadPoolExecutor(1, "cllm-usage")
+        self._database: Database | None = None
+        self._saving = asyncio.Lock()
+        self.num_failed_writes = 0
+
+    # --- admission -------------------------------------------------------------------------------
+
+    def admit(self, account: Account, num_tokens: int, num_open: int, counts: Counts) -> Charge:
+        """Reserve what a request may cost: ``num_tokens``, and up to ``num_open`` more that the
+        request does not name. ``counts``: its tokens, which grow.
+
+        Raises RateLimited; then nothing has changed.
+        """
+        now, limits = self.now(), account.limits
+        entry = self._entry(account.name)
+        for charge in entry.charges:
+            charge.pay()
+        requests, tokens = entry.count_latest(now)
+        reserved = entry.reserved()
+        if (most := limits.concurrent_requests) is not None and len(entry.charges) >= most:
+            raise self._limited(account, "concurrent_requests", most, 1.0)
+        if (most := limits.requests_per_minute) is not None and requests >= most:
+            until = entry.seconds_until(now, 1, requests - most + 1)
+            raise self._limited(account, "requests_per_minute", most, until)
+        for name, paid in (("tokens_per_minute", tokens), ("tokens_per_month", self._month(entry))):
+            if (most := getattr(limits, name)) is None:
+                continue
+            left = most - paid - reserved
+            if num_tokens > left:
+                seconds: float | None = None
+                if name == "tokens_per_minute" and num_tokens <= most:
+                    seconds = entry.seconds_until(now, 2, num_tokens - left)
+                raise self._limited(account, name, most, seconds, num_tokens)
+            num_open = min(num_open, left - num_tokens)
+        charge = Charge(self, entry, num_tokens + num_open, counts)
+        entry.charges.add(charge)
+        return charge
+
+    def _month(self, entry: Entry) -> int:
+        """Return the tokens that an account has paid this month."""
+        entry.add(Used(), self.now())  # a new month may have begun
+        return entry.of_month.tokens
+
+    def _limited(
+        self, account: Account, limit: str, most: int, seconds: float | None, asked: int = 0
+    ) -> RateLimited:
+        message = f"The account {account.name!r} may use {most} {NAMES[limit]}"
+        if limit == "tokens_per_minute" and seconds is None:
+            message += f", but this request may need {asked} tokens"
+        elif asked:
+            message += f"; this request may need {asked} tokens and fewer are left"
+        return RateLimited(f"{message}.", limit, seconds)
+
+    def now(self) -> float:
+        """Return the Unix time."""
+        return self._clock()
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            self._entries[name] = Entry(name)
+        return self._entries[name]
+
+    def list_left(self, account: Account) -> dict[str, tuple[int, int, float]]:
+        """Return for "requests" and "tokens", if they are limited per minute, the limit, what is
+        left of it, and the seconds until all of it is available again.
+        """
+        now, entry = self.now(), self._entry(account.name)
+        requests, tokens = entry.count_latest(now)
+        seconds = max(0.0, entry.latest[-1][0] + WINDOW + 1 - now) if entry.latest else 0.0
+        found = {}
+        for name, most, used in (
+            ("requests", account.limits.requests_per_minute, requests),
+            ("tokens", account.limits.tokens_per_minute, tokens + entry.reserved()),
+        ):
+            if most is not None:
+                found[name] = (most, max(0, most - used), seconds)
+        return found
+
+    def totals(self) -> dict[str, Used]:
+        """Return what each account has used since the start."""
+        return {name: entry.total for name, entry in self._entries.items()}
+
+    def of_month(self, name: str) -> Used:
+        """Return what an account has used this month."""
+        entry = self._entry(name)
+        self._month(entry)
+        return entry.of_month
+
+    def end_all(self, name: str, error: CLLMError) -> None:
+        """End the running requests of an account with ``error``."""
+        for charge in [*self._entry(name).charges]:
+            if charge.end is not None:
+                charge.end(error)
+
+    # --- on disk ---------------------------------------------------------------------------------
+
+    async def open(self, folder: Path) -> None:
+        """Read the usage of earlier servers, and write further usage to ``folder``. Raises
+        OSError.
+        """
+        if self._database is None:
+            await self._run(self._open, folder)
+
+    def _open(self, folder: Path) -> None:
+        folder = folder.expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
+        now = self.now()
+        today = datetime.fromtimestamp(now, UTC).date()
+        month = database.rows(
+            "SELECT account, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), "
+            "SUM(completion_tokens) FROM usage WHERE day >= ? GROUP BY account",
+            today.replace(day=1).isoformat(),
+        )
+        latest = database.rows(
+            "SELECT account, second, requests, tokens FROM latest WHERE second >= ? "
+            "ORDER BY second",
+            int(now) - WINDOW - 1,
+        )
+        for name, *counts in month:
+            entry = self._entry(name)
+            entry.add(Used(), now)
+            entry.of_month.add(Used(*counts))
+        for name, *one in latest:
+            self._entry(name).latest.append(one)
+        for entry in self._entries.values():
+            entry.latest = deque(sorted(entry.latest))
+        self._database = database
+
+    async def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def is_dirty(self) -> bool:
+        """Return whether there is something to write, or requests run."""
+        return any(entry.changed or entry.charges for entry in self._entries.values())
+
+    def is_saving(self) -> bool:
+        return self._saving.locked()
+
+    async def save(self) -> None:
+        """Write what has been used since the last call. After a failure, the next call tries
+        again. The work continues if the caller is cancelled.
+        """
+        await asyncio.shield(self._save())
+
+    async def _save(self) -> None:
+        async with self._saving:
+            for entry in self._entries.values():
+                for charge in entry.charges:
+                    charge.pay()
+            if self._database is None:
+                return
+            changed = [entry for entry in self._entries.values() if entry.changed]
+            usage = [
+                (entry.name, day, *msgspec.structs.astuple(used))
+                for entry in changed
+                for day, used in entry.unsaved.items()
+            ]
+            latest = [(entry.name, *one) for entry in changed for one in entry.changed.values()]
+            taken = [(entry, entry.unsaved, entry.changed) for entry in changed]
+            for entry in changed:
+                entry.unsaved, entry.changed = {}, {}
+            if not taken:
+                return
+            try:
+                await self._run(self._write, self._database, usage, latest)
+            except OSError as error:
+                if not self.num_failed_writes:
+                    log.error("the usage of accounts cannot be written: %s", error)
+                self.num_failed_writes += 1
+                for entry, unsaved, seconds in taken:
+                    for day, used in unsaved.items():
+                        entry.unsaved.setdefault(day, Used()).add(used)
+                    entry.changed = seconds | entry.changed
+
+    def _write(
+        self,
+        database: Database,
+        usage: Iterable[tuple[str | int, ...]],
+        latest: Iterable[tuple[str | int, ...]],
+    ) -> None:
+        with database.transaction() as connection:
+            connection.executemany(
+                "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                "requests = requests + excluded.requests, "
+                "prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
+                "cached_tokens = cached_tokens + excluded.cached_tokens, "
+                "completion_tokens = completion_tokens + excluded.completion_tokens",
+                usage,
+            )
+            connection.executemany("INSERT OR REPLACE INTO latest VALUES (?, ?, ?, ?)", latest)
+            connection.execute(
+                "DELETE FROM latest WHERE second < ?", (int(self.now()) - 10 * WINDOW,)
+            )
+
+    async def list_days(
+        self, begin: date, end: date, accounts: Iterable[str] | None = None
+    ) -> list[tuple[str, str, Used]]:
+        """Return the account, the day and the usage, for each day from ``begin`` to ``end`` on
+        which an account used something; of ``accounts``, None means all.
+        """
+        await self.save()
+        if self._database is None:
+            rows = [
+                (entry.name, day, used)
+                for entry in self._entries.values()
+                for day, used in entry.unsaved.items()
+            ]
+        else:
+            found: list[tuple[str, str, Used]] = []
+
+            def read(database: Database) -> None:
+                query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, account"
+                found.extend(
+                    (name, day, Used(*counts))
+                    for name, day, *counts in database.rows(
+                        query, begin.isoformat(), end.isoformat()
+                    )
+                )
+
+            await self._run(read, self._database)
+            rows = found
+        wanted = None if accounts is None else {*accounts}
+        return [
+            row
+            for row in rows
+            if begin.isoformat() <= row[1] <= end.isoformat()
+            and (wanted is None or row[0] in wanted)
+        ]
+
+    async def close(self) -> None:
+        """Write the rest. Nothing can be admitted afterwards."""
+        await self.save()
+        if self._database is not None:
+            await self._run(self._database.close)
+            self._database = None
+        await asyncio.to_thread(self._thread.shutdown)
+
+
+def first_of_month(now: float) -> date:
+    return datetime.fromtimestamp(now, UTC).date().replace(day=1)
+
+
+def seconds_left_of_month(now: float) -> float:
+    """Return the seconds until the month ends, in UTC."""
+    start = first_of_month(now)
+    following = (start + timedelta(days=32)).replace(day=1)
+    end = datetime(following.year, following.month, 1, tzinfo=UTC).timestamp()
+    return math.ceil(end - now)

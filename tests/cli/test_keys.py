@@ -1,0 +1,128 @@
+"""``cllm keys``, as a shell calls it."""
+
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cllm.store.keys import Keyring, read_key_file
+
+
+class Keys:
+    """Calls the command, and knows its files."""
+
+    def __init__(self, run, path, audit):
+        self.run, self.path, self.audit = run, path, audit
+
+    def __call__(self, *arguments, code=0):
+        return self.run(*arguments, code=code)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys.json"
+    environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "state"), "PATH": ""}
+
+    def run(*arguments, code=0):
+        result = subprocess.run(
+            [sys.executable, "-m", "cllm", "keys", *arguments, "--file", str(path)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        assert result.returncode == code, result.stderr
+        assert "Traceback" not in result.stderr
+        return result.stdout if code == 0 else result.stderr
+
+    return Keys(run, path, tmp_path / "state" / "audit.log")
+
+
+def test_add_prints_the_key_alone(keys):
+    """So that a script can read it."""
+    key = keys("add", "ann", "--tenant", "team", "--requests-per-minute", "60", "--admin")
+    assert re.fullmatch(r"sk-cllm-[\w-]{43}\n", key)
+    account = Keyring(keys.path).find(key.strip())
+    assert (account.name, account.tenant, account.is_admin) == ("ann", "team", True)
+    assert account.limits.requests_per_minute == 60
+    assert key.strip() not in keys.path.read_text()
+
+
+def test_list_shows_accounts_without_keys(keys):
+    key = keys("add", "ann", "--priority", "batch", "--models", "a*, b").strip()
+    keys("add", "bob")
+    text = keys("list")
+    assert text.splitlines()[0].startswith("ann  1 valid key, priority batch, models a* b")
+    rows = json.loads(keys("list", "--json"))
+    assert [row["name"] for row in rows] == ["ann", "bob"]
+    for shown in (text, json.dumps(rows)):
+        assert key not in shown
+        assert "sha256" not in shown
+
+
+def test_rotate_replaces_the_key_after_a_while(keys):
+    old = keys("add", "ann", "--weight", "2").strip()
+    new = keys("rotate", "ann", "--keep", "600").strip()
+    keyring = Keyring(keys.path)
+    assert keyring.find(old) == keyring.find(new)
+    assert keyring.weights == {"ann": 2.0}
+    newest = keys("rotate", "ann").strip()
+    keyring = Keyring(keys.path)
+    assert keyring.find(old) is keyring.find(new) is None
+    assert keyring.find(newest).name == "ann"
+
+
+def test_revoke_keeps_the_account_without_a_key(keys):
+    key = keys("add", "ann").strip()
+    keys("revoke", "ann")
+    keyring = Keyring(keys.path)
+    assert keyring.is_required
+    assert keyring.find(key) is None
+    assert "0 valid keys" in keys("list")
+    new = keys("rotate", "ann").strip()
+    assert Keyring(keys.path).find(new).name == "ann"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("add", "ann"), "cllm keys rotate ann"),
+        (("add", "../x"), "cannot be the name"),
+        (("add", "operator"), "cannot be the name"),
+        (("revoke", "bob"), "no account 'bob'"),
+        (("rotate", "bob"), "no account 'bob'"),
+        (("add", "bob", "--weight", "0"), "weight"),
+        (("add", "bob", "--requests-per-minute", "0"), "requests-per-minute"),
+        (("add", "bob", "--priority", "high"), "priority"),
+        (("add",), "NAME"),
+    ],
+)
+def test_mistakes_are_one_line(keys, arguments, message):
+    keys("add", "ann")
+    before = keys.path.read_bytes()
+    error = keys(*arguments, code=2)
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert keys.path.read_bytes() == before
+
+
+def test_changes_are_in_the_audit_log(keys):
+    keys("add", "ann")
+    keys("revoke", "ann")
+    keys("revoke", "bob", code=2)
+    lines = [json.loads(line) for line in keys.audit.read_text().splitlines()]
+    assert [(line["what"], line["account"]) for line in lines] == [
+        ("keys add", "ann"),
+        ("keys revoke", "ann"),
+    ]
+    assert all(line["who"] and line["when"].endswith("Z") for line in lines)
+    assert keys.audit.stat().st_mode & 0o077 == 0
+
+
+def test_commands_at_the_same_time_lose_nothing(keys):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: keys("add", f"user{i}"), range(8)))
+    assert set(read_key_file(keys.path).accounts) == {f"user{i}" for i in range(8)}

@@ -1,0 +1,244 @@
+"""Limits of accounts and their usage: in memory, on disk and after a crash."""
+
+import asyncio
+import random
+import sqlite3
+import time
+from datetime import date
+from types import SimpleNamespace
+
+import pytest
+
+from cllm.core.account import Account, Limits
+from cllm.errors import RateLimited
+from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
+from cllm.store.usage import WINDOW, Ledger, Used, seconds_left_of_month
+
+NOON = 1_800_000_000.0  # 2027-01-15
+
+
+def account(name="ann", **limits):
+    return Account(name, has_key=True, limits=Limits(**limits))
+
+
+def counts(prompt=0, completion=0, cached=0):
+    return SimpleNamespace(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+
+
+class Clock:
+    def __init__(self):
+        self.now = NOON
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock):
+    return Ledger(clock)
+
+
+def refused(ledger, *arguments):
+    with pytest.raises(RateLimited) as caught:
+        ledger.admit(*arguments)
+    return caught.value
+
+
+def test_requests_per_minute_are_counted_in_any_minute(ledger, clock):
+    ann = account(requests_per_minute=3)
+    for _ in range(3):
+        ledger.admit(ann, 1, 0, counts()).settle(finished=True)
+        clock.now += 10
+    error = refused(ledger, ann, 1, 0, counts())
+    assert error.limit == "requests_per_minute"
+    clock.now += error.retry_after
+    ledger.admit(ann, 1, 0, counts())
+    ledger.admit(account("bob", requests_per_minute=3), 1, 0, counts())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_minute_ever_exceeds_its_limits(seed, clock):
+    """Whatever arrives, ends, is aborted or fails, at any time."""
+    ledger, chance = Ledger(clock), random.Random(seed)
+    ann = account(requests_per_minute=5, tokens_per_minute=100, concurrent_requests=3)
+    admitted, paid, open_charges = [], [], []
+    for _ in range(2000):
+        clock.now += chance.choice([0, 0, 0.3, 2, 11])
+        tokens = counts(chance.randrange(1, 20))
+        size = tokens.prompt_tokens + chance.randrange(1, 30)
+        try:
+            charge = ledger.admit(ann, size, 0, tokens)
+        except RateLimited as error:
+            assert error.retry_after is None or 1 <= error.retry_after <= WINDOW + 1
+        else:
+            admitted.append(clock.now)
+            open_charges.append((charge, tokens, size))
+        assert len(open_charges) <= 3
+        if open_charges and chance.random() < 0.6:
+            charge, tokens, size = open_charges.pop(chance.randrange(len(open_charges)))
+            if chance.random() < 0.8:
+                tokens.completion_tokens = chance.randrange(1, size - tokens.prompt_tokens + 1)
+            charge.settle(finished=bool(tokens.completion_tokens))
+            if tokens.completion_tokens:
+                paid.append((clock.now, tokens.prompt_tokens + tokens.completion_tokens))
+        assert sum(time > clock.now - WINDOW for time in admitted) <= 5
+        reserved = sum(size for _, _, size in open_charges)
+        assert reserved + sum(n for time, n in paid if time > clock.now - WINDOW) <= 100
+
+
+def test_request_larger_than_its_limit_is_never_admitted(ledger):
+    error = refused(ledger, account(tokens_per_minute=10), 11, 0, counts(11))
+    assert (error.limit, error.retry_after) == ("tokens_per_minute", None)
+
+
+def test_open_output_reserves_at_most_what_is_left(ledger):
+    ann = account(tokens_per_month=100)
+    first, used = ledger.admit(ann, 60, 512, counts(60)), counts(5)
+    refused(ledger, ann, 1, 512, used)
+    first.settle()
+    ledger.admit(ann, 1, 512, used)
+
+
+def test_month_begins_anew(ledger, clock):
+    ann = account(tokens_per_month=100)
+    ledger.admit(ann, 80, 0, counts(70, 10)).settle(finished=True)
+    error = refused(ledger, ann, 30, 0, counts())
+    assert (error.limit, error.retry_after) == ("tokens_per_month", None)
+    clock.now += seconds_left_of_month(clock.now)
+    assert time.gmtime(clock.now).tm_mday == 1
+    ledger.admit(ann, 30, 0, counts())
+
+
+def test_failed_requests_without_an_answer_do_not_count(ledger):
+    """Aborted ones do, else a client could have any number computed."""
+    ann = account(requests_per_minute=2)
+    for _ in range(5):
+        ledger.admit(ann, 1, 0, counts(5)).settle(failed=True)
+    ledger.admit(ann, 1, 0, counts(5)).settle()
+    ledger.admit(ann, 1, 0, counts(5, 3)).settle(failed=True)
+    refused(ledger, ann, 1, 0, counts())
+    assert ledger.totals()["ann"] == Used(2, 5, 0, 3)
+
+
+def test_aborted_request_pays_for_what_was_delivered(ledger):
+    used = counts(50, cached=20)
+    charge = ledger.admit(account(), 500, 0, used)
+    assert ledger.totals()["ann"] == Used(1)
+    used.completion_tokens = 7
+    charge.settle()
+    charge.settle(finished=True)  # only the first call counts
+    assert ledger.totals()["ann"] == Used(1, 50, 20, 7)
+
+
+def test_running_requests_are_ended(ledger):
+    ended = []
+    for name in ("ann", "bob"):
+        ledger.admit(account(name), 1, 0, counts()).end = lambda error, name=name: ended.append(
+            (name, error)
+        )
+    error = RateLimited("x", "y", None)
+    ledger.end_all("ann", error)
+    assert ended == [("ann", error)]
+
+
+async def reopen(folder, clock):
+    ledger = Ledger(clock)
+    await ledger.open(folder)
+    return ledger
+
+
+def test_usage_survives_a_crash(tmp_path, clock):
+    """The tokens of a request that still runs too, and the limits per minute."""
+
+    async def run():
+        ledger = await reopen(tmp_path, clock)
+        ann = account(requests_per_minute=2, tokens_per_month=200)
+        ledger.admit(ann, 30, 0, counts(20, 10, 5)).settle(finished=True)
+        running = counts(40, 3)
+        ledger.admit(ann, 100, 0, running)
+        await ledger.save()
+        running.completion_tokens = 9
+        await ledger.save()
+        await ledger.save()
+        # no close: the process died here
+        after = await reopen(tmp_path, clock)
+        assert after.of_month("ann") == Used(2, 60, 5, 19)
+        assert refused(after, ann, 1, 0, counts()).limit == "requests_per_minute"
+        clock.now += WINDOW + 2
+        assert refused(after, ann, 122, 0, counts()).limit == "tokens_per_month"
+        after.admit(ann, 121, 0, counts(1, 1)).settle(finished=True)
+        await after.close()
+        days = await (await reopen(tmp_path, clock)).list_days(date.min, date.max)
+        assert days == [("ann", "2027-01-15", Used(3, 61, 5, 20))]
+
+    asyncio.run(run())
+
+
+def test_sum_of_parallel_requests_is_exact(tmp_path, clock):
+    async def run():
+        ledger, chance, expected = await reopen(tmp_path, clock), random.Random(1), Used()
+
+        async def request(i):
+            used = counts(chance.randrange(1, 100), cached=1)
+            charge = ledger.admit(account(f"account-{i % 7}"), 500, 0, used)
+            for _ in range(chance.randrange(1, 50)):
+                await asyncio.sleep(0)
+                used.completion_tokens += 1
+            charge.settle(finished=i % 3 > 0)
+            expected.add(Used(1, used.prompt_tokens, used.cached_tokens, used.completion_tokens))
+
+        async def save():
+            while True:
+                await ledger.save()
+                await asyncio.sleep(0)
+
+        saving = asyncio.create_task(save())
+        await asyncio.gather(*(request(i) for i in range(500)))
+        saving.cancel()
+        await asyncio.gather(saving, return_exceptions=True)
+        await ledger.close()
+        total = Used()
+        for _, _, used in await (await reopen(tmp_path, clock)).list_days(date.min, date.max):
+            total.add(used)
+        assert total == expected
+
+    asyncio.run(run())
+
+
+def test_full_disk_delays_writing_only(tmp_path, clock, monkeypatch, caplog):
+    async def run():
+        ledger = await reopen(tmp_path, clock)
+        write = Ledger._write
+
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Ledger, "_write", fail)
+        ledger.admit(account(), 30, 0, counts(20, 10)).settle(finished=True)
+        await ledger.save()
+        ledger.admit(account(), 30, 0, counts(1, 2)).settle(finished=True)
+        await ledger.save()
+        assert ledger.num_failed_writes == 2
+        assert caplog.text.count("cannot be written") == 1
+        monkeypatch.setattr(Ledger, "_write", write)
+        await ledger.close()
+        assert (await reopen(tmp_path, clock)).of_month("ann") == Used(2, 21, 0, 12)
+
+    asyncio.run(run())
+
+
+def test_database_of_a_newer_version_is_refused_and_unchanged(tmp_path, clock):
+    path = tmp_path / "usage.db"
+    Database(path, USAGE_SCHEMA, SHARED).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="newer version"):
+        asyncio.run(reopen(tmp_path, clock))
+    assert path.read_bytes() == before
