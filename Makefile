@@ -9,7 +9,7 @@ ARGS  ?=
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve test check coverage lint format bench docs
+.PHONY: help serve test check coverage lint format bench reliability soak docs
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -40,6 +40,13 @@ bench: ## measure what the engine adds to llama.cpp; makes what it needs for tha
 	@[ -e $(MODEL) ] || { mkdir -p models && $(RUN) cllm bench make-model --shape qwen3-0.6b --quant q4_k_m $(MODEL); }
 	@[ -e $(PEER) ] || $(RUN) python benchmarks/build_peers.py
 	@exec $(RUN) python benchmarks/engine_overhead.py $(ARGS)
+
+reliability: ## measure what docs/reliability.md promises and write that page; takes hours
+	@exec $(RUN) python -m benchmarks.reliability --out docs/reliability.md $(ARGS)
+
+MINUTES ?= 60
+soak: ## run clients of all kinds and faults at once: make soak MINUTES=480
+	@exec $(RUN) python -m benchmarks.reliability --only soak --minutes $(MINUTES) $(ARGS)
 
 docs: ## derive the pages under docs/ that are made from the code
 	@$(RUN) cllm config docs > docs/configuration.md.new
