@@ -16,7 +16,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Add, Close
-from cllm.engine.disk import DiskCache, Read, Written, lock
+from cllm.engine.disk import DiskCache, DiskTier, Read, Written, lock
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -137,8 +137,32 @@ def test_file_damaged_at_runtime_is_recomputed(tmp_path):
     second = start(tmp_path)
     path.write_bytes(path.read_bytes()[:14] + b"\xc1")
     assert ask(second, LONG) == (answer, len(LONG) + 1)
+    assert second.stats().num_disk_failures == 1
     close(second)
-    assert ask(start(tmp_path), LONG) == (answer, 2)
+    third = start(tmp_path)
+    assert ask(third, LONG) == (answer, 2)
+    assert third.stats().num_disk_failures == 0
+
+
+@pytest.mark.parametrize("reason", ["full", "gone"])
+def test_folder_that_fails_is_counted_and_serving_goes_on(tmp_path, monkeypatch, reason, caplog):
+    engine = start(tmp_path)
+    if reason == "full":
+
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("cllm.engine.disk.open_private", fail)
+    else:
+        tmp_path.rmdir()
+    answer, _ = ask(engine, LONG)
+    while engine.idle():
+        pass
+    cast(DiskTier, engine.side_jobs[0])._files.flush(10)
+    engine.step()
+    assert engine.stats().num_disk_failures >= 1
+    assert "cannot write a prefix" in caplog.text
+    assert ask(engine, LONG)[0] == answer
 
 
 def test_files_of_other_models_are_ignored(tmp_path):

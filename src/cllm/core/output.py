@@ -103,6 +103,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_embedding_tokens: int = 0
     slot_seconds: float = 0.0
     decode_cpu_seconds: float = 0.0
+    num_disk_failures: int = 0
 
     def add_totals(self, earlier: Stats) -> Stats:
         """Return these stats with the TOTALS of ``earlier`` added."""
@@ -119,4 +120,5 @@ TOTALS = (
     "num_accepted",
     "num_embedding_tokens",
     "decode_cpu_seconds",
+    "num_disk_failures",
 )

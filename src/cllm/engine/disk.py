@@ -310,6 +310,8 @@ class DiskTier(SideJob):
         return []
 
     def _finish(self, result: Written | Read) -> None:
+        if not result.succeeded:
+            self._scheduler.record_disk_failure()
         if isinstance(result, Read):
             self._finish_read(result)
         elif result.succeeded:

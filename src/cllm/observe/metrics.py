@@ -83,6 +83,10 @@ COUNTERS = {
     "num_guesses": ("spec_decode_num_draft_tokens", "draft tokens"),
     "num_accepted": ("spec_decode_num_accepted_tokens", "accepted draft tokens"),
     "num_embedding_tokens": ("embedding_tokens_computed", "tokens of texts embedded"),
+    "num_disk_failures": (
+        "disk_cache_failures",
+        "prefixes that could not be written to the folder kv.disk_cache or read from it",
+    ),
     "decode_cpu_seconds": (
         "decode_cpu_seconds",
         "CPU time of the engine process inside llama_decode, of all threads",

@@ -80,6 +80,7 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         * scheduler.length_estimates.computed_share,
         step_seconds=scheduler.cost.estimate_decode(max(1, len(scheduler.running))),
         slot_seconds=estimate_slot_seconds(scheduler),
+        num_disk_failures=counts.num_disk_failures,
     )
 
 

@@ -155,6 +155,10 @@ class Sequences:
     def use_disk(self, disk: Disk) -> None:
         self._disk = disk
 
+    def record_disk_failure(self) -> None:
+        """Count a prefix that could not be written or read."""
+        self.statistics.num_disk_failures += 1
+
     def finish_read(self, key: int, *, succeeded: bool) -> None:
         """Record that a snapshot is in RAM or could not be read, and requeue the sequences that
         wait for it.

@@ -38,6 +38,7 @@ class Statistics:
         self.num_prefill_tokens = 0
         self.num_guesses = 0
         self.num_accepted = 0
+        self.num_disk_failures = 0
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
 
     def add(self, step: Step) -> None:
