@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks.reliability.figures import list_measures
+from benchmarks.reliability.measures import list_measures
 from benchmarks.reliability.soak import measure_soak
 
 SCALE = 0.01
 MEASURES = list_measures(SCALE)
-NEED_MODEL = {"kill"}
+NEED_MODEL = {"kill", "flips"}
 
 pytestmark = [
     pytest.mark.slow,

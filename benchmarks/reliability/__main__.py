@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.reliability.figures import Figure, list_measures
+from benchmarks.reliability.client import Figure
+from benchmarks.reliability.measures import list_measures
 from benchmarks.reliability.soak import measure_soak
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.main import install_signal_handlers

@@ -21,7 +21,20 @@ END, ANSWER_LENGTH = (
     256,
     16,
 )  # of the fake model: it ends its answers, unless the client ignores that
+NUM_SEQS = 32
+CHAT, COMPLETE, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PATIENCE = 300.0  # seconds for one measurement's wait
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A promise, its target and what was measured. is_timed: a busy machine may miss the target."""
+
+    promise: str
+    target: str
+    measured: str
+    is_met: bool
+    is_timed: bool = False
 
 
 @dataclass

@@ -14,15 +14,18 @@ import time
 from collections import Counter
 
 from benchmarks.reliability.client import (
+    CHAT,
+    COMPLETE,
     FAKE,
     Client,
+    Figure,
     connect,
     descriptors_of,
     engine_of,
     memory_of,
     serve,
 )
-from benchmarks.reliability.figures import CHAT, COMPLETE, Figure, accounts, is_right
+from benchmarks.reliability.load import accounts, is_right
 from cllm.bench.servers import MODEL, Server
 
 NUM_CLIENTS = 24  # 80 % of the sequences
