@@ -274,3 +274,32 @@ def test_engine_failure_reaches_all_readers():
         assert harness.in_flight.leave(stream) == []
     harness.emit("a", 11)
     assert harness.is_empty()
+
+
+def told(harness, stream):
+    return harness.in_flight.take_yielding(stream)
+
+
+def test_request_yields_while_none_of_its_clients_reads():
+    harness = Harness()
+    first = harness.ask("a")
+    assert told(harness, first) == []
+    harness.in_flight.set_unread(first, is_unread=True)
+    assert told(harness, first) == [("a", True)]
+    assert told(harness, first) == []
+    second = harness.ask("b")  # an equal request, which reads
+    assert told(harness, second) == [("a", False)]
+    harness.in_flight.set_unread(first, is_unread=False)
+    assert told(harness, first) == []
+    harness.in_flight.set_unread(first, is_unread=True)
+    assert told(harness, first) == []
+    assert harness.in_flight.leave(second) == []
+    assert told(harness, second) == [("a", True)]
+    assert harness.in_flight.yields("a")
+    third = harness.ask("c")
+    assert told(harness, third) == [("a", False)]
+    assert harness.in_flight.leave(first) == []
+    assert told(harness, first) == []
+    assert harness.in_flight.leave(third) == ["a"]
+    assert not harness.in_flight.yields("a")
+    assert harness.is_empty()

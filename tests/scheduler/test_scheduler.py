@@ -770,3 +770,71 @@ def test_prompt_is_computed_if_snapshot_does_not_fit(fake_engine):
     assert "short.0" in engine.ends()
     engine.finish()
     assert len(engine.tokens("running")) == 60
+
+
+@pytest.mark.parametrize("account", ["", "other"])
+@pytest.mark.parametrize("priority", [Priority.NORMAL, Priority.BATCH])
+def test_unread_sequence_yields_its_place_to_any_other(fake_engine, account, priority):
+    """Also to those of its own account and of a lower class. It continues with the same text."""
+    engine = fake_engine(max_num_seqs=1, length=30)
+    engine.add("A", [1], priority=Priority.INTERACTIVE, max_tokens=20)
+    engine.step()
+    engine.scheduler.set_yielding("A", yields=True)
+    engine.add("B", [50], account, priority, max_tokens=5)
+    engine.add("C", [70], account, priority, max_tokens=5)
+    engine.finish()
+    ends = [o.request_id for o in engine.outputs if o.finish]
+    assert ends == ["B", "C", "A"]
+    assert engine.tokens("A") == [*range(2, 22)]
+    assert engine.scheduler.statistics.num_parked == 1
+    assert engine.scheduler._yielding == set()
+
+
+def test_sequence_that_is_read_again_has_its_old_place(fake_engine):
+    engine = fake_engine(max_num_seqs=1, length=30)
+    engine.add("A", [1], max_tokens=20)
+    engine.step()
+    engine.scheduler.set_yielding("A", yields=True)
+    engine.add("B", [50], max_tokens=9)
+    engine.add("C", [70], max_tokens=9)
+    engine.step()
+    engine.step()
+    engine.scheduler.set_yielding("A", yields=False)
+    engine.finish()
+    assert [o.request_id for o in engine.outputs if o.finish] == ["B", "A", "C"]
+
+
+def test_unread_sequence_that_waits_does_not_hold_up_others(fake_engine):
+    """A lower class is still parked for a higher one behind it."""
+    engine = fake_engine(max_num_seqs=1, length=60)
+    engine.add("batch", [1], priority=Priority.BATCH, max_tokens=40)
+    engine.step()
+    engine.add("unread", [50], priority=Priority.INTERACTIVE, max_tokens=3)
+    engine.scheduler.set_yielding("unread", yields=True)
+    engine.add("normal", [70], max_tokens=3)
+    engine.finish()
+    assert [o.request_id for o in engine.outputs if o.finish] == ["normal", "batch", "unread"]
+
+
+def test_unread_request_that_arrives_later_yields(fake_engine):
+    """Its grammar was being compiled when the client stopped reading."""
+    engine = fake_engine(max_num_seqs=1, length=30)
+    engine.scheduler.set_yielding("A", yields=True)
+    engine.add("A", [1], max_tokens=20)
+    engine.step()
+    engine.add("B", [50], max_tokens=5)
+    engine.finish()
+    assert [o.request_id for o in engine.outputs if o.finish] == ["B", "A"]
+
+
+def test_unread_leader_keeps_the_class_of_its_followers(fake_engine):
+    """They wait for the prefix that it computes."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=18, length=60)
+    engine.add("A", LONG, max_tokens=20)
+    engine.step()
+    engine.add("B", LONG, max_tokens=2)
+    engine.step()
+    engine.scheduler.set_yielding("A", yields=True)
+    (leader,) = [seq for seq in engine.scheduler.running if seq.request.request_id == "A"]
+    assert leader.effective_priority == Priority.NORMAL
+    engine.finish()

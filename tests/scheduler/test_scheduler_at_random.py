@@ -162,6 +162,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.abort(name, index)
         self.aborted.add(name)
 
+    @rule(number=st.integers(0, 50), yields=st.booleans())
+    def stop_or_go_on_reading(self, number: int, yields: bool) -> None:
+        """The client of a request, which may have ended, does not read, or does again."""
+        self.engine.scheduler.set_yielding(f"R{number}", yields=yields)
+        self.engine.scheduler.check()
+
     def teardown(self) -> None:
         self.engine.finish(max_steps=20_000)
         ends = self.engine.ends()

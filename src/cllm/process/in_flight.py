@@ -106,6 +106,7 @@ class InFlightRequest:
         self._progress: dict[int, Progress] = {}  # what each sequence has delivered
         self.readers: dict[Stream, list[str]] = {}  # and their ids for the request
         self.unread: set[Stream] = set()  # those whose clients do not read
+        self.yields = False  # as the engine knows it
 
     @property
     def is_wanted(self) -> bool:
@@ -126,6 +127,7 @@ class InFlightRequest:
 
     def leave(self, stream: Stream) -> None:
         self.readers.pop(stream, None)
+        self.unread.discard(stream)
 
     def put(self, output: TokenOutput) -> None:
         if self.key is not None:
@@ -351,23 +353,27 @@ class InFlightRequests:
                 unwanted.append(name)
         return unwanted
 
-    def set_yielding(self, stream: Stream, *, yields: bool) -> list[str]:
-        """Note that the reader of ``stream`` does not read, or does again. Return the ids of the
-        requests that yield to others from now on, or no longer: those that no other stream reads.
+    def set_unread(self, stream: Stream, *, is_unread: bool) -> None:
+        """Note that the client of ``stream`` does not read, or does again."""
+        for entry in stream.in_flight.values():
+            (entry.unread.add if is_unread else entry.unread.discard)(stream)
+
+    def take_yielding(self, stream: Stream) -> list[tuple[str, bool]]:
+        """Return the requests of ``stream`` that yield to others from now on (True), because none
+        of their clients reads, or that no longer do. To be called whenever that may have changed.
         """
         changed = []
         for entry in set(stream.in_flight.values()):
-            before = entry.is_unread
-            (entry.unread.add if yields else entry.unread.discard)(stream)
             name = entry.request.request_id
-            if entry.is_unread != before and self._by_id.get(name) is entry:
-                changed.append(name)
+            if entry.is_unread != entry.yields and self._by_id.get(name) is entry:
+                entry.yields = entry.is_unread
+                changed.append((name, entry.yields))
         return changed
 
-    def is_unread(self, request_id: str) -> bool:
-        """Return whether no client reads the answer to a request."""
+    def yields(self, request_id: str) -> bool:
+        """Return whether a request yields to others."""
         entry = self._by_id.get(request_id)
-        return entry is not None and entry.is_unread
+        return entry is not None and entry.yields
 
     def note_begun(self, request_ids: Iterable[str]) -> None:
         """Note that requests have been in a step, so that their time in the queue is over."""

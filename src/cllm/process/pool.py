@@ -230,6 +230,7 @@ class Pool:
         self._ready_since = self._clock()
         if self._faults:
             self.set_faults(self._faults)
+        self._write(frame(SetWeights(dict(self.params.weights))))  # they change with the accounts
         for number, pending in [*self._pending_tokens.items()]:
             if pending.num_deaths < MAX_DEATHS_OF_TEXT:
                 pending.begin()
@@ -254,7 +255,7 @@ class Pool:
             )
             if command is not None:
                 self._write(frame(command))
-                if self._in_flight.is_unread(request_id):
+                if self._in_flight.yields(request_id):
                     self._write(frame(SetYielding(request_id, True)))
             else:  # it has ended meanwhile
                 self._resume(self._suspects.forget(request_id))
@@ -318,6 +319,7 @@ class Pool:
         stream, new = self._in_flight.submit(requests, claim)
         if new and self.ready:
             self._write(b"".join(frame(Add(request)) for request in new))
+        self._send_yielding(stream)  # it may read what no other client reads
         return stream
 
     def stop(self, stream: Stream, request_id: str, index: int) -> None:
@@ -332,7 +334,12 @@ class Pool:
         """Let a stream's requests yield their places to all others while its client does not
         read.
         """
-        for request_id in self._in_flight.set_yielding(stream, yields=yields):
+        self._in_flight.set_unread(stream, is_unread=yields)
+        self._send_yielding(stream)
+
+    def _send_yielding(self, stream: Stream) -> None:
+        """Tell the engine which requests of ``stream`` yield to others now, or no longer."""
+        for request_id, yields in self._in_flight.take_yielding(stream):
             if self.ready and request_id not in self._held:
                 self._write(frame(SetYielding(request_id, yields)))
 
@@ -343,6 +350,7 @@ class Pool:
         """
         for request_id in self._in_flight.leave(stream):
             self._abort(request_id)
+        self._send_yielding(stream)
 
     def embed(self, request: EmbeddingRequest) -> Waiter:
         """Send texts to the engine. The caller must call ``forget`` later.

@@ -43,6 +43,10 @@ class Deferred:
         """Return the numbers of computed tokens that the followers of ``leader`` wait for."""
         return [count for count, _ in self._followers.get(leader, ())]
 
+    def list_followers(self, leader: Sequence) -> list[Sequence]:
+        """Return the sequences that wait for ``leader``."""
+        return [seq for _, seq in self._followers.get(leader, ()) if seq in self.reasons]
+
     def leaders(self) -> Iterator[tuple[Sequence, list[int]]]:
         """Yield each leader, with the number of tokens that each of its followers waits for."""
         for leader, followers in self._followers.items():

@@ -28,6 +28,7 @@ from cllm.scheduler.waiting import YIELDING, Waiting
 
 log = logging.getLogger("cllm.engine")
 
+MAX_YIELDING = 10_000  # requests that are remembered although they may be unknown
 MAX_FAILURES = 3  # failed batches in a row after which a sequence is assumed to be the cause
 
 
@@ -65,6 +66,7 @@ class Sequences:
         # the sequences to blame if an exception is raised now
         self._suspects: Iterable[Sequence] = ()
         self._num_recoveries = 0  # since the last step
+        self._yielding: set[str] = set()  # requests whose clients do not read
 
     # --- arrival ---------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class Sequences:
         if seq.num_prompt_tokens >= self.kv_cache.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.kv_cache.cells_per_seq} cells")
         seq.arrived = now
-        seq.effective_priority = self.waiting.policy.effective_priority(seq)
+        seq.effective_priority = self._choose_priority(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
         match = self.kv_cache.find(seq)
         seq.num_uncached_tokens = seq.num_tokens - max(match.num_tokens, match.num_inflight_tokens)
@@ -109,15 +111,31 @@ class Sequences:
         return bool(self.running or self.waiting or self.deferred)
 
     def set_yielding(self, request_id: str, *, yields: bool) -> None:
-        """Let the sequences of a request yield their places to all others, or no longer. The
-        sequences of an unknown request have ended.
+        """Let the sequences of a request yield their places to all others, or no longer.
+
+        The request may not have arrived yet, because its grammar is being compiled.
         """
+        if yields:
+            self._yielding.add(request_id)
+            if len(self._yielding) > MAX_YIELDING:  # most of them have ended meanwhile
+                self._yielding.intersection_update(self._requests)
+        else:
+            self._yielding.discard(request_id)
         for seq in self._requests.get(request_id, {}).values():
-            priority = YIELDING if yields else self.waiting.policy.effective_priority(seq)
-            if seq.status is Status.RUNNING:
-                self.running.move(seq, priority)
+            priority = self._choose_priority(seq)
+            if seq in self.waiting:
+                self.waiting.move(seq, priority)
+            elif seq.status is Status.RUNNING:
+                followers = self.deferred.list_followers(seq)
+                highest = min((one.effective_priority for one in followers), default=priority)
+                self.running.move(seq, min(priority, highest))
             else:
                 seq.effective_priority = priority
+
+    def _choose_priority(self, seq: Sequence) -> int:
+        if seq.request.request_id in self._yielding:
+            return YIELDING
+        return self.waiting.policy.effective_priority(seq)
 
     # --- parking and resuming --------------------------------------------------------------------
 
@@ -186,6 +204,8 @@ class Sequences:
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
         """End a request's sequences (all, or the one with ``index``), wherever they are."""
         seqs = self._requests.get(request_id, {})
+        if index is None:
+            self._yielding.discard(request_id)
         for seq in [seq for i, seq in seqs.items() if index in (None, i)]:
             self._end(seq, FinishReason.ABORT)
         return self.take_outputs()
@@ -221,6 +241,7 @@ class Sequences:
         del siblings[seq.index]
         if not siblings:
             del self._requests[seq.request.request_id]
+            self._yielding.discard(seq.request.request_id)
 
     def _free_cells(self, seq: Sequence, *, soon: bool = False) -> None:
         if seq.seq_id >= 0:

@@ -45,11 +45,19 @@ class Waiting:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._stamps
 
+    def _group(self, seq: Sequence) -> tuple[bool, Any]:
+        """Return the policy's group of ``seq``, after whether the sequence yields to others."""
+        return seq.effective_priority == YIELDING, self.policy.group(seq)
+
+    def _rank(self, group: tuple[bool, Any]) -> tuple[bool, Any]:
+        """Return the rank of a group: those that yield come after all others."""
+        return group[0], self.policy.rank(group[1])
+
     def push(self, seq: Sequence) -> None:
-        group = self.policy.group(seq)  # first, because the policy may raise
+        group = self._group(seq)  # first, because the policy may raise
         if not self._sizes.get(group):
-            self.policy.arrived(group)
-        rank = None if group in self._groups else self.policy.rank(group)
+            self.policy.arrived(group[1])
+        rank = None if group in self._groups else self._rank(group)
         self._next_stamp += 1
         stamp = self._stamps[seq] = self._next_stamp
         self.num_tokens += seq.num_uncached_tokens
@@ -59,7 +67,14 @@ class Waiting:
         due = math.inf if seq.request.deadline is None else seq.arrived + seq.request.deadline
         heapq.heappush(self._groups[group], (due, seq.order, stamp, seq))
         self._sizes[group] += 1
-        heapq.heappush(self._by_age, (seq.order, stamp, seq))
+        if not group[0]:
+            heapq.heappush(self._by_age, (seq.order, stamp, seq))
+
+    def move(self, seq: Sequence, priority: int) -> None:
+        """Move ``seq`` to the class ``priority``."""
+        self.remove(seq)
+        seq.effective_priority = priority
+        self.push(seq)
 
     def head(self, now: float) -> Sequence | None:
         """Return the sequence to serve next.
@@ -69,15 +84,14 @@ class Waiting:
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
             if oldest is not None and now - oldest.arrived > PATIENCE:
-                if oldest.effective_priority != YIELDING:
-                    oldest.effective_priority = AGED
+                oldest.effective_priority = AGED
                 return oldest
         while self._ranks:
             rank, stamp, group = self._ranks[0]
             queue = self._groups[group]
             while queue and self._stamps.get(queue[0][3]) != queue[0][2]:
                 heapq.heappop(queue)
-            current = self.policy.rank(group)
+            current = self._rank(group)
             if not queue:
                 heapq.heappop(self._ranks)
                 del self._groups[group], self._sizes[group]
@@ -104,7 +118,7 @@ class Waiting:
         """Remove ``seq``. Raises KeyError if it was not waiting."""
         del self._stamps[seq]
         self.num_tokens -= seq.num_uncached_tokens
-        self._sizes[self.policy.group(seq)] -= 1
+        self._sizes[self._group(seq)] -= 1
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._stamps)
