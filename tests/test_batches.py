@@ -17,7 +17,7 @@ from store_parts import OWN
 from cllm import batches as module
 from cllm.answer import RequestTimeout
 from cllm.batches import Batches
-from cllm.errors import BadRequest, EngineError
+from cllm.errors import BadRequest, EngineError, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
 from cllm.store import batches as store_module
@@ -76,14 +76,14 @@ class Server:
         self.store = Store(folder, 100, max_bytes)
         self.batches = Batches(self.store, Registry(self.service, ["*"]), lines, 2)
 
-    async def begin(self, requests, **more):
+    async def begin(self, requests, batch_id="batch_1", **more):
         content = json.dumps(requests).encode()
         file = new_file("o", "in", "batch", len(content), None)
         self.store.files.path(file.id).write_bytes(content)
         await self.store.run(self.store.files.add, file)
         fields = {"model": "squares", "expires_at": 2_000_000_000, **more}
         record = BatchRecord(
-            id="batch_1",
+            id=batch_id,
             account="o",
             endpoint="/squares",
             input_file_id=file.id,
@@ -93,10 +93,10 @@ class Server:
         )
         await self.batches.create(record, OWN)
 
-    async def until(self, is_so):
+    async def until(self, is_so, batch_id="batch_1"):
         """Return the batch when ``is_so(batch)`` is true."""
         async with asyncio.timeout(60):
-            while not is_so(record := await self.batches.get("batch_1", OWN)):  # noqa: ASYNC110
+            while not is_so(record := await self.batches.get(batch_id, OWN)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return record
 
@@ -184,6 +184,41 @@ def test_request_is_retried_if_the_engine_fails(tmp_path):
         assert failed == {"2": "died 2", "4": "never", "5": "a bug"}
         assert (record.status, record.completed, record.failed) == ("completed", 4, 3)
         assert [lines.tried.count(str(i)) for i in range(7)] == [1, 3, 3, 6, 1, 1, 1]
+
+    run(tmp_path, test, lines)
+
+
+def test_lines_wait_for_the_limits_and_the_key_of_their_account(tmp_path, monkeypatch):
+    """Only a line that its account's limits never allow fails."""
+    monkeypatch.setattr(module, "KEY_PAUSE", 0.01)
+    lines = Squares(
+        r1=[RateLimited("many", "requests_per_minute", 0.01) for _ in range(5)],
+        r2=[RateLimited("used up", "tokens_per_month", None) for _ in range(5)],
+        r3=[Unauthorized("revoked") for _ in range(5)],
+        r4=[RateLimited("too large", "tokens_per_minute", None)],
+    )
+
+    async def test(server):
+        await server.begin(NUMBERS)
+        done, failed = server.contents(await server.ended())
+        assert done == {i: int(i) ** 2 for i in "012356"}
+        assert failed == {"4": "too large"}
+
+    run(tmp_path, test, lines)
+
+
+def test_lines_that_wait_for_limits_leave_room_for_others(tmp_path):
+    """Two lines are computed at once; those of a limited account hold no place meanwhile."""
+    limited = [RateLimited("many", "requests_per_minute", 3600.0)]
+    lines = Squares(r10=limited, r11=[*limited], r12=[*limited])
+
+    async def test(server):
+        await server.begin({"10": 1, "11": 1, "12": 1, "13": 1})
+        await server.until(lambda record: {"10", "11"} <= {*lines.tried})
+        await server.begin(NUMBERS, "batch_2")
+        record = await server.until(lambda record: record.has_ended, "batch_2")
+        assert record.completed == 7
+        assert not (await server.batches.get("batch_1", OWN)).has_ended
 
     run(tmp_path, test, lines)
 

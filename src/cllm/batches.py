@@ -25,6 +25,7 @@ from cllm.errors import (
     EngineError,
     FatalRequest,
     RateLimited,
+    Unauthorized,
     UnknownModel,
 )
 from cllm.process.backlog import QueueFull
@@ -43,6 +44,7 @@ MISSING = {  # why a request has no answer, by the status of its batch
     "cancelled": "The batch was cancelled before this request was computed.",
 }
 INTERNAL = {"code": "internal_error", "message": "Internal error.", "line": None, "param": None}
+KEY_PAUSE = 10.0  # seconds between two checks of an account without a key, or without a budget
 DISK_PAUSE = 2.0  # seconds between two attempts to use a disk that is full or fails
 MISSING_LINES_PER_WRITE = 500  # unanswered requests that are reported in one write
 
@@ -100,6 +102,7 @@ class Batches:
         self._unfinished: dict[str, BatchRecord] = {}  # their counts are newer than those on disk
         self._running: dict[str, asyncio.Task[None]] = {}
         self._working: dict[str, asyncio.Task[None]] = {}  # tasks that answer the lines of a batch
+        self._max_lines = max_lines_at_once
         self._slots = asyncio.Semaphore(max_lines_at_once)
         self._opening = asyncio.Lock()
         self._is_open = False
@@ -278,16 +281,22 @@ class Batches:
             log.warning("batch %s waits until the model %s is served", record.id, record.model)
             # until it is cancelled, or expires
             service = await asyncio.get_running_loop().create_future()
+        waiting = asyncio.Semaphore(self._max_lines)  # lines of this batch that have been read
         async with asyncio.TaskGroup() as group:
             async for request_id, body in self._requests(record):
                 if request_id not in answered:
-                    await self._slots.acquire()
+                    await waiting.acquire()
+                    slot = Slot(self._slots)
+                    await slot.take()
                     try:
-                        task = group.create_task(self._answer(record, request_id, body, service))
+                        task = group.create_task(
+                            self._answer(record, request_id, body, service, slot)
+                        )
                     except BaseException:
-                        self._slots.release()
+                        slot.give_back()
                         raise
-                    task.add_done_callback(lambda _: self._slots.release())
+                    task.add_done_callback(lambda _, slot=slot: slot.give_back())  # type: ignore[misc]
+                    task.add_done_callback(lambda _: waiting.release())
 
     async def _requests(self, record: BatchRecord) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the ids and the bodies of the requests of a batch."""
@@ -308,9 +317,9 @@ class Batches:
         return completed | failed
 
     async def _answer(
-        self, record: BatchRecord, request_id: str, body: Any, service: Service
+        self, record: BatchRecord, request_id: str, body: Any, service: Service, slot: Slot
     ) -> None:
-        answer, succeeded = await self._compute(record, request_id, body, service)
+        answer, succeeded = await self._compute(record, request_id, body, service, slot)
         self.store.room.take(len(answer))
         answers = self.store.batches.answers(record.id)
         answers.add(answer, succeeded=succeeded)
@@ -321,7 +330,7 @@ class Batches:
             record.failed += 1
 
     async def _compute(
-        self, record: BatchRecord, request_id: str, body: Any, service: Service
+        self, record: BatchRecord, request_id: str, body: Any, service: Service, slot: Slot
     ) -> tuple[bytes, bool]:
         """Return the answer to a request, and whether it has succeeded."""
         tries = 0
@@ -330,10 +339,15 @@ class Batches:
                 await asyncio.sleep(PAUSE)
             try:
                 return await self._lines.answer(record, request_id, body, service), True
-            except (QueueFull, RateLimited) as error:
-                if error.retry_after is None:  # the account's limits never allow it
-                    return self._lines.fault(request_id, error), False
+            except QueueFull as error:
                 await asyncio.sleep(error.retry_after)
+            except (RateLimited, Unauthorized) as error:
+                pause = seconds_to_wait(error)
+                if pause is None:
+                    return self._lines.fault(request_id, error), False
+                slot.give_back()  # to batches of other accounts
+                await asyncio.sleep(pause)
+                await slot.take()
             except Exception as error:
                 tries += 1
                 again = isinstance(error, (EngineError, RequestTimeout))
@@ -382,6 +396,33 @@ class Batches:
                     await self._on_disk(answers.flush)
         await self._on_disk(answers.flush)
         record.failed += num_missing
+
+
+class Slot:
+    """A place among the lines that are computed at once, of all batches."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots = slots
+        self._is_taken = False
+
+    async def take(self) -> None:
+        await self._slots.acquire()
+        self._is_taken = True
+
+    def give_back(self) -> None:
+        if self._is_taken:
+            self._is_taken = False
+            self._slots.release()
+
+
+def seconds_to_wait(error: RateLimited | Unauthorized) -> float | None:
+    """Return the seconds after which a line may be allowed; None if it never is.
+
+    A budget or a key may come back before the batch expires.
+    """
+    if isinstance(error, Unauthorized) or error.limit == "tokens_per_month":
+        return KEY_PAUSE
+    return error.retry_after
 
 
 def newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:

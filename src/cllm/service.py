@@ -182,6 +182,7 @@ class Service:
         """
         if not texts:
             return []
+        self._check_limits(scheduling)
         limits = list_limits(self.request_timeout, scheduling or SchedulingOptions())
         first = min(limits, key=attrgetter("at"), default=None)
         try:
@@ -237,6 +238,7 @@ class Service:
         Raises what ``encode`` raises.
         """
         self._check_generates()
+        self._check_limits(scheduling)
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
@@ -317,6 +319,12 @@ class Service:
     def least_tokens(self, num_characters: int) -> int:
         """Return how many tokens a text of ``num_characters`` has at least."""
         return num_characters // self.vocabulary.longest_piece
+
+    def _check_limits(self, scheduling: SchedulingOptions | None) -> None:
+        """Raise RateLimited before a prompt is read if its account has used up a limit."""
+        if scheduling is not None and scheduling.account.has_key:
+            with self.admission():
+                self.ledger.check(scheduling.account)
 
     def _check_room(self, num_characters: int, scheduling: SchedulingOptions | None) -> None:
         """Raise QueueFull before a long text is tokenized, because that takes longer than a

@@ -186,3 +186,5 @@ def test_file_with_another_sha256_is_refused(tmp_path):
         check_sha256(path, right)
     with pytest.raises(StartupError, match="cannot be read"):
         check_sha256(tmp_path / "none", right)
+    with pytest.raises(StartupError, match="a model in one file"):
+        check_sha256(tmp_path / "m-00001-of-00002.gguf", right)

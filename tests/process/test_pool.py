@@ -187,6 +187,45 @@ def test_time_limits_of_request_end_it():
     run(test)
 
 
+def test_weights_set_while_an_engine_loads_reach_it():
+    """The first one, and the next."""
+
+    async def test(pool):
+        assert pool.params.weights == {"ann": 4.0}
+        # with four times the share, ann's requests are served before the second one of bob
+        os.kill(pool.pid, signal.SIGKILL)
+        await until(lambda: not pool.ready)
+        pool.set_weights({"ann": 0.001})
+        await until(lambda: pool.ready)
+        names = [("bob", 1), ("ann", 2), ("ann", 3), ("bob", 4), ("bob", 5)]
+        busy = [ask(pool, f"busy{i}", [i], max_tokens=30, ignore_eos=True) for i in (8, 9)]
+        streams = [
+            ask(pool, f"{name}{i}", [i], (name,), max_tokens=20, ignore_eos=True)
+            for name, i in names
+        ]
+        order = []
+
+        async def read(stream, name):
+            await tokens(stream)
+            order.append(name)
+
+        await asyncio.gather(*map(tokens, busy), *map(read, streams, [name for name, _ in names]))
+        assert order[-1] == "ann"
+
+    async def main():
+        pool = Pool(EngineParams(backend="fake", max_num_seqs=2))
+        starting = asyncio.create_task(pool.start())
+        await asyncio.sleep(0)
+        pool.set_weights({"ann": 4.0})
+        await starting
+        try:
+            await asyncio.wait_for(test(pool), PATIENCE)
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+
+
 def test_explain_answers_each_caller():
     """A cancelled earlier caller does not matter."""
 

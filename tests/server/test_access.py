@@ -258,11 +258,68 @@ def test_account_uses_only_its_routes_and_models(server):
     body = {"messages": [{"role": "user", "content": "hi"}]}
     answer = client.post("/v1/chat/completions", json=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert client.get("/health", headers=headers).status_code == 200
+    assert body_names_only_allowed_models(client, headers)
     for path in ("/v1/completions", "/tokenize", "/api/chat", "/v1/api/chat", "/v1/tokenize"):
         assert client.post(path, json=body, headers=headers).status_code == 403, path
     for path in ("/v1/embeddings", "/embeddings"):
         answer = client.post(path, json={"input": "a"}, headers=bearer("embed"))
         assert answer.status_code == (200 if path.startswith("/v1") else 403), answer.text
+
+
+def body_names_only_allowed_models(client, headers):
+    """Return whether the errors hide the served model."""
+    served = client.get("/v1/models").json()["data"][0]["id"]
+    message = {"messages": [{"role": "user", "content": "hi"}]}
+    for name in (None, "unknown", served):
+        body = message if name is None else {"model": name, **message}
+        answer = client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 404
+        text = answer.json()["error"]["message"].replace(repr(name), "")
+        if served in text or "other" not in text:
+            return False
+    return True
+
+
+def test_routes_of_an_account_hold_for_its_batches_too(server):
+    """The file needs another route, so the account has both."""
+    with edit_key_file(server.path) as accounts:
+        accounts["files"] = record("files", routes=("/v1/files*", "/v1/batches*"))
+    end = time.monotonic() + PATIENCE
+    while (answer := server.client.get("/v1/files", headers=bearer("files"))).status_code != 200:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.02)
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    files = {"file": ("lines.jsonl", io.BytesIO(json.dumps(line).encode() + b"\n"))}
+    file = server.client.post(
+        "/v1/files", files=files, data={"purpose": "batch"}, headers=bearer("files")
+    ).json()
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    answer = server.client.post("/v1/batches", json=body, headers=bearer("files"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "route_not_allowed")
+
+
+def test_change_of_an_account_keeps_its_responses(server):
+    with edit_key_file(server.path) as accounts:
+        accounts["dan"] = record("dan", requests_per_minute=60)
+    end = time.monotonic() + PATIENCE
+    while complete(server, "dan").status_code != 200:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    response = server.client.post(
+        "/v1/responses", json={"input": "hi"}, headers=bearer("dan")
+    ).json()
+    with edit_key_file(server.path) as accounts:
+        accounts["dan"] = record("dan", requests_per_minute=90)
+    while usage(server, "dan")["accounts"][0]["limits"]["requests_per_minute"] != 90:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    path = f"/v1/responses/{response['id']}"
+    assert server.client.get(path, headers=bearer("dan")).status_code == 200
 
 
 def test_usage_of_others_needs_an_administrator(server):

@@ -166,3 +166,24 @@ def test_folder_that_cannot_be_written_is_one_line(path):
     path.parent.mkdir(mode=0o500)
     with pytest.raises(StartupError, match="cannot be written"), edit_key_file(path):
         pass
+
+
+def test_file_that_becomes_readable_again_is_followed(path, monkeypatch, caplog):
+    """Its content has changed while it could not be read: a revocation must not be lost."""
+    store(path, ann=record("a"))
+    keyring = Keyring(path)
+    store(path, ann=record())
+    with monkeypatch.context() as patched:
+        patched.setattr(type(path), "read_bytes", lambda _: (_ for _ in ()).throw(PermissionError))
+        for _ in range(5):
+            assert not keyring.reload()
+    assert keyring.find("a") is not None
+    assert caplog.text.count("cannot be read") == 1
+    assert keyring.reload()
+    assert keyring.find("a") is None
+
+
+def test_key_in_the_settings_does_not_raise_the_rights_of_an_account(path):
+    """The operator may have exported the key of an account as a client's."""
+    store(path, ann=record("a"))
+    assert not Keyring(path, "a").find("a").is_admin

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cllm.core.account import Account, Limits
-from cllm.errors import RateLimited
+from cllm.errors import RateLimited, Unauthorized
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
 from cllm.store.usage import WINDOW, Ledger, Used, seconds_left_of_month
 
@@ -122,7 +122,8 @@ def test_failed_requests_without_an_answer_do_not_count(ledger):
     ledger.admit(ann, 1, 0, counts(5)).settle()
     ledger.admit(ann, 1, 0, counts(5, 3)).settle(failed=True)
     refused(ledger, ann, 1, 0, counts())
-    assert ledger.totals()["ann"] == Used(2, 5, 0, 3)
+    assert ledger.of_month("ann") == Used(2, 5, 0, 3)
+    assert ledger.totals()["ann"].requests == 7  # a counter of Prometheus must not decrease
 
 
 def test_aborted_request_pays_for_what_was_delivered(ledger):
@@ -242,3 +243,74 @@ def test_database_of_a_newer_version_is_refused_and_unchanged(tmp_path, clock):
     with pytest.raises(OSError, match="newer version"):
         asyncio.run(reopen(tmp_path, clock))
     assert path.read_bytes() == before
+
+
+def test_reservations_alone_do_not_end_a_budget(ledger):
+    """They may cost less than they have reserved."""
+    ann = account(tokens_per_month=100)
+    running = ledger.admit(ann, 60, 0, counts(10, 5))
+    error = refused(ledger, ann, 60, 0, counts())
+    assert (error.limit, error.retry_after) == ("tokens_per_month", 1.0)
+    running.settle(finished=True)
+    ledger.admit(ann, 60, 0, counts(60, 40)).settle(finished=True)
+    assert refused(ledger, ann, 1, 0, counts()).retry_after is None
+
+
+def test_request_whose_key_was_revoked_meanwhile_is_not_admitted(ledger):
+    """It was let in before, and its prompt has been read since."""
+    ledger.is_valid = lambda name: name != "ann"
+    with pytest.raises(Unauthorized):
+        ledger.admit(account(), 1, 0, counts())
+    ledger.admit(account("bob"), 1, 0, counts())
+
+
+def test_limits_hold_while_the_clock_is_set_back(ledger, clock):
+    ann = account(requests_per_minute=2, tokens_per_minute=100)
+    for _ in range(2):
+        ledger.admit(ann, 10, 0, counts(5, 5)).settle(finished=True)
+    clock.now -= 3600
+    assert refused(ledger, ann, 1, 0, counts()).retry_after <= WINDOW + 1
+    clock.now += WINDOW + 2
+    ledger.admit(ann, 10, 0, counts())
+
+
+def test_usage_without_a_disk_takes_bounded_memory(ledger, clock):
+    async def run():
+        for _ in range(1000):
+            ledger.admit(account(), 10, 0, counts(5, 5)).settle(finished=True)
+            clock.now += 1
+            await ledger.save()
+        entry = ledger._entries["ann"]
+        assert len(entry.changed) <= 2 * WINDOW + 2
+        assert len(entry.latest) <= WINDOW + 2
+        assert ledger.of_month("ann").requests == 1000
+
+    asyncio.run(run())
+
+
+def test_database_is_opened_once_while_requests_are_counted(tmp_path, clock):
+    async def run():
+        first = await reopen(tmp_path, clock)
+        first.admit(account(), 30, 0, counts(20, 10)).settle(finished=True)
+        await first.close()
+        second = Ledger(clock)
+        opening = [asyncio.create_task(second.open(tmp_path)) for _ in range(3)]
+        for _ in range(50):
+            second.admit(account(), 3, 0, counts(1, 1)).settle(finished=True)
+            await asyncio.sleep(0)
+        await asyncio.gather(*opening)
+        assert second.of_month("ann") == Used(51, 70, 0, 60)
+        await second.close()
+
+    asyncio.run(run())
+
+
+def test_days_without_usage_are_not_listed(tmp_path, clock):
+    async def run():
+        ledger = await reopen(tmp_path, clock)
+        assert ledger.of_month("ann") == Used()
+        ledger.list_left(account(requests_per_minute=1))
+        assert await ledger.list_days(date.min, date.max) == []
+        await ledger.close()
+
+    asyncio.run(run())

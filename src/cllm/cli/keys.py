@@ -223,4 +223,12 @@ def edit(
         yield accounts
     folder = settings.storage.folder
     where = path.parent if folder is None else Path(folder).expanduser()
-    write_audit(where, getpass.getuser(), f"keys {what}", account=name, file=str(path))
+    write_audit(where, user_name(), f"keys {what}", account=name, file=str(path))
+
+
+def user_name() -> str:
+    """Return the name of the user who runs the command."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container, a user may have no name
+        return f"uid {os.getuid()}"

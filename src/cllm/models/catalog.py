@@ -40,7 +40,11 @@ def resolve(
 
 
 def check_sha256(path: Path, expected: str) -> None:
-    """Raise StartupError unless the file has the SHA-256 ``expected``, in hex."""
+    """Raise StartupError unless the file has the SHA-256 ``expected``, in hex, or if the model has
+    several files.
+    """
+    if SPLIT.search(path.name):
+        raise StartupError(f"model.sha256 needs a model in one file, not {path.name}")
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from cllm.store.usage import Ledger
 
 if TYPE_CHECKING:
     from cllm.service import Service
+
+RETRY_SECONDS = 30.0  # until the database of the usage is opened again
 
 log = logging.getLogger("cllm.access")
 
@@ -41,7 +44,8 @@ class Access:
         self._settings = settings
         self._valid: set[str] = set()  # names of accounts with a valid key, at the last check
         self._tasks: set[asyncio.Task[None]] = set()
-        self._warned = False
+        self._retry_at = 0.0  # when to open the database again; 0 unless that has failed
+        self.ledger.is_valid = lambda name: self.keyring.get(name) is not None
 
     @property
     def is_required(self) -> bool:
@@ -85,17 +89,15 @@ class Access:
     async def open(self) -> None:
         """Read what the accounts have used. Without a folder, usage is kept in memory only."""
         folder = self._settings.storage.folder
-        if not self.is_required or folder is None or self._warned:
+        if not self.is_required or folder is None:
             return
         try:
             await self.ledger.open(Path(folder))
         except OSError as error:
-            self._warned = True
-            log.error(
-                "the usage of accounts is kept in memory only: %s: %s",
-                folder,
-                error.strerror or error,
-            )
+            if not self._retry_at:
+                reason = error.strerror or error
+                log.error("the usage of accounts is in memory only: %s: %s", folder, reason)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
 
     def check(self, service: Service) -> None:
         """Apply changes of the file of keys, and begin to write what accounts have used. To be
@@ -103,7 +105,8 @@ class Access:
         """
         weights = self._settings.scheduler.weights
         service.engine.set_weights(weights | self.keyring.weights)
-        if self.keyring.reload():
+        is_due = 0 < self._retry_at <= time.monotonic() and not self.ledger.is_open
+        if self.keyring.reload() or is_due:
             self._tasks.add(asyncio.create_task(self.open()))
         names = self.keyring.names()
         if self._settings.server.revoked_streams == "end":
@@ -131,12 +134,17 @@ def check_access(settings: Settings, access: Access) -> None:
         )
     if server.enable_faults and access.is_required:
         raise StartupError("server.enable_faults cannot be used with API keys")
-    check_certificate(server.tls_certificate, server.tls_key)
+    check_certificate(expand(server.tls_certificate), expand(server.tls_key))
     if not is_loopback(server.host) and not access.is_required and not server.insecure:
         raise StartupError(
             f"{server.host} can be reached from other machines, so requests need API keys: create "
             "one with `cllm keys add NAME`, or serve everyone with --insecure"
         )
+
+
+def expand(path: str | None) -> str | None:
+    """Return ``path`` with ~ replaced by the user's folder."""
+    return None if path is None else str(Path(path).expanduser())
 
 
 def check_certificate(certificate: str | None, key: str | None) -> None:

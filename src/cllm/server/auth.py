@@ -117,10 +117,11 @@ class Guard:
             return None
         key = read_key(request.headers)
         account = self._access.account_for_key(key) if key else None
-        if account is None and is_public(request, self._settings):
+        public = is_public(request, self._settings)
+        if account is None and public:
             return None
         if account is not None:
-            if not account.may_use_route(request.scope["path"]):
+            if not public and not account.may_use_route(request.scope["path"]):
                 raise route_not_allowed(account, request.scope["path"])
             return account
         if not key:

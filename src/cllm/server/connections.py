@@ -135,10 +135,14 @@ class Connections(ServerState):
                     await opening
                 else:  # a client may take its time
                     self._handshakes.add(opening)
-                    opening.add_done_callback(self._handshakes.discard)
+                    opening.add_done_callback(self._end_handshake)
             except OSError as error:
                 log.warning("a connection could not be accepted: %s", error.strerror)
                 await asyncio.sleep(PAUSE)
+
+    def _end_handshake(self, opening: asyncio.Task[None]) -> None:
+        self._handshakes.discard(opening)
+        self._has_changed.set()
 
     async def _open(
         self,

@@ -24,7 +24,7 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
 from cllm.registry import Registry
-from cllm.server.access import Access
+from cllm.server.access import Access, expand
 from cllm.server.app import DIALECTS, create_app
 from cllm.server.auth import Guard
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
@@ -157,8 +157,8 @@ def open_server(settings: Settings, access: Access, model_name: str, engine: Poo
         server_header=False,
         proxy_headers=bool(settings.server.trusted_proxies),
         forwarded_allow_ips=[*settings.server.trusted_proxies],
-        ssl_certfile=settings.server.tls_certificate,
-        ssl_keyfile=settings.server.tls_key,
+        ssl_certfile=expand(settings.server.tls_certificate),
+        ssl_keyfile=expand(settings.server.tls_key),
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from cllm.core.account import Account
 from cllm.errors import BadRequest, UnknownModel
 from cllm.registry import Registry
+from cllm.server.auth import route_not_allowed
 from cllm.server.call import Call, call_of
 from cllm.service import Service
 
@@ -24,9 +26,12 @@ def service_for(request: Request, name: str | None = None, message: str = "") ->
     try:
         return allowed(registry_of(request).get(name), call_of(request), name)
     except UnknownModel as error:
+        account, served = call_of(request).account(), error.served
+        if account.has_key and not account.may_use_model(served):
+            served = ", ".join(account.models)
         if not message:
-            raise
-        raise UnknownModel(error.asked, error.served, message) from None
+            raise UnknownModel(error.asked, served) from None
+        raise UnknownModel(error.asked, served, message) from None
 
 
 def allowed(service: Service, call: Call, name: str | None = None) -> Service:
@@ -34,10 +39,23 @@ def allowed(service: Service, call: Call, name: str | None = None) -> Service:
     request calls ``name``.
     """
     account = call.account()
-    if account.has_key and not account.may_use_model(service.model_name):
-        served = ", ".join(account.models)
-        raise UnknownModel(name or service.model_name, served)
+    names = (service.model_name, name or service.model_name)
+    if account.has_key and not any(map(account.may_use_model, names)):
+        raise unknown_model(account, name)
     return service
+
+
+def unknown_model(account: Account, name: str | None) -> UnknownModel:
+    """Return the error for a model that the account may not use, which names only those that it
+    may.
+    """
+    return UnknownModel(name or "default", ", ".join(account.models))
+
+
+def check_route(account: Account, path: str) -> None:
+    """Raise BadRequest (403) unless the account may use a path."""
+    if not account.may_use_route(path):
+        raise route_not_allowed(account, path)
 
 
 def served_models(request: Request) -> list[Service]:

@@ -115,10 +115,12 @@ async def run(
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, StartupError):
             await starting
-        await engine.close()
-        if server is not None:
-            await server.service.close()
-        await access.close()
+        try:
+            await engine.close()
+            if server is not None:
+                await server.service.close()
+        finally:
+            await access.close()
 
 
 def open_server(settings: Settings, access: Access, model_name: str, engine: Pool) -> HttpServer:

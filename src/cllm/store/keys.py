@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -20,11 +21,6 @@ from cllm.core.account import Account, Limits
 from cllm.core.request import Priority
 from cllm.errors import StartupError
 from cllm.private_files import open_private
-
-try:
-    import fcntl
-except ImportError:  # Windows has no fcntl
-    fcntl = None  # type: ignore[assignment]
 
 try:
     import fcntl
@@ -122,7 +118,9 @@ def check_name(name: str) -> None:
 
 
 def write_key_file(path: Path, content: KeyFile) -> None:
-    """Replace the file, which only its owner can read. Raises OSError."""
+    """Replace the file, which only its owner can read. It keeps its owner, if the user may do that.
+    Raises OSError.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
@@ -130,6 +128,9 @@ def write_key_file(path: Path, content: KeyFile) -> None:
             file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
+        with contextlib.suppress(OSError, AttributeError):  # no such file, not root, Windows
+            before = path.stat()
+            os.chown(new, before.st_uid, before.st_gid)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -177,7 +178,9 @@ class Keyring:
         self._accounts: dict[str, Account] = {}
         self._by_hash: dict[str, tuple[str, float]] = {}  # the account, and when the key expires
         self.weights: dict[str, float] = {}
+        self._valid_until: dict[str, float] = {}  # by account: when its last key expires
         self._has_file = False
+        self._problem = ""  # what has been logged about the file
         self._seen = self._look()
         if self._seen is not None:
             self._load()
@@ -187,15 +190,15 @@ class Keyring:
         """Whether requests need a key. Once there was a file of keys, they do even without it."""
         return self._has_file or self._operator is not None
 
-    def _look(self) -> tuple[int, int, int] | None:
-        """Return what changes when the file is written, None without a file."""
+    def _look(self) -> tuple[int, ...] | None:
+        """Return what changes when the file, its owner or its mode does; None without a file."""
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StartupError(f"{self._path} cannot be read: {error.strerror}") from None
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
     def _load(self) -> None:
         content = read_key_file(self._path)
@@ -208,6 +211,9 @@ class Keyring:
             for name, record in content.accounts.items()
             for key in record.keys
         }
+        self._valid_until = {}
+        for name, expires in self._by_hash.values():
+            self._valid_until[name] = max(expires, self._valid_until.get(name, 0.0))
         self.weights = {
             name: record.weight for name, record in content.accounts.items() if record.weight != 1
         }
@@ -220,14 +226,15 @@ class Keyring:
             seen = self._look()
             if seen == self._seen:
                 return False
-            self._seen = seen
             if seen is None:
-                log.error("%s is gone; the keys that it had stay valid", self._path)
-                return False
+                raise StartupError(f"{self._path} is gone")
             self._load()
         except StartupError as error:
-            log.error("%s; the keys stay as they were", error)
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log.error("%s; the keys stay as they were", error)
             return False
+        self._seen, self._problem = seen, ""
         log.info("%s: %d accounts", self._path, len(self._accounts))
         return True
 
@@ -238,22 +245,22 @@ class Keyring:
         nobody can choose.
         """
         hashed = hash_key(key)
+        name, expires = self._by_hash.get(hashed, ("", 0.0))
+        if time.time() < expires:
+            return self._accounts[name]
         if self._operator is not None and hmac.compare_digest(hashed, self._operator):
             return THE_OPERATOR
-        name, expires = self._by_hash.get(hashed, ("", 0.0))
-        return self._accounts[name] if time.time() < expires else None
+        return None
 
     def get(self, name: str) -> Account | None:
         """Return the account ``name`` if it has a valid key, else None."""
         if name == OPERATOR and self._operator is not None:
             return THE_OPERATOR
-        now = time.time()
-        if any(owner == name and now < expires for owner, expires in self._by_hash.values()):
-            return self._accounts[name]
-        return None
+        is_valid = time.time() < self._valid_until.get(name, 0.0)
+        return self._accounts[name] if is_valid else None
 
     def names(self) -> set[str]:
         """Return the names of all accounts with a valid key."""
         now = time.time()
-        names = {name for name, expires in self._by_hash.values() if now < expires}
+        names = {name for name, expires in self._valid_until.items() if now < expires}
         return names | ({OPERATOR} if self._operator is not None else set())

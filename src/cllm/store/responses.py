@@ -21,10 +21,10 @@ from cllm.errors import BadRequest
 class Stored:
     """``response`` and ``items`` (the input of the request) are JSON, so that their size is known.
 
-    item_ids: the ids of the output items, for item_reference.
+    account: its name. item_ids: the ids of the output items, for item_reference.
     """
 
-    account: Account
+    account: str
     response: bytes
     items: bytes
     previous_id: str | None
@@ -56,7 +56,7 @@ class ResponseStore:
         """
         item_ids = tuple(item["id"] for item in response["output"])
         stored = Stored(
-            account,
+            account.name,
             msgspec.json.encode(response),
             to_json(items),
             response["previous_response_id"],
@@ -82,7 +82,7 @@ class ResponseStore:
         Raises BadRequest (404) if it does not exist or belongs to another account.
         """
         stored = self._stored.get(response_id)
-        if stored is None or stored.account != account:
+        if stored is None or stored.account != account.name:
             raise BadRequest(
                 f"The response {response_id[:100]!r} was not found: it was not stored, was "
                 f"deleted, or was removed to make room for newer ones (at most "
@@ -107,7 +107,7 @@ class ResponseStore:
         return [
             self._use(name)
             for name in response_ids
-            if name in self._stored and self._stored[name].account == account
+            if name in self._stored and self._stored[name].account == account.name
         ]
 
     def find_conversation(

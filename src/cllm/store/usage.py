@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from cllm.core.account import Account
-from cllm.errors import CLLMError, RateLimited
+from cllm.errors import CLLMError, RateLimited, Unauthorized
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
 WINDOW = 60  # seconds of the limits per minute
@@ -72,13 +72,15 @@ class Charge:
         self._paid = Used()
         self._counted = entry.add(Used(requests=1), ledger.now())  # where the request is counted
         self._is_open = True
-        self.reserved = reserved
+        self._left = reserved  # of the reserved tokens, those that have not been paid
+        entry.num_reserved += reserved
         self.end: Callable[[CLLMError], None] | None = None  # ends the request with an error
 
-    @property
-    def outstanding(self) -> int:
-        """The reserved tokens that have not been paid."""
-        return max(0, self.reserved - self._paid.tokens)
+    def _release(self, num_tokens: int) -> None:
+        """Reserve up to ``num_tokens`` tokens less."""
+        released = min(num_tokens, self._left)
+        self._left -= released
+        self._entry.num_reserved -= released
 
     def pay(self, *, finished: bool = False) -> None:
         """Book the tokens delivered since the last call; nothing before the first one."""
@@ -93,6 +95,7 @@ class Charge:
         )
         if used != Used():
             paid.add(used)
+            self._release(used.tokens)
             self._entry.add(used, self._ledger.now())
 
     def settle(self, *, finished: bool = False, failed: bool = False) -> None:
@@ -104,32 +107,61 @@ class Charge:
             return
         self._is_open = False
         self.pay(finished=finished)
+        self._release(self._left)
         self._entry.charges.discard(self)
         if failed and self._paid == Used():
             self._entry.take_back(self._counted)
 
 
 class Entry:
-    """The usage of one account. latest: [second, requests, tokens], for the last minute."""
+    """The usage of one account.
+
+    latest: [second, requests, tokens], for the last minute. num_reserved: tokens that running
+    requests have reserved and not paid.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.charges: set[Charge] = set()
+        self.num_reserved = 0
         self.latest: deque[list[int]] = deque()
         self.month = ""
         self.of_month = Used()
-        self.total = Used()  # since the start
+        self.total = Used()  # since the start; requests that were taken back too
         self.unsaved: dict[str, Used] = {}  # by day
         self.changed: dict[int, list[int]] = {}  # entries of ``latest`` to write
 
     def count_latest(self, now: float) -> tuple[int, int]:
         """Return the requests and the paid tokens of the last minute, at least."""
+        self._clamp(now)
         while self.latest and self.latest[0][0] <= now - WINDOW - 1:
             self.latest.popleft()
         return sum(one[1] for one in self.latest), sum(one[2] for one in self.latest)
 
-    def reserved(self) -> int:
-        return sum(charge.outstanding for charge in self.charges)
+    def _clamp(self, now: float) -> None:
+        """Move entries of the future to now: the clock has been set back."""
+        moved = [0, 0]
+        while self.latest and self.latest[-1][0] > now:
+            _, requests, tokens = self.latest.pop()
+            moved = [moved[0] + requests, moved[1] + tokens]
+        if any(moved):
+            entry = self._entry_of(int(now))
+            entry[1] += moved[0]
+            entry[2] += moved[1]
+
+    def _entry_of(self, second: int) -> list[int]:
+        """Return the entry of ``latest`` for a second that is not before the last one."""
+        if not self.latest or self.latest[-1][0] < second:
+            self.latest.append([second, 0, 0])
+        self.changed[self.latest[-1][0]] = self.latest[-1]
+        return self.latest[-1]
+
+    def begin_month(self, now: float) -> str:
+        """Return the day of ``now``, and forget the tokens of an earlier month."""
+        day = datetime.fromtimestamp(now, UTC).date().isoformat()
+        if day[:7] != self.month:
+            self.month, self.of_month = day[:7], Used()
+        return day
 
     def seconds_until(self, now: float, index: int, excess: int) -> float:
         """Return the time until ``excess`` requests (index 1) or tokens (2) are a minute old."""
@@ -141,27 +173,30 @@ class Entry:
 
     def add(self, used: Used, now: float) -> list[int]:
         """Count ``used``. Returns its entry of ``latest``."""
-        day = datetime.fromtimestamp(now, UTC).date().isoformat()
-        if day[:7] != self.month:
-            self.month, self.of_month = day[:7], Used()
+        self._clamp(now)
+        day = self.begin_month(now)
         for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
             one.add(used)
-        second = int(now)
-        if not self.latest or self.latest[-1][0] < second:
-            self.latest.append([second, 0, 0])
-        latest = self.latest[-1]
+        latest = self._entry_of(int(now))
         latest[1] += used.requests
         latest[2] += used.tokens
-        self.changed[latest[0]] = latest
         return latest
+
+    def forget_old(self, now: float) -> None:
+        """Forget to write entries of ``latest`` that no longer matter."""
+        if self.changed and next(iter(self.changed)) < now - 2 * WINDOW:
+            self.changed = {
+                second: one for second, one in self.changed.items() if second >= now - WINDOW - 1
+            }
 
     def take_back(self, counted: list[int]) -> None:
         """Do not count a request any more that was counted in this entry of ``latest``."""
         counted[1] -= 1
         self.changed[counted[0]] = counted
         day = datetime.fromtimestamp(counted[0], UTC).date().isoformat()
-        for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
-            one.requests -= 1
+        self.unsaved.setdefault(day, Used()).requests -= 1
+        if day[:7] == self.month:
+            self.of_month.requests -= 1
 
 
 class Ledger:
@@ -174,6 +209,8 @@ class Ledger:
         self._thread = ThreadPoolExecutor(1, "cllm-usage")
         self._database: Database | None = None
         self._saving = asyncio.Lock()
+        self._opening = asyncio.Lock()
+        self.is_valid: Callable[[str], bool] = lambda _: True  # whether an account has a key
         self.num_failed_writes = 0
 
     # --- admission -------------------------------------------------------------------------------
@@ -184,34 +221,50 @@ class Ledger:
 
         Raises RateLimited; then nothing has changed.
         """
+        self.check(account)
         now, limits = self.now(), account.limits
         entry = self._entry(account.name)
-        for charge in entry.charges:
-            charge.pay()
-        requests, tokens = entry.count_latest(now)
-        reserved = entry.reserved()
-        if (most := limits.concurrent_requests) is not None and len(entry.charges) >= most:
-            raise self._limited(account, "concurrent_requests", most, 1.0)
-        if (most := limits.requests_per_minute) is not None and requests >= most:
-            until = entry.seconds_until(now, 1, requests - most + 1)
-            raise self._limited(account, "requests_per_minute", most, until)
+        _, tokens = entry.count_latest(now)
         for name, paid in (("tokens_per_minute", tokens), ("tokens_per_month", self._month(entry))):
             if (most := getattr(limits, name)) is None:
                 continue
-            left = most - paid - reserved
+            left = most - paid - entry.num_reserved
             if num_tokens > left:
                 seconds: float | None = None
                 if name == "tokens_per_minute" and num_tokens <= most:
                     seconds = entry.seconds_until(now, 2, num_tokens - left)
+                elif num_tokens <= most - paid:
+                    seconds = 1.0  # until a running request has cost less than it has reserved
                 raise self._limited(account, name, most, seconds, num_tokens)
             num_open = min(num_open, left - num_tokens)
         charge = Charge(self, entry, num_tokens + num_open, counts)
         entry.charges.add(charge)
         return charge
 
+    def check(self, account: Account) -> None:
+        """Raise RateLimited if the account could not be admitted now, whatever the size of its
+        request, and Unauthorized if its key has been revoked. Costs little, so it can be called
+        before a prompt is read.
+        """
+        if not self.is_valid(account.name):
+            raise Unauthorized("The API key has been revoked.")
+        now, limits = self.now(), account.limits
+        entry = self._entry(account.name)
+        requests, tokens = entry.count_latest(now)
+        if (most := limits.concurrent_requests) is not None and len(entry.charges) >= most:
+            raise self._limited(account, "concurrent_requests", most, 1.0)
+        if (most := limits.requests_per_minute) is not None and requests >= most:
+            until = entry.seconds_until(now, 1, requests - most + 1)
+            raise self._limited(account, "requests_per_minute", most, until)
+        if (most := limits.tokens_per_minute) is not None and tokens >= most:
+            until = entry.seconds_until(now, 2, tokens - most + 1)
+            raise self._limited(account, "tokens_per_minute", most, until)
+        if (most := limits.tokens_per_month) is not None and self._month(entry) >= most:
+            raise self._limited(account, "tokens_per_month", most, None)
+
     def _month(self, entry: Entry) -> int:
         """Return the tokens that an account has paid this month."""
-        entry.add(Used(), self.now())  # a new month may have begun
+        entry.begin_month(self.now())
         return entry.of_month.tokens
 
     def _limited(
@@ -243,7 +296,7 @@ class Ledger:
         found = {}
         for name, most, used in (
             ("requests", account.limits.requests_per_minute, requests),
-            ("tokens", account.limits.tokens_per_minute, tokens + entry.reserved()),
+            ("tokens", account.limits.tokens_per_minute, tokens + entry.num_reserved),
         ):
             if most is not None:
                 found[name] = (most, max(0, most - used), seconds)
@@ -271,11 +324,29 @@ class Ledger:
         """Read the usage of earlier servers, and write further usage to ``folder``. Raises
         OSError.
         """
-        if self._database is None:
-            await self._run(self._open, folder)
+        async with self._opening:
+            if self._database is not None:
+                return
+            found: list[Any] = []
+            await self._run(lambda: found.extend(self._read(folder.expanduser())))
+            self._database, month, latest = found
+        now = self.now()
+        for name, *counts in month:
+            entry = self._entry(name)
+            entry.begin_month(now)
+            entry.of_month.add(Used(*counts))
+        for name, *one in latest:
+            self._entry(name).latest.append(one)
+        for entry in self._entries.values():
+            entry.latest = deque(sorted(entry.latest))
 
-    def _open(self, folder: Path) -> None:
-        folder = folder.expanduser()
+    @property
+    def is_open(self) -> bool:
+        """Whether usage is written to disk."""
+        return self._database is not None
+
+    def _read(self, folder: Path) -> tuple[Database, list[Any], list[Any]]:
+        """Open the database. Return it, the usage of this month and that of the last minute."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
         now = self.now()
@@ -290,15 +361,7 @@ class Ledger:
             "ORDER BY second",
             int(now) - WINDOW - 1,
         )
-        for name, *counts in month:
-            entry = self._entry(name)
-            entry.add(Used(), now)
-            entry.of_month.add(Used(*counts))
-        for name, *one in latest:
-            self._entry(name).latest.append(one)
-        for entry in self._entries.values():
-            entry.latest = deque(sorted(entry.latest))
-        self._database = database
+        return database, month, latest
 
     async def _run(self, work: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -321,6 +384,8 @@ class Ledger:
             for entry in self._entries.values():
                 for charge in entry.charges:
                     charge.pay()
+            for entry in self._entries.values():
+                entry.forget_old(self.now())
             if self._database is None:
                 return
             changed = [entry for entry in self._entries.values() if entry.changed]

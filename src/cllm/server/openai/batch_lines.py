@@ -27,7 +27,7 @@ from cllm.server.openai.responses import complete_response, response_generation
 from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
-from cllm.server.resolve import allowed
+from cllm.server.resolve import allowed, check_route
 from cllm.service import Service
 from cllm.store.batches import BatchRecord
 
@@ -113,6 +113,7 @@ class OpenAILines:
     ) -> bytes:
         model, compute = ENDPOINTS[record.endpoint]
         call = Call(self._state, record.account, body_hash=hash((record.id, custom_id)))
+        check_route(call.account(), record.endpoint)
         admit(call, body.num_bytes)
         asked: Any = await off_loop(call, lambda: read_value(body.value, model, call))
         if asked.model:

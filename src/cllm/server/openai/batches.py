@@ -21,7 +21,7 @@ from cllm.server.openai.files import ExpiresAfter, open_batches
 from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
-from cllm.server.resolve import service_for
+from cllm.server.resolve import check_route, service_for
 from cllm.store.batches import STATUSES, BatchRecord
 from cllm.store.store import Store
 
@@ -73,6 +73,7 @@ async def create(request: Request) -> dict[str, Any]:
     batches = await open_batches(request)
     body = await read_body(request, BatchBody)
     account, now = call_of(request).account(), int(time.time())
+    check_route(account, body.endpoint)
     window = re.fullmatch(WINDOW, body.completion_window)
     assert window is not None
     record = BatchRecord(
