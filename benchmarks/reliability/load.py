@@ -233,9 +233,10 @@ async def measure_cost(rounds: int, num_tokens: int = 400) -> list[Figure]:
         keyed = stack.enter_context(serve(None, *FAKE, "--server.keys-file", path))
         async with connect(plain) as one, connect(keyed, key) as other:
             for number in range(rounds + 1):
-                pair = [await cpu_per_token(c, num_tokens, number) for c in (one, other)]
+                turns = (one, other) if number % 2 else (other, one)
+                cost = {c: await cpu_per_token(c, num_tokens, number) for c in turns}
                 if number:  # the first round warms up
-                    ratios.append(pair[1] / pair[0])
+                    ratios.append(cost[other] / cost[one])
     ratio = statistics.median(ratios)
     return [
         Figure(

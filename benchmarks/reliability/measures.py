@@ -39,5 +39,5 @@ def list_measures(scale: float) -> dict[str, Measure]:
         "aborts": lambda: measure_aborts(size(10_000, 500)),
         "cancellation": lambda: measure_cancellation(size(200, 10)),
         "flips": lambda: measure_flips(size(1000, 20)),
-        "cost": lambda: measure_cost(size(15, 2), size(400, 100)),
+        "cost": lambda: measure_cost(size(15, 2), size(800, 100)),
     }
