@@ -195,7 +195,7 @@ def test_lines_wait_for_the_limits_and_the_key_of_their_account(tmp_path, monkey
         r1=[RateLimited("many", "requests_per_minute", 0.01) for _ in range(5)],
         r2=[RateLimited("used up", "tokens_per_month", None) for _ in range(5)],
         r3=[Unauthorized("revoked") for _ in range(5)],
-        r4=[RateLimited("too large", "tokens_per_minute", None)],
+        r4=[RateLimited("too large", "tokens_per_minute", None, is_final=True)],
     )
 
     async def test(server):

@@ -420,9 +420,9 @@ def seconds_to_wait(error: RateLimited | Unauthorized) -> float | None:
 
     A budget or a key may come back before the batch expires.
     """
-    if isinstance(error, Unauthorized) or error.limit == "tokens_per_month":
-        return KEY_PAUSE
-    return error.retry_after
+    if isinstance(error, RateLimited) and (error.is_final or error.retry_after is not None):
+        return None if error.is_final else error.retry_after
+    return KEY_PAUSE
 
 
 def newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:

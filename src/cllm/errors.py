@@ -98,10 +98,13 @@ class RateLimited(CLLMError):
     """An account would exceed one of its limits.
 
     limit: its name, a field of Limits. retry_after: seconds until it may allow the request, None
-    if it never does.
+    if that is in another month or never. is_final: the request alone is larger than the limit.
     """
 
-    def __init__(self, message: str, limit: str, retry_after: float | None) -> None:
+    def __init__(
+        self, message: str, limit: str, retry_after: float | None, *, is_final: bool = False
+    ) -> None:
         super().__init__(message)
+        self.is_final = is_final
         self.limit = limit
         self.retry_after = retry_after

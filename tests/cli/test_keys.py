@@ -98,6 +98,10 @@ def test_revoke_keeps_the_account_without_a_key(keys):
         (("add", "bob", "--requests-per-minute", "0"), "requests-per-minute"),
         (("add", "bob", "--priority", "high"), "priority"),
         (("add",), "NAME"),
+        (("add", "bob", "--tenant", ""), "one line of text"),
+        (("add", "bob", "--tenant", "x\ny"), "one line of text"),
+        (("add", "bob", "--models", "a\nb"), "one line of text"),
+        (("add", "bob", "--tenant", b"\xff"), "one line of text"),
     ],
 )
 def test_mistakes_are_one_line(keys, arguments, message):

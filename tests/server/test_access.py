@@ -448,6 +448,8 @@ def test_revoked_key_ends_new_requests_and_streams(server):
             accounts["eve"] = AccountRecord()
         rest = list(chunks)
     assert complete(server, "eve").status_code in (401, 429)
+    (shown,) = usage(server, "root", account="eve")["accounts"]
+    assert shown["tokens_of_month"] > 0  # it is known although it has no key
     finished = '"finish_reason":"length"' in "".join(rest)
     assert finished or any('"invalid_api_key"' in line for line in rest)
     assert rest[-2 if rest[-1] == "" else -1] == "data: [DONE]"
@@ -502,6 +504,8 @@ def test_other_machines_are_not_served_without_keys(tmp_path):
         (("--server.tls-key", "x"), "need each other"),
         (("--server.tls-key", "/none", "--server.tls-certificate", "/none"), "No such file"),
         (("--api-key", "a key"), "--server.api-key must be a key without spaces"),
+        (("--server.trusted-proxies", "nonsense"), "not an address or a network"),
+        (("--server.cors-origins", "evil.com"), "not an origin such as"),
         (("--api-key", "secret", "--server.enable-faults"), "cannot be used with API keys"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 
 import pytest
 
@@ -293,3 +294,23 @@ def test_other_charsets_and_compressions_get_415(fake_server, name, value):
         fake_server.client.post("/encode", content=b'{"text": "a"}', headers=headers).status_code
         == 415
     )
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_trailer_fields_are_no_header_fields(fake_server, at_once):
+    """Otherwise a client could set after a proxy's checks what the proxy sets."""
+    head = HEAD_OF_POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    body = b'{"model": "fake", "prompt": "a", "stream": false}'
+    trailer = b"%x\r\n%s\r\n0\r\nX-CLLM-Retry-Ticket: x\r\nOrigin: http://evil\r\n\r\n" % (
+        len(body),
+        body,
+    )
+    with connect(fake_server) as connection:
+        connection.sendall(head + (trailer if at_once else b""))
+        if not at_once:
+            time.sleep(0.1)
+            connection.sendall(trailer)
+        assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+
+
+HEAD_OF_POST = b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

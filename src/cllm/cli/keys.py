@@ -25,6 +25,7 @@ from cllm.store.keys import (
     AccountRecord,
     Key,
     check_name,
+    check_texts,
     edit_key_file,
     hash_key,
     make_key,
@@ -98,6 +99,7 @@ def add(
         concurrent_requests=concurrent_requests,
         tokens_per_month=tokens_per_month,
     )
+    check_texts(record)
     with edit(file, config, "add", name) as accounts:
         if name in accounts:
             raise StartupError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +18,14 @@ from cllm.config import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized
-from cllm.server.addresses import is_loopback
+from cllm.server.addresses import is_loopback, is_network
 from cllm.store.keys import Keyring
 from cllm.store.usage import Ledger
 
 if TYPE_CHECKING:
     from cllm.service import Service
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 RETRY_SECONDS = 30.0  # until the database of the usage is opened again
 
 log = logging.getLogger("cllm.access")
@@ -103,6 +105,12 @@ class Access:
         """Apply changes of the file of keys, and begin to write what accounts have used. To be
         called twice a second.
         """
+        try:
+            self._check(service)
+        except Exception:  # it must not end the server
+            log.exception("the accounts could not be checked")
+
+    def _check(self, service: Service) -> None:
         weights = self._settings.scheduler.weights
         service.engine.set_weights(weights | self.keyring.weights)
         is_due = 0 < self._retry_at <= time.monotonic() and not self.ledger.is_open
@@ -134,6 +142,14 @@ def check_access(settings: Settings, access: Access) -> None:
         )
     if server.enable_faults and access.is_required:
         raise StartupError("server.enable_faults cannot be used with API keys")
+    for proxy in server.trusted_proxies:
+        if proxy != "*" and not is_network(proxy):
+            raise StartupError(f"server.trusted_proxies: {proxy} is not an address or a network")
+    for origin in server.cors_origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise StartupError(
+                f"server.cors_origins: {origin} is not an origin such as https://chat.example.com"
+            )
     check_certificate(expand(server.tls_certificate), expand(server.tls_key))
     if not is_loopback(server.host) and not access.is_required and not server.insecure:
         raise StartupError(

@@ -22,3 +22,12 @@ def split_host(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].removesuffix(".")
+
+
+def is_network(text: str) -> bool:
+    """Return whether ``text`` is an address, or a network such as 10.0.0.0/8."""
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True

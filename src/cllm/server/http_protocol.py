@@ -54,6 +54,7 @@ class Protocol(HttpToolsProtocol):
         # since the last end of a head, part of a body or end of a body
         self._num_unparsed_bytes = 0
         self._num_head_bytes = self._num_fields = 0
+        self._has_head = False  # all header fields of the request have arrived
         self._refusal: tuple[HTTPStatus, str] | None = None  # why parsing has stopped
         self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._is_half_closed = False
@@ -153,6 +154,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_unparsed_bytes = max(1, self._num_unparsed_bytes)
+        self._has_head = False
         self._num_head_bytes = self._num_fields = 0
 
     def on_url(self, url: bytes) -> None:
@@ -162,7 +164,8 @@ class Protocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_fields += 1
         self._check_head(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if not self._has_head:  # a trailer field is no header field (RFC 9110, 6.5.1)
+            super().on_header(name, value)
 
     def _check_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -181,6 +184,7 @@ class Protocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         self._check_fields()
+        self._has_head = True
         super().on_headers_complete()
         self.server_state.mark_busy(self)
         cycle = self.cycle

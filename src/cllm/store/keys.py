@@ -9,8 +9,9 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +29,7 @@ except ImportError:  # Windows has no fcntl; there two commands must not run at 
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1  # of the file; a file with a higher one was written by a newer version
+MAX_BYTES = 50_000_000  # of the file
 PREFIX = "sk-cllm-"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 OPERATOR = "operator"  # the account of the key in server.api_key
@@ -36,25 +38,27 @@ THE_OPERATOR = Account(OPERATOR, tenant=OPERATOR, is_admin=True, has_key=True)
 log = logging.getLogger("cllm.access")
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+UnixTime = Annotated[int, msgspec.Meta(ge=0, le=10**11)]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """sha256: the key's hash, in hex. created, expires: Unix times."""
 
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    created: int
-    expires: int | None = None
+    created: UnixTime
+    expires: UnixTime | None = None
 
 
 class AccountRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An account in the file. tenant: None means its own name. See Account and Limits."""
 
     keys: tuple[Key, ...] = ()
-    tenant: str | None = None
+    tenant: Text | None = None
     priority: Literal["interactive", "normal", "batch"] | None = None
     weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
-    models: tuple[str, ...] = ()
-    routes: tuple[str, ...] = ()
+    models: tuple[Text, ...] = ()
+    routes: tuple[Text, ...] = ()
     admin: bool = False
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
@@ -97,11 +101,20 @@ def read_key_file(path: Path) -> KeyFile:
         content = msgspec.json.decode(data, type=KeyFile)
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StartupError(f"{path} is not a valid file of keys: {error}") from None
-    for name in content.accounts:
+    for name, record in content.accounts.items():
         check_name(name)
+        check_texts(record)
     return content
+
+
+def check_texts(record: AccountRecord) -> None:
+    """Raise StartupError for a tenant, model or route that is empty or not one line of text."""
+    tenant = () if record.tenant is None else (record.tenant,)
+    for text in (*tenant, *record.models, *record.routes):
+        if not text or not text.isprintable():
+            raise StartupError(f"{text!r} must be one line of text")
 
 
 class Version(msgspec.Struct):
@@ -150,8 +163,9 @@ def edit_key_file(path: Path) -> Iterator[dict[str, AccountRecord]]:
             accounts = dict(read_key_file(path).accounts) if path.exists() else {}
             yield accounts
             write_key_file(path, KeyFile(FORMAT, accounts))
-    except OSError as error:
-        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StartupError(f"{path} cannot be written: {reason}") from None
 
 
 def make_key() -> str:
@@ -198,6 +212,8 @@ class Keyring:
             return None
         except OSError as error:
             raise StartupError(f"{self._path} cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise StartupError(f"{self._path} is not a file, or larger than {MAX_BYTES} bytes")
         return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
     def _load(self) -> None:
@@ -258,6 +274,11 @@ class Keyring:
             return THE_OPERATOR
         is_valid = time.time() < self._valid_until.get(name, 0.0)
         return self._accounts[name] if is_valid else None
+
+    @property
+    def accounts(self) -> Mapping[str, Account]:
+        """All accounts in the file, also those without a valid key."""
+        return self._accounts
 
     def names(self) -> set[str]:
         """Return the names of all accounts with a valid key."""

@@ -271,11 +271,12 @@ class Ledger:
         self, account: Account, limit: str, most: int, seconds: float | None, asked: int = 0
     ) -> RateLimited:
         message = f"The account {account.name!r} may use {most} {NAMES[limit]}"
-        if limit == "tokens_per_minute" and seconds is None:
+        is_final = asked > most
+        if is_final:
             message += f", but this request may need {asked} tokens"
         elif asked:
             message += f"; this request may need {asked} tokens and fewer are left"
-        return RateLimited(f"{message}.", limit, seconds)
+        return RateLimited(f"{message}.", limit, seconds, is_final=is_final)
 
     def now(self) -> float:
         """Return the Unix time."""

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.access import Access
 from cllm.server.body import describe_route
@@ -69,7 +70,9 @@ async def usage(
         table.writeheader()
         table.writerows(days)
         return Response(text.getvalue(), media_type="text/csv")
-    shown = access.keyring.names() if asked is None else {asked}
+    shown = {asked} if asked is not None else set()
+    if asked is None:
+        shown = {*access.keyring.names(), *access.keyring.accounts, *(row[0] for row in rows)}
     content = {
         "object": "usage",
         "accounts": [describe(access, name) for name in sorted(shown)],
@@ -80,9 +83,7 @@ async def usage(
 
 def describe(access: Access, name: str) -> dict[str, Any]:
     """Return the limits of an account, and what it has used of the month and of the minute."""
-    found = access.keyring.get(name)
-    if found is None:
-        return {"name": name, "limits": {}, "tokens_of_month": 0, "left": {}}
+    found = access.keyring.get(name) or access.keyring.accounts.get(name) or Account(name)
     left = access.ledger.list_left(found)
     return {
         "name": name,
