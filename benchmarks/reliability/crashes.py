@@ -217,7 +217,7 @@ async def measure_false_alarms(seconds: float) -> list[Figure]:
             f"false alarms in a prefill of {took / 60:.1f} minutes, with steps of {pause:.3g} s",
             "0",
             f"{alarms:.0f}",
-            alarms == 0 and answer.status == 200 and took >= seconds,
+            alarms == 0 and answer.status == 200 and took >= 0.95 * seconds,
         )
     ]
 
