@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -28,9 +29,10 @@ What cLLM promises, and what was measured. `make reliability` measures all of it
 page; the tests measure the same with fewer requests. What the promises mean:
 [scheduling](scheduling.md), [access](access.md).
 
-Measured on {date}, {cpu}, with `--scale {scale:g}` of the full size{soak}. Requests are unique,
-because identical ones would share one computation. The kill is measured with the built-in model,
-the rest with the fake backend, which only takes time.
+Measured on {date}, {cpu}, {cores} cores, with `--scale {scale:g}` of
+the full size{soak}. Requests are unique, because identical ones would share
+one computation. The kill is measured with the built-in model, the rest with the fake backend, which
+only takes time.
 
 | Promise | Target | Measured | |
 |---|---|---|---|
@@ -65,7 +67,11 @@ def main() -> int:
     if options.out:
         soak = f", a soak test of {options.minutes:g} minutes" if "soak" in chosen else ""
         head = HEAD.format(
-            date=time.strftime("%Y-%m-%d"), cpu=describe_cpu(), scale=options.scale, soak=soak
+            date=time.strftime("%Y-%m-%d"),
+            cpu=describe_cpu(),
+            cores=os.cpu_count(),
+            scale=options.scale,
+            soak=soak,
         )
         rows = (
             f"| {one.promise} | {one.target} | {one.measured} | {MARKS[one.is_met]} |\n"

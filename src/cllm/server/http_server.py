@@ -39,7 +39,7 @@ log = logging.getLogger("cllm.server")
 # seconds; longer than the idle time of the usual clients and proxies, so that they close first
 KEEP_ALIVE = 75
 TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
-TICKS_PER_CHECK = 5  # of the accounts
+TICKS_PER_CHECK = 4  # of the accounts
 LAST_WORDS = 2  # seconds in which streams that were ended send their error
 
 

@@ -2,7 +2,7 @@
 
 A request reserves what it may cost when it is admitted, and pays what it has cost when it ends.
 Both happen in the thread of the event loop without waiting, so parallel requests cannot exceed a
-limit together. What has been delivered is written to disk every half second, also that of requests
+limit together. What has been delivered is written to disk every 0.8 seconds, also that of requests
 that still run, so a crash loses at most that.
 """
 
