@@ -16,7 +16,6 @@ from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.report import collect_stats
-from cllm.scheduler.running import TURN_SECONDS
 from cllm.scheduler.scheduler import Scheduler
 
 LONG = list(range(100, 140))
@@ -839,38 +838,3 @@ def test_unread_leader_keeps_the_class_of_its_followers(fake_engine):
     (leader,) = [seq for seq in engine.scheduler.running if seq.request.request_id == "A"]
     assert leader.effective_priority == Priority.NORMAL
     engine.finish()
-
-
-def test_account_without_a_place_gets_one_of_the_account_with_the_most(fake_engine):
-    """After a second, and only one: its next request waits for a free place. No text changes."""
-    engine = fake_engine(max_num_seqs=4, length=200)
-    for i in range(4):
-        engine.add(f"A{i}", [10 * i], "many", max_tokens=100)
-    engine.step()
-    engine.add("B", [50], "few", max_tokens=5)
-    engine.add("C", [70], "few", max_tokens=5)
-    engine.now += TURN_SECONDS / 2
-    engine.step()
-    assert engine.scheduler.statistics.num_parked == 0
-    engine.now += TURN_SECONDS
-    engine.finish()
-    order = [o.request_id for o in engine.outputs if o.finish]
-    assert order[:2] == ["B", "C"]
-    assert engine.scheduler.statistics.num_parked == 1
-    for i in range(4):
-        assert engine.tokens(f"A{i}") == [10 * i + 1 + j for j in range(100)]
-
-
-@pytest.mark.parametrize(
-    ("policy", "accounts"), [("fcfs", "aaab"), ("priority", "aaab"), ("fair", "abcd")]
-)
-def test_no_account_loses_its_only_place(fake_engine, policy, accounts):
-    """And without turns, none loses any."""
-    engine = fake_engine(max_num_seqs=4, length=200, engine_policy=policy)
-    for i, account in enumerate(accounts):
-        engine.add(f"A{i}", [10 * i], account, max_tokens=50)
-    engine.step()
-    engine.add("B", [50], "other", max_tokens=5)
-    engine.now += 2 * TURN_SECONDS
-    engine.finish()
-    assert engine.scheduler.statistics.num_parked == 0

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Collection, Iterator
 
 from cllm.core.sequence import Sequence
-
-# An account without a running sequence waits this long for a place of an account with several.
-TURN_SECONDS = 1.0
 
 
 def sort_key(seq: Sequence) -> tuple[int, int]:
@@ -32,24 +28,6 @@ class Running:
     @property
     def tail(self) -> Sequence:
         return self._seqs[-1]
-
-    def find_victim(self, head: Sequence, now: float, *, takes_turns: bool) -> Sequence | None:
-        """Return the sequence that should make room for ``head``, which waits; None if none should.
-
-        It is of a lower class; or, if accounts take turns, the latest one of the account with the
-        most sequences, if the account of ``head`` has none and has waited for TURN_SECONDS.
-        """
-        tail = self.tail
-        if tail.effective_priority > head.effective_priority:
-            return tail
-        if not takes_turns or now - head.arrived < TURN_SECONDS:
-            return None
-        rivals = [seq for seq in self._seqs if seq.effective_priority == head.effective_priority]
-        counts = Counter(seq.request.account for seq in rivals)
-        account, count = counts.most_common(1)[0] if counts else ("", 0)
-        if count < 2 or any(seq.request.account == head.request.account for seq in self._seqs):
-            return None
-        return next(seq for seq in reversed(rivals) if seq.request.account == account)
 
     def find_last(self, seqs: Collection[Sequence]) -> Sequence:
         """Return the one of ``seqs`` that is nearest to the tail. Raises StopIteration if none

@@ -80,7 +80,7 @@ class Scheduler(Sequences):
         layout = self.kv_cache.layout
         self._expire(now)
         self._suspects = self.running
-        self._make_way(now)
+        self._yield_to_higher_class(now)
         operations = self._operations = self.drain_pending_operations()
         separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
@@ -364,21 +364,20 @@ class Scheduler(Sequences):
         self.waiting.remove(seq)
         return operations
 
-    def _make_way(self, now: float) -> None:
-        """Park one running sequence if a waiting one of a higher class, or of an account that has
-        none, needs its seq_id or its cells.
+    def _yield_to_higher_class(self, now: float) -> None:
+        """Park one running sequence if a waiting one of a higher class needs its seq_id or its
+        cells.
         """
         if not self.running or (head := self.waiting.head(now)) is None:
             return
-        takes_turns = self.waiting.policy.takes_turns
-        victim = self.running.find_victim(head, now, takes_turns=takes_turns)
-        if victim is not None and (
+        tail = self.running.tail
+        if tail.effective_priority > head.effective_priority and (
             not self.kv_cache.seq_ids.num_free
             or self._find_shortage(
                 head, self.kv_cache.find(head), self._estimate_growth(*self.running)
             )
         ):
-            self._park(victim)
+            self._park(tail)
 
     # --- results ---------------------------------------------------------------------------------
 
