@@ -19,6 +19,8 @@ from pathlib import Path
 from benchmarks.reliability.client import Figure
 from benchmarks.reliability.measures import list_measures
 from benchmarks.reliability.soak import measure_soak
+from cllm import __version__
+from cllm.cli.bench_compare import commit
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.main import install_signal_handlers
 
@@ -32,7 +34,7 @@ page; the tests measure the same with fewer requests. What the promises mean:
 Measured on {date}, {cpu}, {cores} cores, with `--scale {scale:g}` of
 the full size{soak}. Requests are unique, because identical ones would share
 one computation. The kill is measured with the built-in model, the rest with the fake backend, which
-only takes time.
+only takes time. Version {version}.
 
 | Promise | Target | Measured | |
 |---|---|---|---|
@@ -71,6 +73,7 @@ def main() -> int:
             cpu=describe_cpu(),
             cores=os.cpu_count(),
             scale=options.scale,
+            version=__version__ + commit(),
             soak=soak,
         )
         rows = (

@@ -441,9 +441,9 @@ class Service:
         params, prompts = generation.params, generation.prompts
         rest = sum(self.info.context_length - len(prompt) for prompt in prompts) * params.n
         if params.max_tokens is not None:
-            limit, num_open = min(rest, params.max_tokens * len(prompts) * params.n), 0
+            limit, num_extra = min(rest, params.max_tokens * len(prompts) * params.n), 0
         else:
-            limit, num_open = 0, min(rest, EXPECTED_OUTPUT * len(prompts) * params.n)
+            limit, num_extra = 0, min(rest, EXPECTED_OUTPUT * len(prompts) * params.n)
         num_tokens = sum(map(len, prompts)) + limit
         with self.admission():
-            return self.ledger.admit(account, num_tokens, num_open, generation.usage)
+            return self.ledger.admit(account, num_tokens, num_extra, generation.usage)

@@ -116,7 +116,8 @@ def test_every_route_needs_a_key(server, operations, key):
             assert error["type"] in ("authentication_error", "rate_limit_error")
         else:
             assert error["code"] in ("invalid_api_key", "too_many_wrong_keys")
-    assert statuses[401] >= 1 if key.startswith("Bearer w") else True
+    if key in ("", "Bearer"):  # without a key, nothing is throttled
+        assert set(statuses) == {401}
 
 
 def test_unknown_paths_need_a_key_too(server):
@@ -259,7 +260,7 @@ def test_account_uses_only_its_routes_and_models(server):
     answer = client.post("/v1/chat/completions", json=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert client.get("/health", headers=headers).status_code == 200
-    assert body_names_only_allowed_models(client, headers)
+    assert errors_hide_the_served_model(client, headers)
     for path in ("/v1/completions", "/tokenize", "/api/chat", "/v1/api/chat", "/v1/tokenize"):
         assert client.post(path, json=body, headers=headers).status_code == 403, path
     for path in ("/v1/embeddings", "/embeddings"):
@@ -267,7 +268,7 @@ def test_account_uses_only_its_routes_and_models(server):
         assert answer.status_code == (200 if path.startswith("/v1") else 403), answer.text
 
 
-def body_names_only_allowed_models(client, headers):
+def errors_hide_the_served_model(client, headers):
     """Return whether the errors hide the served model."""
     served = client.get("/v1/models").json()["data"][0]["id"]
     message = {"messages": [{"role": "user", "content": "hi"}]}
@@ -329,9 +330,7 @@ def test_usage_of_others_needs_an_administrator(server):
     assert {day["account"] for day in usage(server, "bob")["days"]} <= {"bob"}
     assert "ann" in {day["account"] for day in usage(server, "root")["days"]}
     page = server.client.get("/metrics", headers=bearer("bob")).text
-    assert "cllm:account_" not in page.replace("# HELP", "").replace("# TYPE", "") or (
-        'account="' not in page
-    )
+    assert 'account="' not in page
     assert 'cllm:account_requests_total{account="ann"}' in server.client.get("/metrics").text
 
 
@@ -450,8 +449,7 @@ def test_revoked_key_ends_new_requests_and_streams(server):
     assert complete(server, "eve").status_code in (401, 429)
     (shown,) = usage(server, "root", account="eve")["accounts"]
     assert shown["tokens_of_month"] > 0  # it is known although it has no key
-    finished = '"finish_reason":"length"' in "".join(rest)
-    assert finished or any('"invalid_api_key"' in line for line in rest)
+    assert any('"invalid_api_key"' in line for line in rest)
     assert rest[-2 if rest[-1] == "" else -1] == "data: [DONE]"
 
 

@@ -1,9 +1,9 @@
 """Limits of accounts and their usage: in memory, on disk and after a crash."""
 
 import asyncio
+import calendar
 import random
 import sqlite3
-import time
 from datetime import date
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ import pytest
 from cllm.core.account import Account, Limits
 from cllm.errors import RateLimited, Unauthorized
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
-from cllm.store.usage import WINDOW, Ledger, Used, seconds_left_of_month
+from cllm.store.usage import WINDOW, Ledger, Used
 
 NOON = 1_800_000_000.0  # 2027-01-15
 
@@ -109,8 +109,7 @@ def test_month_begins_anew(ledger, clock):
     ledger.admit(ann, 80, 0, counts(70, 10)).settle(finished=True)
     error = refused(ledger, ann, 30, 0, counts())
     assert (error.limit, error.retry_after) == ("tokens_per_month", None)
-    clock.now += seconds_left_of_month(clock.now)
-    assert time.gmtime(clock.now).tm_mday == 1
+    clock.now = calendar.timegm((2027, 2, 1, 0, 0, 0))
     ledger.admit(ann, 30, 0, counts())
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +69,7 @@ class Charge:
         self._entry = entry
         self._counts = counts
         self._paid = Used()
-        self._counted = entry.add(Used(requests=1), ledger.now())  # where the request is counted
+        self._bucket = entry.add(Used(requests=1), ledger.now())  # that counts the request
         self._is_open = True
         self._left = reserved  # of the reserved tokens, those that have not been paid
         entry.num_reserved += reserved
@@ -110,14 +109,14 @@ class Charge:
         self._release(self._left)
         self._entry.charges.discard(self)
         if failed and self._paid == Used():
-            self._entry.take_back(self._counted)
+            self._entry.take_back(self._bucket)
 
 
 class Entry:
     """The usage of one account.
 
-    latest: [second, requests, tokens], for the last minute. num_reserved: tokens that running
-    requests have reserved and not paid.
+    latest: a bucket for each second of the last minute, [second, requests, tokens]. num_reserved:
+    tokens that running requests have reserved and not paid.
     """
 
     def __init__(self, name: str) -> None:
@@ -129,7 +128,7 @@ class Entry:
         self.of_month = Used()
         self.total = Used()  # since the start; requests that were taken back too
         self.unsaved: dict[str, Used] = {}  # by day
-        self.changed: dict[int, list[int]] = {}  # entries of ``latest`` to write
+        self.changed: dict[int, list[int]] = {}  # buckets of ``latest`` to write
 
     def count_latest(self, now: float) -> tuple[int, int]:
         """Return the requests and the paid tokens of the last minute, at least."""
@@ -139,18 +138,18 @@ class Entry:
         return sum(one[1] for one in self.latest), sum(one[2] for one in self.latest)
 
     def _clamp(self, now: float) -> None:
-        """Move entries of the future to now: the clock has been set back."""
+        """Move buckets of the future to now: the clock has been set back."""
         moved = [0, 0]
         while self.latest and self.latest[-1][0] > now:
             _, requests, tokens = self.latest.pop()
             moved = [moved[0] + requests, moved[1] + tokens]
         if any(moved):
-            entry = self._entry_of(int(now))
-            entry[1] += moved[0]
-            entry[2] += moved[1]
+            bucket = self._bucket_of(int(now))
+            bucket[1] += moved[0]
+            bucket[2] += moved[1]
 
-    def _entry_of(self, second: int) -> list[int]:
-        """Return the entry of ``latest`` for a second that is not before the last one."""
+    def _bucket_of(self, second: int) -> list[int]:
+        """Return the bucket of a second that is not before the last one."""
         if not self.latest or self.latest[-1][0] < second:
             self.latest.append([second, 0, 0])
         self.changed[self.latest[-1][0]] = self.latest[-1]
@@ -172,28 +171,29 @@ class Entry:
         return float(WINDOW)
 
     def add(self, used: Used, now: float) -> list[int]:
-        """Count ``used``. Returns its entry of ``latest``."""
+        """Count ``used``. Returns its bucket."""
         self._clamp(now)
         day = self.begin_month(now)
         for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
             one.add(used)
-        latest = self._entry_of(int(now))
-        latest[1] += used.requests
-        latest[2] += used.tokens
-        return latest
+        bucket = self._bucket_of(int(now))
+        bucket[1] += used.requests
+        bucket[2] += used.tokens
+        return bucket
 
     def forget_old(self, now: float) -> None:
-        """Forget to write entries of ``latest`` that no longer matter."""
+        """Forget to write buckets that no longer matter."""
         if self.changed and next(iter(self.changed)) < now - 2 * WINDOW:
+            first = now - WINDOW - 1
             self.changed = {
-                second: one for second, one in self.changed.items() if second >= now - WINDOW - 1
+                second: bucket for second, bucket in self.changed.items() if second >= first
             }
 
-    def take_back(self, counted: list[int]) -> None:
-        """Do not count a request any more that was counted in this entry of ``latest``."""
-        counted[1] -= 1
-        self.changed[counted[0]] = counted
-        day = datetime.fromtimestamp(counted[0], UTC).date().isoformat()
+    def take_back(self, bucket: list[int]) -> None:
+        """Do not count a request any more that was counted in ``bucket``."""
+        bucket[1] -= 1
+        self.changed[bucket[0]] = bucket
+        day = datetime.fromtimestamp(bucket[0], UTC).date().isoformat()
         self.unsaved.setdefault(day, Used()).requests -= 1
         if day[:7] == self.month:
             self.of_month.requests -= 1
@@ -215,8 +215,8 @@ class Ledger:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def admit(self, account: Account, num_tokens: int, num_open: int, counts: Counts) -> Charge:
-        """Reserve what a request may cost: ``num_tokens``, and up to ``num_open`` more that the
+    def admit(self, account: Account, num_tokens: int, num_extra: int, counts: Counts) -> Charge:
+        """Reserve what a request may cost: ``num_tokens``, and up to ``num_extra`` more that the
         request does not name. ``counts``: its tokens, which grow.
 
         Raises RateLimited; then nothing has changed.
@@ -236,8 +236,8 @@ class Ledger:
                 elif num_tokens <= most - paid:
                     seconds = 1.0  # until a running request has cost less than it has reserved
                 raise self._limited(account, name, most, seconds, num_tokens)
-            num_open = min(num_open, left - num_tokens)
-        charge = Charge(self, entry, num_tokens + num_open, counts)
+            num_extra = min(num_extra, left - num_tokens)
+        charge = Charge(self, entry, num_tokens + num_extra, counts)
         entry.charges.add(charge)
         return charge
 
@@ -433,39 +433,27 @@ class Ledger:
             )
 
     async def list_days(
-        self, begin: date, end: date, accounts: Iterable[str] | None = None
+        self, begin: date, end: date, accounts: Container[str] | None = None
     ) -> list[tuple[str, str, Used]]:
         """Return the account, the day and the usage, for each day from ``begin`` to ``end`` on
         which an account used something; of ``accounts``, None means all.
         """
         await self.save()
-        if self._database is None:
-            rows = [
-                (entry.name, day, used)
-                for entry in self._entries.values()
-                for day, used in entry.unsaved.items()
-            ]
-        else:
-            found: list[tuple[str, str, Used]] = []
+        first, last = begin.isoformat(), end.isoformat()
+        rows: list[tuple[str, str, Used]] = []
 
-            def read(database: Database) -> None:
-                query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, account"
-                found.extend(
-                    (name, day, Used(*counts))
-                    for name, day, *counts in database.rows(
-                        query, begin.isoformat(), end.isoformat()
-                    )
-                )
+        def read(database: Database) -> None:
+            query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, account"
+            for name, day, *counts in database.rows(query, first, last):
+                rows.append((name, day, Used(*counts)))
 
+        if self._database is not None:
             await self._run(read, self._database)
-            rows = found
-        wanted = None if accounts is None else {*accounts}
-        return [
-            row
-            for row in rows
-            if begin.isoformat() <= row[1] <= end.isoformat()
-            and (wanted is None or row[0] in wanted)
-        ]
+        else:
+            for entry in self._entries.values():
+                days = ((day, used) for day, used in entry.unsaved.items() if first <= day <= last)
+                rows += [(entry.name, day, used) for day, used in days]
+        return [row for row in rows if accounts is None or row[0] in accounts]
 
     async def close(self) -> None:
         """Write the rest. Nothing can be admitted afterwards."""
@@ -478,11 +466,3 @@ class Ledger:
 
 def first_of_month(now: float) -> date:
     return datetime.fromtimestamp(now, UTC).date().replace(day=1)
-
-
-def seconds_left_of_month(now: float) -> float:
-    """Return the seconds until the month ends, in UTC."""
-    start = first_of_month(now)
-    following = (start + timedelta(days=32)).replace(day=1)
-    end = datetime(following.year, following.month, 1, tzinfo=UTC).timestamp()
-    return math.ceil(end - now)

@@ -70,9 +70,15 @@ async def usage(
         table.writeheader()
         table.writerows(days)
         return Response(text.getvalue(), media_type="text/csv")
-    shown = {asked} if asked is not None else set()
-    if asked is None:
-        shown = {*access.keyring.names(), *access.keyring.accounts, *(row[0] for row in rows)}
+    shown = (
+        {asked}
+        if asked is not None
+        else {
+            *access.keyring.names(),
+            *access.keyring.accounts,
+            *(name for name, _, _ in rows),
+        }
+    )
     content = {
         "object": "usage",
         "accounts": [describe(access, name) for name in sorted(shown)],
