@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -50,6 +50,27 @@ PATIENCE = 600.0
 
 # A script that runs these tests in the background makes them, and their children, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the names of the folders that `home` gives to the tests, each one new."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def home(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test a home folder of its own, and return it.
+
+    A server keeps files and usage in the home folder and locks it, so a server that runs beside the
+    tests, or one that outlives its test, would change what the others print.
+    """
+    folder = next(homes)
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("USERPROFILE", str(folder))  # what Windows calls it
+    return folder
 
 
 # The built-in model for which expected texts were written. tests/models/test_builtin.py checks it.

@@ -75,13 +75,12 @@ def test_unresolvable_name_is_rejected_with_a_hint(
 
 
 def test_path_of_an_existing_file_resolves_to_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.gguf").touch()
-    (tmp_path / "no_suffix").touch()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert resolve("~/model.gguf") == tmp_path / "model.gguf"
+    (home / "model.gguf").touch()
+    (home / "no_suffix").touch()
+    monkeypatch.chdir(home)
+    assert resolve("~/model.gguf") == home / "model.gguf"
     assert resolve("no_suffix") == Path("no_suffix")
 
 
