@@ -12,6 +12,7 @@ from benchmarks.reliability.crashes import (
     measure_hang,
     measure_kill,
 )
+from benchmarks.reliability.hostile import measure_hostile
 from benchmarks.reliability.load import (
     measure_aborts,
     measure_cancellation,
@@ -39,5 +40,6 @@ def list_measures(scale: float) -> dict[str, Measure]:
         "aborts": lambda: measure_aborts(size(10_000, 500)),
         "cancellation": lambda: measure_cancellation(size(200, 10)),
         "flips": lambda: measure_flips(size(1000, 20)),
+        "hostile": lambda: measure_hostile(60 * scale),
         "cost": lambda: measure_cost(size(15, 2), size(800, 100)),
     }

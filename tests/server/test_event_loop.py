@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import watched_serve
 
+from benchmarks.reliability import watched_serve
 from cllm.server.app import routes
 from cllm.server.openapi import model_of
 

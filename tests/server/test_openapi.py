@@ -9,11 +9,12 @@ import hashlib
 import json
 import re
 
-import hypothesis
 import jsonschema
 import pytest
 import schemathesis
 from schemathesis import checks
+
+from benchmarks.reliability.hostile import try_out
 
 TIMEOUT = 20  # seconds for one answer
 DEADLINES = {"deadline_ms", "queue_timeout_ms"}
@@ -116,22 +117,6 @@ def check(case, document) -> None:
     )
 
 
-def try_out(cases, document) -> None:
-    @hypothesis.given(cases)
-    @hypothesis.settings(
-        max_examples=15,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-    )
-    def run(case) -> None:
-        check(case, document)
-
-    run()
-
-
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 def test_generated_requests_get_documented_answers(api, document, mode) -> None:
     """Valid and invalid requests: no 5xx except for requested deadlines, every answer in its
@@ -144,7 +129,8 @@ def test_generated_requests_get_documented_answers(api, document, mode) -> None:
             continue
         tried += 1
         try:
-            try_out(operation.as_strategy(generation_mode=mode), document)
+            cases = operation.as_strategy(generation_mode=mode)
+            try_out(cases, 0, lambda case: check(case, document), count=15)
         except (Exception, BaseExceptionGroup) as fault:  # noqa: BLE001  # all of them are told at the end
             faults.append(f"{operation.label}: {fault}")
     assert tried > 10

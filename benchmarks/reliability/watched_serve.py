@@ -11,6 +11,7 @@ import asyncio
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 LEAST = 0.05
@@ -24,7 +25,7 @@ class Watch:
         self.last_seconds = 0.0
         self.is_beating = False
 
-    def run(self, handle: asyncio.Handle, run) -> None:
+    def run(self, handle: asyncio.Handle, run: Callable[[asyncio.Handle], None]) -> None:
         if not self.is_beating:
             self.is_beating = True
             self.beat()
@@ -44,13 +45,13 @@ class Watch:
 
 
 def main() -> None:
-    sys.modules["uvloop"] = None  # its callbacks cannot be watched
-    watch, run = Watch(sys.argv[1]), asyncio.Handle._run
+    sys.modules["uvloop"] = None  # type: ignore[assignment]  # its callbacks cannot be watched
+    watch, run = Watch(sys.argv[1]), vars(asyncio.Handle)["_run"]
 
     def run_watched(self: asyncio.Handle) -> None:
         watch.run(self, run)
 
-    asyncio.Handle._run = run_watched
+    setattr(asyncio.Handle, "_run", run_watched)  # noqa: B010  # asyncio has no public hook
     sys.argv[1:] = sys.argv[2:]
     runpy.run_module("cllm", run_name="__main__", alter_sys=True)
 
