@@ -16,6 +16,7 @@ from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.report import collect_stats
+from cllm.scheduler.running import TURN_SECONDS
 from cllm.scheduler.scheduler import Scheduler
 
 LONG = list(range(100, 140))
@@ -838,3 +839,84 @@ def test_unread_leader_keeps_the_class_of_its_followers(fake_engine):
     (leader,) = [seq for seq in engine.scheduler.running if seq.request.request_id == "A"]
     assert leader.effective_priority == Priority.NORMAL
     engine.finish()
+
+
+def test_account_without_a_place_gets_one_of_the_account_with_the_most(fake_engine):
+    """After a second, and only one: its next request waits for a free place. No text changes."""
+    engine = fake_engine(max_num_seqs=4, length=200)
+    for i in range(4):
+        engine.add(f"A{i}", [10 * i], "many", max_tokens=100)
+    engine.step()
+    engine.add("B", [50], "few", max_tokens=5)
+    engine.add("C", [70], "few", max_tokens=5)
+    engine.now += TURN_SECONDS / 2
+    engine.step()
+    assert engine.scheduler.statistics.num_parked == 0
+    engine.now += TURN_SECONDS
+    engine.finish()
+    order = [o.request_id for o in engine.outputs if o.finish]
+    assert order[:2] == ["B", "C"]
+    assert engine.scheduler.statistics.num_parked == 1
+    for i in range(4):
+        assert engine.tokens(f"A{i}") == [10 * i + 1 + j for j in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "accounts"), [("fcfs", "aaab"), ("priority", "aaab"), ("fair", "abcd")]
+)
+def test_no_account_loses_its_only_place(fake_engine, policy, accounts):
+    """And without turns, none loses any."""
+    engine = fake_engine(max_num_seqs=4, length=200, engine_policy=policy)
+    for i, account in enumerate(accounts):
+        engine.add(f"A{i}", [10 * i], account, max_tokens=50)
+    engine.step()
+    engine.add("B", [50], "other", max_tokens=5)
+    engine.now += 2 * TURN_SECONDS
+    engine.finish()
+    assert engine.scheduler.statistics.num_parked == 0
+
+
+def test_account_whose_turn_it_is_gets_cells_only_if_parking_frees_enough(fake_engine):
+    """Free seq_ids, but no cells: the account with the most gives up as many as are needed, or
+    none if they would not be enough.
+    """
+    for size, num_parked in ((100, 2), (230, 0)):
+        engine = fake_engine(
+            max_num_seqs=8,
+            num_cells=512,
+            context_length=256,
+            length=250,
+            max_num_batched_tokens=512,
+        )
+        engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens + 10
+        engine.add("L", [200] * 240, "long", max_tokens=16)
+        for i in range(4):
+            engine.add(f"A{i}", [10 * i] * 50, "many", max_tokens=60)
+        engine.step()
+        engine.add("B", [50] * size, "few", max_tokens=2)
+        engine.now += 2 * TURN_SECONDS
+        for _ in range(3):
+            engine.step()
+        assert engine.scheduler.statistics.num_parked == num_parked
+        engine.finish()
+        assert set(engine.ends().values()) == {"length"}
+
+
+def test_account_gets_no_turn_before_one_that_was_served_less(fake_engine):
+    """Its turn comes once the other one has been served as much. A sequence that was parked sooner
+    would return at once.
+    """
+    engine = fake_engine(max_num_seqs=4, length=250)
+    engine.add("before", list(range(100)), "few", max_tokens=10)
+    engine.finish()
+    for i in range(4):
+        engine.add(f"A{i}", [10 * i], "many", max_tokens=100)
+    engine.step()
+    engine.add("B", [50], "few", max_tokens=5)
+    engine.now += 2 * TURN_SECONDS
+    engine.step()
+    assert engine.scheduler.statistics.num_parked == 0
+    engine.finish()
+    assert engine.scheduler.statistics.num_parked == 1
+    order = [o.request_id for o in engine.outputs if o.finish]
+    assert order[:2] == ["before", "B"]

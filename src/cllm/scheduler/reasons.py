@@ -42,6 +42,10 @@ class TooFewCells(NamedTuple):
     growth: int
     available: int
 
+    @property
+    def missing(self) -> int:
+        return self.needed + self.growth - self.available
+
     def __str__(self) -> str:
         return (
             f"{self.name} needs {self.needed} cells and the running sequences {self.growth} more, "

@@ -70,7 +70,7 @@ class Scheduler(Sequences):
         The caller must then call ``update`` or ``fail``.
         """
         # 1. Expire: requests that have timed out end.
-        # 2. Yield: one sequence is parked if a waiting one of a higher class needs its place.
+        # 2. Make way: one sequence is parked if one that waits comes before it.
         # 3. Decode: sequences that lack one token get rows. If cells run short, the tail is parked.
         #    If the layout separates prompts, this is the last part, in steps without prompts.
         # 4. Admit: waiting sequences start to run, as the policy sorts them, until one cannot.
@@ -80,7 +80,7 @@ class Scheduler(Sequences):
         layout = self.kv_cache.layout
         self._expire(now)
         self._suspects = self.running
-        self._yield_to_higher_class(now)
+        self._make_way(now)
         operations = self._operations = self.drain_pending_operations()
         separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
@@ -364,20 +364,21 @@ class Scheduler(Sequences):
         self.waiting.remove(seq)
         return operations
 
-    def _yield_to_higher_class(self, now: float) -> None:
-        """Park one running sequence if a waiting one of a higher class needs its seq_id or its
-        cells.
+    def _make_way(self, now: float) -> None:
+        """Park one running sequence if a waiting one of a higher class, or of an account whose turn
+        it is, needs its seq_id or its cells.
         """
         if not self.running or (head := self.waiting.head(now)) is None:
             return
-        tail = self.running.tail
-        if tail.effective_priority > head.effective_priority and (
-            not self.kv_cache.seq_ids.num_free
-            or self._find_shortage(
-                head, self.kv_cache.find(head), self._estimate_growth(*self.running)
-            )
-        ):
-            self._park(tail)
+        victims = self.running.list_victims(head, self.waiting, now)
+        if victims and not self.kv_cache.seq_ids.num_free:
+            self._park(victims[-1])
+        elif victims:
+            growth = self._estimate_growth(*self.running)
+            shortage = self._find_shortage(head, self.kv_cache.find(head), growth)
+            freed = sum(map(self.length_estimates.estimate_length, victims))
+            if shortage and shortage.missing <= freed:
+                self._park(victims[-1])
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -53,6 +53,10 @@ class Waiting:
         """Return the rank of a group: those that yield come after all others."""
         return group[0], self.policy.rank(group[1])
 
+    def precedes(self, seq: Sequence, other: Sequence) -> bool:
+        """Return whether the policy serves the group of ``seq`` before that of ``other``."""
+        return self._rank(self._group(seq)) < self._rank(self._group(other))
+
     def push(self, seq: Sequence) -> None:
         group = self._group(seq)  # first, because the policy may raise
         if not self._sizes.get(group):
