@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import hypothesis
+import requests
 import schemathesis
 
 from benchmarks.reliability import watched_serve
@@ -28,10 +29,10 @@ from benchmarks.reliability.client import CHAT, Figure, engine_of, serve
 from cllm.bench.servers import MODEL, Server, running
 
 NUM_WORKERS = 6
-PATIENCE = 120.0  # seconds after which a client gives up; only an endless answer may take so long
+# Seconds after which the server ends a request with 504, and after which a client gives up.
+TIMEOUT, PATIENCE = 60, 120.0
 # Of these, the operator allows none by default.
 OFF = {"/benchmark", "/api/pull", "/faults"}
-DEADLINES = {"deadline_ms", "queue_timeout_ms"}
 QUESTION, RIGHT = "What is 27 plus 45?", "72"
 
 VALUES: list[Any] = [
@@ -70,6 +71,7 @@ RAW = [
     "nul",
     "'a'",
 ]
+LIMITS = ["--scheduler.request-timeout", TIMEOUT]
 HEADERS: list[dict[str, str]] = [
     *({} for _ in range(12)),
     {"content-type": "text/plain"},
@@ -91,18 +93,22 @@ class Findings:
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
+        self.num_faults = 0
 
     @property
     def num_inputs(self) -> int:
         return sum(self.statuses.values())
 
     def judge(self, answer: httpx2.Response, what: str) -> None:
-        """Note an answer, which may be no 5xx, unless a deadline was asked for, and no trace."""
+        """Note an answer, which may have no trace, and no 5xx but that of a deadline."""
         self.statuses[f"{answer.status_code // 100}xx"] += 1
-        late = answer.status_code == 504 and any(name in what for name in DEADLINES)
-        if (answer.status_code >= 500 and not late) or "Traceback" in answer.text:
-            self.faults[f"{answer.status_code} for {what[:300]}: {answer.text[:200]}"] += 1
+        is_fault = answer.status_code >= 500 and answer.status_code != 504
+        if is_fault or "Traceback" in answer.text:
+            self.report(f"{answer.status_code} for {what[:300]}: {answer.text[:200]}")
+
+    def report(self, fault: str) -> None:
+        print(f"  {fault}", flush=True)
+        self.num_faults += 1
 
 
 class Mutator:
@@ -204,9 +210,7 @@ class Attack:
                 # Refused before the whole body was read: the connection is closed meanwhile.
                 self.found.statuses[type(error).__name__] += 1
                 if isinstance(error, httpx2.TimeoutException):
-                    self.found.faults[
-                        f"no answer in {PATIENCE} s for {path} {content[:200]!r}"
-                    ] += 1
+                    self.found.report(f"no answer in {PATIENCE} s for {path} {content[:200]!r}")
                 continue
             self.found.judge(answer, f"{path} {content!r}")
 
@@ -225,8 +229,13 @@ class Attack:
                     return
 
     def _check_case(self, case: Any) -> None:
-        answer = case.call(base_url=self._server.url, timeout=PATIENCE)
-        self.found.judge(answer, f"{case.method} {case.path} {case.body!r}")
+        what = f"{case.method} {case.path} {case.body!r}"
+        try:
+            answer = case.call(base_url=self._server.url, timeout=PATIENCE)
+        except requests.RequestException as error:
+            self.found.report(f"{error} for {what[:300]}")
+        else:
+            self.found.judge(answer, what)
 
     async def _send_bytes(self) -> None:
         """Send requests whose head is damaged, and close."""
@@ -249,7 +258,7 @@ class Attack:
                 status = int(line.split()[1]) if line else 0
                 self.found.statuses[f"{status // 100}xx"] += 1
                 if status >= 500 and status not in (501, 505):
-                    self.found.faults[f"{status} for {bytes(damaged)!r}"] += 1
+                    self.found.report(f"{status} for {bytes(damaged)!r}")
             writer.close()
 
     async def _ask(self) -> None:
@@ -259,10 +268,10 @@ class Attack:
             body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
             answer = await self._client.post(CHAT, json=body)
             if answer.status_code != 200 or RIGHT not in answer.text:
-                self.found.faults[f"a good request got {answer.text[:200]}"] += 1
+                self.found.report(f"a good request got {answer.text[:200]}")
             if engine_of(self._server) != engine:
                 engine = engine_of(self._server)
-                self.found.faults["the engine was replaced"] += 1
+                self.found.report("the engine was replaced")
             await asyncio.sleep(1)
 
 
@@ -275,7 +284,7 @@ def try_out(cases: Any, seed: int, check: Callable[[Any], None], count: int = 10
         max_examples=count,
         deadline=None,
         database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[*hypothesis.HealthCheck],
         phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     )
     def run(case: Any) -> None:
@@ -287,8 +296,6 @@ def try_out(cases: Any, seed: int, check: Callable[[Any], None], count: int = 10
 async def attack(server: Server, minutes: float) -> Findings:
     one = Attack(server, time.monotonic() + minutes * 60)
     await one.run()
-    for fault, count in one.found.faults.most_common(20):
-        print(f"  {count} x {fault}")
     return one.found
 
 
@@ -300,13 +307,13 @@ def serve_watched() -> Iterator[tuple[Server, Path]]:
         report.touch()
         command = [sys.executable, watched_serve.__file__, report, "serve", "--port", "PORT"]
         own = ["--storage.folder", folder, "--server.keys-file", f"{folder}/keys.json"]
-        with running([*command, "--model.name", MODEL, *own], "/ready") as server:
+        with running([*command, "--model.name", MODEL, *own, *LIMITS], "/ready") as server:
             yield server, report
 
 
 async def measure_hostile(minutes: float) -> list[Figure]:
     """Send hostile inputs to the built-in model, then a tenth as long to a watched event loop."""
-    with serve(None) as server:
+    with serve(None, *LIMITS) as server:
         found = await attack(server, minutes)
     with serve_watched() as (server, report):
         seen = len(report.read_text())  # what the start has taken is nobody's
@@ -314,7 +321,7 @@ async def measure_hostile(minutes: float) -> list[Figure]:
         lines = report.read_text()[seen:].splitlines()
     worst = max((float(line.split()[0]) for line in lines), default=0.0)
     summary = ", ".join(f"{count:,} {name}" for name, count in sorted(found.statuses.items()))
-    faults = sum((found.faults + watched_found.faults).values())
+    faults = found.num_faults + watched_found.num_faults
     return [
         Figure(
             f"5xx, wrong answers and restarts in {minutes:g} minutes of hostile inputs ({summary})",
