@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cllm.bench.connection import Connections, Response
-from cllm.bench.servers import MODEL, cllm
+from cllm.bench.servers import MODEL, Server, cllm
 from cllm.cli.main import install_signal_handlers
 
 TIMES = 10  # number of clients, as a multiple of those that can run and wait
@@ -51,6 +52,18 @@ class Client:
     served: float = 0.0
 
 
+@dataclass
+class Result:
+    """num_rejected: clients. served: the share of them that was served on the retry. rejected_s:
+    p99 of the seconds until a rejection.
+    """
+
+    num_rejected: int
+    served: float
+    goodput: float
+    rejected_s: float
+
+
 class Crowd:
     """Clients of one server."""
 
@@ -59,6 +72,7 @@ class Crowd:
         self.options = options
         self.random = random.Random(seed)
         self.clients: list[Client] = []
+        self.rejections: list[float] = []  # seconds until each
 
     def add(self) -> Client:
         # unique to the client
@@ -87,8 +101,12 @@ class Crowd:
     async def _send(self, client: Client, headers: dict[str, str]) -> Response:
         client.num_tries += 1
         headers = {"Content-Type": "application/json", **headers}
+        begun = time.perf_counter()
         with closing(Connections(self._url, headers, keep_alive=False)) as server:
-            return await server.request("/v1/completions", client.body)
+            response = await server.request("/v1/completions", client.body)
+        if response.status != 200:
+            self.rejections.append(time.perf_counter() - begun)
+        return response
 
     def tokens(self, begin: float, end: float) -> int:
         return sum(client.num_tokens for client in self.clients if begin <= client.served <= end)
@@ -113,11 +131,9 @@ async def measure_rate(crowd: Crowd, num_clients: int, num_requests: int) -> flo
     return crowd.tokens(begun, end) / (end - begun)
 
 
-async def measure(
-    crowd: Crowd, num_clients: int, rate: float, fresh: float
-) -> tuple[int, float, float]:
-    """Return the number of rejected clients, the share of them that was served on the retry, and
-    goodput.
+async def measure(crowd: Crowd, num_clients: int, rate: float, fresh: float) -> Result:
+    """Let ``num_clients`` clients begin at once, and ``fresh`` times as many follow in the time
+    that these take at ``rate`` tokens/s.
     """
     begun = time.perf_counter()
     seconds = num_clients * crowd.options.tokens / rate
@@ -130,31 +146,38 @@ async def measure(
     end = begun + seconds if fresh else max(client.served for client in crowd.clients)
     rejected = [client for client in crowd.clients if client.num_tries > 1]
     share = sum(client.served > 0 for client in rejected) / max(1, len(rejected))
-    return len(rejected), share, crowd.tokens(begun, end) / (end - begun) / rate
+    return Result(
+        len(rejected),
+        share,
+        crowd.tokens(begun, end) / (end - begun) / rate,
+        sorted([0.0, *crowd.rejections])[len(crowd.rejections) * 99 // 100],
+    )
 
 
-async def one_round(
-    url: str, options: argparse.Namespace, seed: int
-) -> dict[str, tuple[int, float, float]]:
+async def one_round(url: str, options: argparse.Namespace, seed: int) -> dict[str, Result]:
     num_places = options.seqs + options.queue
     rate = await measure_rate(Crowd(url, options, seed), num_places, 4 * num_places)
     print(f"  {rate:.0f} tokens/s with {num_places} clients", flush=True)
     results = {}
     for name, fresh in (("closed", 0.0), ("fresh", FRESH)):
-        results[name] = await measure(
+        result = results[name] = await measure(
             Crowd(url, options, seed + 1), TIMES * num_places, rate, fresh
         )
-        count, share, goodput = results[name]
         print(
-            f"  {name}: {count} rejected, {share:.3f} of them served at the next try, goodput "
-            f"{goodput:.3f}",
+            f"  {name}: {result.num_rejected} rejected in {result.rejected_s:.3f} s (p99), "
+            f"{result.served:.3f} of them served at the next try, goodput {result.goodput:.3f}",
             flush=True,
         )
     return results
 
 
-def main() -> None:
-    install_signal_handlers()
+def serve(options: argparse.Namespace) -> contextlib.AbstractContextManager[Server]:
+    flags = ["--max-num-seqs", options.seqs, "--scheduler.max-queue-requests", options.queue]
+    backend = ["--backend.name", "fake"] if options.mock else []
+    return cllm(options.model, *flags, "--context", 1024, *backend)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -171,18 +194,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    flags = [
-        "--max-num-seqs",
-        options.seqs,
-        "--scheduler.max-queue-requests",
-        options.queue,
-        "--context",
-        1024,
-    ]
-    with cllm(
-        options.model, *flags, *(["--backend.name", "fake"] if options.mock else [])
-    ) as server:
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    install_signal_handlers()
+    options = parse(sys.argv[1:])
+    with serve(options) as server:
         rounds = [
             asyncio.run(one_round(server.url, options, options.seed + 2 * i))
             for i in range(options.rounds)
@@ -191,8 +209,8 @@ def main() -> None:
     for name, least_share in SERVED.items():
         results = [one[name] for one in rounds]
         for what, values, target in (
-            ("served at the next try", [share for _, share, _ in results], least_share),
-            ("goodput", [goodput for *_, goodput in results], GOODPUT[name]),
+            ("served at the next try", [one.served for one in results], least_share),
+            ("goodput", [one.goodput for one in results], GOODPUT[name]),
         ):
             median = statistics.median(values)
             missed = missed or median < target
@@ -202,7 +220,7 @@ def main() -> None:
                 f"{target:g}: {verdict}"
             )
     if options.json:
-        options.json.write_text(json.dumps(rounds, indent=2) + "\n")
+        options.json.write_text(json.dumps(rounds, indent=2, default=vars) + "\n")
     sys.exit(1 if missed else 0)
 
 

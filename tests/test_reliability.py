@@ -12,7 +12,7 @@ from benchmarks.reliability.soak import measure_soak
 
 SCALE = 0.01
 MEASURES = list_measures(SCALE)
-NEED_MODEL = {"kill", "flips", "hostile"}
+NEED_MODEL = {"kill", "overload", "flips", "hostile"}
 
 pytestmark = [
     pytest.mark.slow,

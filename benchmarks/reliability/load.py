@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import overload
 from benchmarks.reliability.client import (
     COMPLETE,
     FAKE,
@@ -61,6 +62,30 @@ async def measure_success(total: int) -> list[Figure]:
                         right[True] == done,
                     )
                 )
+    return figures
+
+
+async def measure_overload(rounds: int, tokens: int) -> list[Figure]:
+    """Send ten times as many requests as can run and wait. overload.py's medians over ``rounds``,
+    with answers of about ``tokens`` tokens.
+    """
+    options = overload.parse(["--tokens", str(tokens)])
+    with overload.serve(options) as server:
+        done = [await overload.one_round(server.url, options, 2 * i) for i in range(rounds)]
+    figures = []
+    for name, arrivals in (("closed", "all at once"), ("fresh", "and others that follow")):
+        goodputs = sorted(one[name].goodput for one in done)
+        goodput, target = statistics.median(goodputs), overload.GOODPUT[name]
+        rejected = statistics.median(one[name].rejected_s for one in done)
+        figures.append(
+            Figure(
+                f"goodput with ten times as many clients as can run and wait, {arrivals}",
+                f"at least {target:.0%} of capacity; rejections in at most 50 ms (p99)",
+                f"{goodput:.1%} ({goodputs[0]:.1%}-{goodputs[-1]:.1%}); {rejected * 1000:.0f} ms",
+                goodput >= target and rejected <= 0.05,
+                is_timed=True,
+            )
+        )
     return figures
 
 

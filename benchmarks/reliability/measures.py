@@ -18,6 +18,7 @@ from benchmarks.reliability.load import (
     measure_cancellation,
     measure_cost,
     measure_ledger,
+    measure_overload,
     measure_success,
 )
 
@@ -36,6 +37,7 @@ def list_measures(scale: float) -> dict[str, Measure]:
         "false-alarms": lambda: measure_false_alarms(600 * scale),
         "deadline": lambda: measure_deadline(size(20, 2)),
         "success": lambda: measure_success(size(10_000, 800)),
+        "overload": lambda: measure_overload(size(3, 1), size(200, 10)),
         "ledger": lambda: measure_ledger(size(100_000, 1000)),
         "aborts": lambda: measure_aborts(size(10_000, 500)),
         "cancellation": lambda: measure_cancellation(size(200, 10)),
