@@ -25,7 +25,8 @@ from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
 from cllm.process.messages import Loading
-from cllm.process.pool import PendingTokens, Pool
+from cllm.process.pending_tokens import PendingTokens
+from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
 
@@ -66,6 +67,12 @@ async def tokens(stream):
     while not outputs or not outputs[-1].finish:
         outputs += await receive(stream)
     return [output.token for output in outputs]
+
+
+def kill(pool):
+    """Kill the engine, if it has not died without this process knowing it yet."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pool.pid, signal.SIGKILL)
 
 
 def test_concurrent_requests_get_their_own_tokens():
@@ -321,7 +328,7 @@ def test_streams_continue_in_the_next_engine(seed):
             await asyncio.sleep(rng.uniform(0, 0.1))
             await until(lambda: pool.ready)
             if not reading.done():
-                os.kill(pool.pid, signal.SIGKILL)
+                kill(pool)
         assert await reading == expected
         assert pool.num_restarts > 0
         assert pool.num_unfinished == 0
@@ -467,7 +474,7 @@ def test_time_limits_continue_after_a_death():
         await receive(stream)
         while not any(output.finish for output in await receive(stream)):
             if pool.num_restarts < 1 and time.monotonic() - begun > 0.7 and pool.ready:
-                os.kill(pool.pid, signal.SIGKILL)
+                kill(pool)
                 await until(lambda: not pool.ready)
         assert pool.num_restarts == 1
         assert time.monotonic() - begun < 1.5 + pool._supervisor._load_seconds + 1
@@ -583,7 +590,7 @@ def test_kills_from_outside_blame_nobody(monkeypatch):
         for _ in range(5):
             await receive(stream)
             await until(lambda: pool.ready)
-            os.kill(pool.pid, signal.SIGKILL)
+            kill(pool)
         assert len(await tokens(stream)) > 900
         assert pool.num_restarts == 5
 
@@ -753,3 +760,57 @@ def test_death_while_loading_names_file_and_signal():
         await pool.close()
 
     asyncio.run(main())
+
+
+def test_request_for_an_unloaded_engine_waits_for_the_next_one():
+    """It is reported, and answered once the engine has been started again. Totals go on."""
+    wanted = []
+
+    async def test(pool):
+        assert await tokens(ask(pool, "before", range(50), max_tokens=2)) == [50, 51]
+        pid = pool.pid
+        await pool.unload()
+        assert not pool.ready
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert wanted == []
+        stream = ask(pool, "after", range(60, 80), max_tokens=3)
+        text = asyncio.create_task(pool.tokenize([[]]))
+        await asyncio.sleep(0)
+        assert len(wanted) == 2
+        await pool.start()
+        assert await tokens(stream) == [80, 81, 82]
+        assert await text == [[]]
+        assert pool.pid != pid
+        assert pool.stats_since_start.num_prefill_tokens == 50 + 20
+        assert pool.num_restarts == 0
+
+    run(test, on_wanted=lambda: wanted.append(1))
+
+
+def test_running_stream_continues_after_the_engine_was_unloaded():
+    async def test(pool):
+        stream = ask(pool, "long", [1], max_tokens=14, ignore_eos=True)
+        outputs = await receive(stream)
+        await pool.unload()
+        explanation = asyncio.create_task(pool.explain(1))
+        await pool.start()
+        while not outputs[-1].finish:
+            outputs += await receive(stream)
+        assert [output.token for output in outputs] == [*range(2, 16)]
+        with pytest.raises(EngineError):
+            await explanation
+
+    run(test)
+
+
+def test_unloaded_engine_can_be_closed_and_accepts_nothing_then():
+    async def test(pool):
+        await pool.unload()
+        await pool.unload()
+        assert pool.seconds_until_ready() >= 1
+        await pool.close()
+        with pytest.raises(EngineError):
+            ask(pool, "late")
+
+    run(test)

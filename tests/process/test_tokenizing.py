@@ -17,7 +17,8 @@ from cllm.core.segments import Segment
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError
 from cllm.process.messages import Abandon, Tokenize, Tokenized, frame
-from cllm.process.pool import PendingTokens, Pool
+from cllm.process.pending_tokens import PendingTokens
+from cllm.process.pool import Pool
 from cllm.process.tokenizing import (
     LONG,
     MAX_TOKENS,

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
-from typing import TypeVar
 
 import msgspec
 
@@ -36,6 +35,7 @@ from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import Popen
 from cllm.process.messages import Abandon, Explained, FromChild, Stepped, Tokenize, Tokenized, frame
+from cllm.process.pending_tokens import PendingTokens, resolve
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
 from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
@@ -43,8 +43,6 @@ from cllm.process.suspects import Suspects
 from cllm.process.tokenizing import LONG
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.trace import Explanation
-
-T = TypeVar("T")
 
 log = logging.getLogger("cllm.process")
 
@@ -68,9 +66,11 @@ class Pool:
         results: ResultCache | None = None,
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_wanted: Callable[[], None] = lambda: None,
     ) -> None:
         """``limits``: of the queue; none by default. ``results``: the result cache; off by default.
-        ``launched``: a process that becomes the first engine. ``clock`` returns seconds. Raises
+        ``launched``: a process that becomes the first engine. ``clock`` returns seconds.
+        ``on_wanted`` is called when something arrives while the engine is unloaded. Raises
         StartupError for an unknown policy.
         """
         self.stats = Stats()
@@ -100,6 +100,7 @@ class Pool:
         self._held: set[str] = set()  # requests that this engine has not got yet
         self._ready_since = 0.0
         self._clock = clock
+        self._on_wanted = on_wanted
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
         self._pending_tokens: dict[int, PendingTokens] = {}
@@ -155,6 +156,15 @@ class Pool:
         """
         await self._supervisor.start()
 
+    async def unload(self) -> None:
+        """End the engine process until ``start`` is called again. It has ended when this returns.
+
+        Requests in flight, and those that arrive meanwhile, continue in the next engine;
+        ``on_wanted`` is called for each that arrives.
+        """
+        self._forget_step(EngineError("The model was unloaded; please retry."))
+        await self._supervisor.unload()
+
     async def close(self) -> None:
         """End the engine process, and everything that waits for it. It has ended when this
         returns.
@@ -191,12 +201,8 @@ class Pool:
 
     def _record_death(self, death: Death) -> None:
         """Prepare to continue all requests in the next engine, except one that kills engines."""
-        self.stats = without_work(self.stats)
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
-        for explanation in self._pending_explanations:
-            resolve(explanation, error)
-        self._pending_explanations.clear()  # the next engine does not answer them
-        self._in_flight.backlog.pause()
+        self._forget_step(error)
         in_step = [name for name in death.in_step if self._knows(name)]
         self._in_flight.note_begun(in_step)
         self._has_suspects = True
@@ -213,6 +219,14 @@ class Pool:
             fatal = FatalRequest("The engine died twice while it computed this request alone.")
             self._in_flight.fail_one(culprit, fatal)
             self._embeddings.fail_one(culprit, fatal)
+
+    def _forget_step(self, error: EngineError) -> None:
+        """Forget what only this engine knows. Explanations that it owes get ``error``."""
+        self.stats = without_work(self.stats)
+        for explanation in self._pending_explanations:
+            resolve(explanation, error)
+        self._pending_explanations.clear()  # the next engine does not answer them
+        self._in_flight.backlog.pause()
 
     def _record_failure(self) -> None:
         if self._supervisor.num_failed >= MAX_FAILED_STARTS:
@@ -429,48 +443,17 @@ class Pool:
 
     def check_available(self) -> None:
         """Raise EngineError unless there is an engine, or the next one is being started after a
-        death.
+        death, or is started because this one was unloaded.
         """
         supervisor = self._supervisor
+        if supervisor.unloaded and not supervisor.closing:
+            self._on_wanted()
         has_failed = supervisor.num_failed > 0 and not self.ready
         if supervisor.closing or self.info is None or has_failed:
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
 
     def _write(self, data: bytes) -> None:
         self._supervisor.write(data)
-
-
-class PendingTokens:
-    """The tokens of ``texts``, as far as they have arrived; ``future`` gets them all.
-
-    ``num_characters``: of the texts.
-    """
-
-    def __init__(self, texts: list[list[Segment]], num_characters: int) -> None:
-        self.texts = texts
-        self.num_deaths = 0  # of engines that had to tokenize them
-        self.num_characters = num_characters
-        self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what has arrived: another engine tokenizes the texts from the beginning."""
-        self._tokens: list[list[int]] = []
-        self._is_continued = False
-
-    def put(self, message: Tokenized) -> None:
-        if message.tokens is None:
-            failed = EngineError("The engine failed to tokenize this text; please retry.")
-            resolve(self.future, failed)
-            return
-        begin = 0
-        if self._is_continued:
-            self._tokens[-1] += message.tokens[0]
-            begin = 1
-        self._tokens += message.tokens[begin:]
-        self._is_continued = message.more
-        if not message.more:
-            resolve(self.future, self._tokens)
 
 
 def without_work(stats: Stats) -> Stats:
@@ -485,13 +468,3 @@ def without_work(stats: Stats) -> Stats:
         num_waiting_tokens=0,
         waiting_seconds=0.0,
     )
-
-
-def resolve(future: asyncio.Future[T], answer: T | EngineError) -> None:
-    """Set the result or the exception of ``future``, unless its caller has been cancelled."""
-    if future.done():
-        return
-    if isinstance(answer, EngineError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)

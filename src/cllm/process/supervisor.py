@@ -55,7 +55,8 @@ class Supervisor:
     """Owns one engine process after the other.
 
     ``info`` and ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is
-    ready now. ``num_failed``: restarts that have failed since an engine was ready.
+    ready now. ``num_failed``: restarts that have failed since an engine was ready. ``unloaded``:
+    whether the engine was ended by ``unload``, and none is to be started until ``start``.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Supervisor:
         self._hangs = False  # whether the engine has been killed because it hung
         self._serving: asyncio.Task[None] | None = None
         self.closing = False
+        self.unloaded = False
         self._backoff = 0.0  # before the next start
         # _started: during the back-off, the time of the next start
         self._started = self._ready_since = clock()
@@ -111,6 +113,7 @@ class Supervisor:
         Raises StartupError if it cannot load the model.
         """
         await self._spawn()
+        self.unloaded = False
         self._serving = asyncio.create_task(self._serve_and_restart())
 
     def write(self, data: bytes) -> None:
@@ -122,7 +125,10 @@ class Supervisor:
         """Return the rest of the back-off plus the duration of the last load, at least 1; 0 if the
         engine is ready.
         """
-        return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._started))
+        if self.ready:
+            return 0.0
+        elapsed = 0.0 if self.unloaded else self._clock() - self._started
+        return max(1.0, self._load_seconds - elapsed)
 
     def is_responding(self) -> bool:
         """Return whether the engine is ready and makes steps as fast as expected, as far as the
@@ -139,11 +145,22 @@ class Supervisor:
             return True
         return now - first <= max(QUIET_SECONDS, QUIET_FACTOR * entry.expected_seconds)
 
+    async def unload(self) -> None:
+        """End the engine process, which saves its prefixes if it has a disk cache. It has ended
+        when this returns. ``start`` starts the next one.
+        """
+        self.unloaded = True
+        await self._end()
+
     async def close(self) -> None:
-        """End the engine process. It has ended when this returns."""
+        """End the engine process for good. It has ended when this returns."""
         self.closing = True
+        await self._end()
+
+    async def _end(self) -> None:
         if self._serving is not None and not self._serving.done() and not self.ready:
             self._serving.cancel()
+        self.ready = False
         if self.process is not None and not self.process.ended.is_set():
             self.write(frame(Close()))
             with contextlib.suppress(TimeoutError):
@@ -256,7 +273,7 @@ class Supervisor:
             entry = record.read()
             record.close()
             self.ready = False
-            if self.closing:
+            if self.closing or self.unloaded:
                 return
             if self._clock() - self._ready_since >= HEALTHY_AFTER:
                 self._backoff = 0.0
