@@ -100,9 +100,13 @@ class Findings:
         return sum(self.statuses.values())
 
     def judge(self, answer: httpx2.Response, what: str) -> None:
-        """Note an answer, which may have no trace, and no 5xx but that of a deadline."""
+        """Note an answer. It may have no trace, and no 5xx but that of a deadline, and of a full
+        queue in Ollama's and Anthropic's form.
+        """
         self.statuses[f"{answer.status_code // 100}xx"] += 1
-        is_fault = answer.status_code >= 500 and answer.status_code != 504
+        is_late = answer.status_code == 504
+        is_overload = answer.status_code in (503, 529) and "queue is full" in answer.text
+        is_fault = answer.status_code >= 500 and not is_late and not is_overload
         if is_fault or "Traceback" in answer.text:
             self.report(f"{answer.status_code} for {what[:300]}: {answer.text[:200]}")
 

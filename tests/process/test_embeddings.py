@@ -98,6 +98,31 @@ def test_queue_limits_reject_requests(limits, bound) -> None:
     run(work)
 
 
+def test_short_texts_do_not_raise_the_estimate_for_long_ones() -> None:
+    """They take as long as a step, whatever their length. Long texts wait for as many steps as they
+    need.
+    """
+
+    async def work() -> None:
+        now = 0.0
+        embeddings = Embeddings(QueueLimits(seconds=100), clock=lambda: now)
+        for i in range(20):
+            short = embeddings.begin(request(f"short {i}", 1))
+            now += 0.5
+            embeddings.put(EmbeddingOutput(f"short {i}", [b""]))
+            embeddings.forget(short)
+        embeddings.begin(request("long", 100, 50))
+        embeddings.begin(request("next", 1))
+        for _ in range(50):
+            now += 10
+            embeddings.put(EmbeddingOutput("long", [b""]))
+        embeddings.begin(request("longer", 100, 50))
+        with pytest.raises(QueueFull, match=r"would take 5\d\d\.\d seconds"):
+            embeddings.begin(request("too late", 1))
+
+    run(work)
+
+
 def test_full_queue_of_one_account_admits_embeddings_of_another() -> None:
     async def work() -> None:
         embeddings = Embeddings(QueueLimits(requests=3, tokens=500))

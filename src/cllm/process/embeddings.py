@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -12,8 +13,9 @@ from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest
 from cllm.engine.commands import Embed
 from cllm.errors import CLLMError, EngineError
-from cllm.process.backlog import QueueFull, QueueLimits, update_mean
+from cllm.process.backlog import SHARE, QueueFull, QueueLimits
 
+MIN_TOKENS = 32  # a step with fewer takes about as long
 MAX_TOKENS = 4_000_000  # maximum in the engine, whatever the limits of the queue are
 
 
@@ -55,14 +57,22 @@ class Waiter:
 class Embeddings:
     """All requests for embeddings in the engine. Rejects a request that would exceed a limit."""
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` returns seconds."""
         self._limits = limits
+        self._clock = clock
         self._waiters: dict[str, Waiter] = {}
-        self._seconds_per_token = 0.0
+        # of the latest messages, the last one in full; not the mean of each one's cost, because
+        # short texts cost more per token
+        self._seconds = self._tokens = 0.0
         self._last = 0.0  # when the last vectors arrived, or the wait for the first ones began
 
     def __len__(self) -> int:
         return len(self._waiters)
+
+    @property
+    def _seconds_per_token(self) -> float:
+        return self._seconds / self._tokens if self._tokens else 0.0
 
     def begin(self, request: EmbeddingRequest) -> Waiter:
         """Add a request.
@@ -73,7 +83,7 @@ class Embeddings:
         if self._waiters:
             self._check(waiter)
         else:
-            self._last = time.monotonic()
+            self._last = self._clock()
         self._waiters[request.request_id] = waiter
         return waiter
 
@@ -124,10 +134,9 @@ class Embeddings:
         before = waiter.num_tokens_left
         waiter.put(embedded)
         if count := before - waiter.num_tokens_left:
-            now = time.monotonic()
-            self._seconds_per_token = update_mean(
-                self._seconds_per_token, (now - self._last) / count
-            )
+            now = self._clock()
+            self._seconds = (1 - SHARE) * self._seconds + now - self._last
+            self._tokens = (1 - SHARE) * self._tokens + max(count, MIN_TOKENS)
             self._last = now
 
     def forget(self, waiter: Waiter) -> bool:
