@@ -285,7 +285,8 @@ class KV(Section):
         ge=1,
         le=100_000_000,
         description="Memory for the KV cache in MB; null is half of what the weights leave free, 4 "
-        "GiB at most. A paged cache takes it only as tokens need it.",
+        "GiB at most, or four fifths of what they leave on GPUs. A paged cache takes it only as "
+        "tokens need it.",
     )
     ram_cache_mb: int | None = Field(
         default=None,

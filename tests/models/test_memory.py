@@ -18,27 +18,40 @@ def room(monkeypatch):
 
 @pytest.mark.usefixtures("room")
 def test_default_is_half_of_the_remaining_memory_up_to_4_gib(monkeypatch):
-    assert memory.compute_kv_budget(GB, CELL, 0, None, on_gpu=False) == memory.USUAL_KV_BYTES
+    assert memory.compute_kv_budget(GB, CELL, 0, None) == memory.USUAL_KV_BYTES
     monkeypatch.setattr(memory, "measure_available_bytes", lambda: 3 * GB)
-    assert (
-        memory.compute_kv_budget(GB, CELL, 0, None, on_gpu=False)
-        == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
-    )
+    assert memory.compute_kv_budget(GB, CELL, 0, None) == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
 
 
 @pytest.mark.usefixtures("room")
 def test_budget_fits_one_sequence_of_the_requested_context():
     """80,000 tokens take 8 GB, which is more than the default, and fit."""
-    assert memory.compute_kv_budget(GB, CELL, 0, 80_000, on_gpu=False) == 8 * GB
+    assert memory.compute_kv_budget(GB, CELL, 0, 80_000) == 8 * GB
+
+
+@pytest.mark.usefixtures("room")
+def test_on_gpus_most_of_what_the_weights_leave_there_is_used():
+    """More than 4 GiB too. If they do not fit, some layers will be elsewhere."""
+    left = 50 * GB - 20 * GB - memory.COMPUTE_BYTES
+    budget = memory.compute_kv_budget(20 * GB, CELL, 0, None, gpu_bytes=50 * GB)
+    assert budget == int(left * memory.GPU_SHARE)
+    assert memory.compute_kv_budget(20 * GB, CELL, 7, None, gpu_bytes=50 * GB) == 7
+    for free in (0, 10 * GB):
+        budget = memory.compute_kv_budget(20 * GB, CELL, 0, None, gpu_bytes=free)
+        assert budget == memory.USUAL_KV_BYTES
+    both = memory.compute_kv_budget(
+        19 * GB, CELL, 0, None, gpu_bytes=50 * GB, draft_weight_bytes=GB
+    )
+    assert both == int(left * memory.GPU_SHARE) * 2 // 3
 
 
 @pytest.mark.usefixtures("room")
 def test_requested_size_is_used_or_rejected():
-    assert memory.compute_kv_budget(GB, CELL, 5 * GB, None, on_gpu=False) == 5 * GB
+    assert memory.compute_kv_budget(GB, CELL, 5 * GB, None) == 5 * GB
     with pytest.raises(StartupError, match=r"20\.0 GB.*10\.0 GB"):
-        memory.compute_kv_budget(GB, CELL, 20 * GB, None, on_gpu=False)
+        memory.compute_kv_budget(GB, CELL, 20 * GB, None)
     with pytest.raises(StartupError, match=r"100000 tokens"):
-        memory.compute_kv_budget(GB, CELL, 0, 100_000, on_gpu=False)
+        memory.compute_kv_budget(GB, CELL, 0, 100_000)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_memory_error_lists_each_part_of_the_sum(weights, wanted, context, kv, t
     separately.
     """
     with pytest.raises(StartupError) as caught:
-        memory.compute_kv_budget(weights, CELL, wanted, context, on_gpu=False)
+        memory.compute_kv_budget(weights, CELL, wanted, context)
     assert str(caught.value) == (
         f"not enough memory: {total} are needed (weights {format_size(weights)}, {kv}, "
         f"work buffers and processes about 314.6 MB), but 10.0 GB are available: {cure}"

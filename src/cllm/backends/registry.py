@@ -55,9 +55,9 @@ class Loader(Protocol):
         """
         ...
 
-    def uses_gpu(self, params: BackendParams) -> bool:
-        """Return whether the weights will be on a GPU. Raises StartupError if the backend's library
-        cannot be loaded.
+    def measure_gpus(self, params: BackendParams) -> int | None:
+        """Return the free memory in bytes of the GPUs that will hold the weights; 0 if it is
+        unknown, None if none will. Raises StartupError if the backend's library cannot be loaded.
         """
         ...
 

@@ -70,6 +70,7 @@ def doctor(
         "a better build": suggest_build(found, read_cpu_flags()),
         "llama.cpp uses": found.system or "unknown",
         "GPU offload": "built in" if found.gpu_offload else "not built in",
+        "GPUs": "; ".join(found.gpus) or "none",
         "decoding": "works: the built-in model answered correctly"
         if found.passed
         else failure(found),

@@ -17,7 +17,7 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 @dataclass(frozen=True)
 class Probe:
     """The result. compiler, switches: see Compiled. error: "" if there was an answer. died_of: the
-    name of the signal that killed the process.
+    name of the signal that killed the process. gpus: name and memory of each.
     """
 
     answer: str = ""
@@ -25,6 +25,7 @@ class Probe:
     compiler: str = ""
     switches: str = ""
     gpu_offload: bool = False
+    gpus: tuple[str, ...] = ()
     error: str = ""
     died_of: str = ""
 
@@ -53,15 +54,22 @@ def probe() -> Probe:
 
 def main() -> None:
     """Run as the child: load the model, answer the question, and print the result on stdout."""
+    from cllm.backends.llama_cpp.devices import list_gpus
     from cllm.backends.llama_cpp.library import compiled, supports_gpu_offload
     from cllm.core.params import SamplingParams
     from cllm.llm import LLM
+    from cllm.models.gguf import format_size
 
     with LLM(scheduler_max_num_seqs=1) as llm:
         completion = llm.chat(
             [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8)
         )
-        found = Probe(completion.text, llm.info.system, *compiled(), supports_gpu_offload())
+        gpus = tuple(
+            f"{gpu.name} ({gpu.description}): {format_size(gpu.num_free_bytes)} of "
+            f"{format_size(gpu.num_bytes)} free"
+            for gpu in list_gpus()
+        )
+        found = Probe(completion.text, llm.info.system, *compiled(), supports_gpu_offload(), gpus)
     print(json.dumps(asdict(found)))
 
 

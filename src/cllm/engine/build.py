@@ -51,18 +51,22 @@ def fit_memory(params: EngineParams) -> EngineParams:
             msgspec.structs.replace(params, path=params.draft_path, kv_type=DRAFT_KV_TYPE)
         )
         draft_weights = draft.weight_bytes if draft else 0
+    gpu_bytes = loader.measure_gpus(params)
     kv_memory = compute_kv_budget(
         weights,
         params.kv_bytes_per_token,
         params.kv_memory,
         params.context_length,
-        on_gpu=loader.uses_gpu(params),
+        gpu_bytes=gpu_bytes,
         draft_weight_bytes=draft_weights,
     )
     ram_cache = params.ram_cache_bytes
     if ram_cache is None:
         draft_kv_memory = kv_memory // 2 if draft_weights else 0
-        ram_cache = compute_ram_cache_budget(weights + draft_weights, kv_memory + draft_kv_memory)
+        in_ram = gpu_bytes is None
+        ram_cache = compute_ram_cache_budget(
+            (weights + draft_weights) * in_ram, (kv_memory + draft_kv_memory) * in_ram
+        )
     return msgspec.structs.replace(
         params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache
     )

@@ -11,6 +11,7 @@ from cllm.errors import StartupError
 from cllm.models.gguf import format_size
 
 USUAL_KV_BYTES = 4 << 30
+GPU_SHARE = 0.8  # the rest is for llama.cpp's work buffers there
 USUAL_RAM_CACHE_BYTES = 4 << 30
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
@@ -112,22 +113,28 @@ def compute_kv_budget(
     wanted_bytes: int,
     context_length: int | None,
     *,
-    on_gpu: bool,
+    gpu_bytes: int | None = None,
     draft_weight_bytes: int = 0,
 ) -> int:
-    """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave,
-    4 GiB at most.
+    """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave
+    of the RAM, 4 GiB at most, or GPU_SHARE of what they leave on GPUs.
 
-    bytes_per_token: of keys and values; 0 if unknown. draft_weight_bytes: of a draft model, whose
-    KV cache takes half as much as the one of the model; without ``wanted_bytes``, both divide the
+    bytes_per_token: of keys and values; 0 if unknown. gpu_bytes: free on the GPUs that will hold
+    the weights, 0 if unknown; None without GPUs. draft_weight_bytes: of a draft model, whose KV
+    cache takes half as much as the one of the model; without ``wanted_bytes``, both divide the
     memory for one. Raises StartupError with the sizes if the models, or one sequence of
-    ``context_length`` tokens, do not fit. With ``on_gpu`` nothing is checked: only llama.cpp knows
-    that memory.
+    ``context_length`` tokens, do not fit into the RAM. On GPUs nothing is checked: how many layers
+    are there, only llama.cpp knows.
     """
     available = measure_available_bytes()
-    if on_gpu or available is None:
-        return wanted_bytes or USUAL_KV_BYTES
     weight_bytes += draft_weight_bytes
+    if gpu_bytes is not None:
+        left = gpu_bytes - weight_bytes - COMPUTE_BYTES
+        # if not all layers are there, as before
+        usual = int(left * GPU_SHARE) if left > 0 else USUAL_KV_BYTES
+        return wanted_bytes or (usual * 2 // 3 if draft_weight_bytes else usual)
+    if available is None:
+        return wanted_bytes or USUAL_KV_BYTES
     without_kv = weight_bytes + COMPUTE_BYTES
     one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
     need = without_kv + (wanted_bytes or one_sequence)

@@ -22,8 +22,8 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize |
     return None
 
 
-def uses_gpu(params: BackendParams) -> bool:
-    return False
+def measure_gpus(params: BackendParams) -> int | None:
+    return None
 
 
 def load(

@@ -34,11 +34,13 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
     )
 
 
-def uses_gpu(params: BackendParams) -> bool:
+def measure_gpus(params: BackendParams) -> int | None:
     with loadable():
-        from cllm.backends.llama_cpp import backend
+        from cllm.backends.llama_cpp import backend, devices
 
-    return backend.uses_gpu(params)
+    if not backend.uses_gpu(params):
+        return None
+    return sum(gpu.num_free_bytes for gpu in devices.list_gpus())
 
 
 def load(

@@ -1,0 +1,57 @@
+"""The GPUs that llama.cpp can use."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+from llama_cpp import llama_cpp as lib
+
+from cllm.backends.llama_cpp import library  # noqa: F401  # checks the version, and starts llama.cpp
+
+GPU_TYPES = (1, 2)  # of ggml_backend_dev_type: with memory of its own, and integrated
+
+
+class Device(NamedTuple):
+    """A GPU. num_free_bytes, num_bytes: of its memory; of an integrated one, as much as it may take
+    of the RAM.
+    """
+
+    name: str
+    description: str
+    num_free_bytes: int
+    num_bytes: int
+
+
+def list_gpus() -> list[Device]:
+    """Return the GPUs; none where this build of llama.cpp cannot say."""
+    try:
+        return [*_list_gpus(lib._lib)]  # noqa: SLF001  # these functions have no binding
+    except AttributeError:  # some loaders do not find symbols of a library's dependencies
+        return []
+
+
+def _list_gpus(functions: ctypes.CDLL) -> Iterator[Device]:
+    text = ctypes.c_char_p
+    count = bind(functions, "ggml_backend_dev_count", ctypes.c_size_t)
+    get = bind(functions, "ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    kind = bind(functions, "ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    name = bind(functions, "ggml_backend_dev_name", text, ctypes.c_void_p)
+    describe = bind(functions, "ggml_backend_dev_description", text, ctypes.c_void_p)
+    pointer = ctypes.POINTER(ctypes.c_size_t)
+    measure = bind(functions, "ggml_backend_dev_memory", None, ctypes.c_void_p, pointer, pointer)
+    for index in range(count()):
+        device = get(index)
+        if kind(device) in GPU_TYPES:
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            measure(device, ctypes.byref(free), ctypes.byref(total))
+            words = (name(device).decode(), describe(device).decode())
+            yield Device(*words, free.value, total.value)
+
+
+def bind(functions: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a function of the library, with its types. Raises AttributeError."""
+    function = getattr(functions, name)
+    function.restype, function.argtypes = result, arguments
+    return cast("Callable[..., Any]", function)
