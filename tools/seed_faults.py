@@ -83,7 +83,7 @@ FAULTS = [
     *faults_in(
         "scheduler/waiting.py",
         "scheduler/test_policy.py",
-        ("now - oldest.arrived > PATIENCE", "now - oldest.arrived < PATIENCE"),
+        ("now - oldest.waits_since > PATIENCE", "now - oldest.waits_since < PATIENCE"),
         ("        self._num_taken += 1\n", ""),
         ("seq.arrived + seq.request.deadline", "seq.arrived - seq.request.deadline"),
         ("self.num_tokens -= seq", "self.num_tokens += seq"),

@@ -85,13 +85,15 @@ class Sequence:
         "status",
         "token_counts",
         "tokens",
+        "waits_since",
     )
 
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
         """``seed`` has 64 bits; ``context_length`` limits prompt and output together, in tokens.
 
-        The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived`` and
-        ``expires`` (in seconds of its clock), ``order`` (grows with each arrival),
+        The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived``,
+        ``waits_since`` (its arrival, or when it was parked last) and ``expires`` (in seconds of its
+        clock), ``order`` (grows with each arrival),
         ``num_uncached_tokens`` (on arrival) and ``effective_priority`` (the class in which it is
         served once it runs).
         """
@@ -106,6 +108,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # set once, at admission
         self.seq_id = -1
         self.arrived = 0.0
+        self.waits_since = 0.0
         self.expires: float | None = None
         self.order = 0
         self.num_uncached_tokens = 0

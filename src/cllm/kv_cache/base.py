@@ -120,6 +120,10 @@ class KVCache(ABC):
         """Return the number of cells of a leased seq_id."""
 
     @abstractmethod
+    def count_private_cells(self, seq_id: int) -> int:
+        """Return the number of cells that a leased seq_id shares with no other prefix."""
+
+    @abstractmethod
     def rewind(self, seq_id: int, keep: int) -> list[Operation]:
         """Free the cells of a leased seq_id after the first ``keep``, such as rejected draft
         tokens.

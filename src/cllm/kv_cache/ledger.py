@@ -300,6 +300,9 @@ class Ledger(KVCache):
     def count_cells(self, seq_id: int) -> int:
         return self._leased[seq_id].chain.length
 
+    def count_private_cells(self, seq_id: int) -> int:
+        return self.cells.num_private(self._leased[seq_id].chain)
+
     def hold(self, seq_id: int, num_tokens: int) -> None:
         self.cells.grow(self._leased[seq_id].chain, num_tokens)
 

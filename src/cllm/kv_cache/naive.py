@@ -56,6 +56,9 @@ class NaiveCache(KVCache):
     def count_cells(self, seq_id: int) -> int:
         return self._leased[seq_id].length
 
+    def count_private_cells(self, seq_id: int) -> int:
+        return self.cells.num_private(self._leased[seq_id])
+
     def rewind(self, seq_id: int, keep: int) -> list[Operation]:
         self.cells.cut(self._leased[seq_id], keep)
         return [Trim(seq_id, keep)]

@@ -29,7 +29,7 @@ class Policy(Protocol):
     """Sorts waiting sequences into groups. The group with the lowest rank is served next; within a
     group, the earliest deadline and then the earliest arrival decide.
 
-    While a group has waiting sequences, its rank may rise but not fall.
+    While a group has waiting sequences, and when it gets some, its rank may rise but not fall.
 
     ``has_classes``: running requests of a lower class yield to waiting ones of a higher class.
     ``takes_turns``: within a class, accounts are served in turn, by weight. From these two the API

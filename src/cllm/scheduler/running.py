@@ -34,29 +34,27 @@ class Running:
     def tail(self) -> Sequence:
         return self._seqs[-1]
 
-    def list_victims(self, head: Sequence, waiting: Waiting, now: float) -> list[Sequence]:
-        """Return the sequences that may be parked for ``head``, which waits, the first of them
-        last.
+    def list_rivals(self, head: Sequence, waiting: Waiting, now: float) -> list[Sequence]:
+        """Return the sequences that may be parked for ``head``, the first of them last, because it
+        is the turn of its account: it has waited for TURN_SECONDS and has no running sequence.
 
-        They are those of lower classes. If there are none, and ``head`` has waited for TURN_SECONDS
-        without a running sequence of its account, they are those of the account with the most,
-        except the earliest. The policy must serve the account of ``head`` before that one,
-        otherwise the parked sequence would return at once.
+        They are of accounts that the policy serves later, because others would be admitted again at
+        once. Each account keeps its earliest. The account with the most comes first.
         """
-        victims = [seq for seq in self._seqs if seq.effective_priority > head.effective_priority]
-        if victims or now - head.arrived < TURN_SECONDS:
-            return victims
         mine = head.request.account
-        if any(seq.request.account == mine for seq in self._seqs):
+        if now - head.waits_since < TURN_SECONDS or any(
+            seq.request.account == mine for seq in self._seqs
+        ):
             return []
-        behind = [
-            seq
-            for seq in self._seqs
-            if seq.effective_priority == head.effective_priority and waiting.precedes(head, seq)
-        ]
-        counts = Counter(seq.request.account for seq in behind)
-        account = max(counts, key=counts.__getitem__, default="")
-        return [seq for seq in behind if seq.request.account == account][1:]
+        later = [seq for seq in self._seqs if waiting.comes_before(head, seq)]
+        counts: Counter[str] = Counter()
+        rivals = []
+        for seq in later:
+            account = seq.request.account
+            if counts[account]:
+                rivals.append(seq)
+            counts[account] += 1
+        return sorted(rivals, key=lambda seq: counts[seq.request.account])
 
     def find_last(self, seqs: Collection[Sequence]) -> Sequence:
         """Return the one of ``seqs`` that is nearest to the tail. Raises StopIteration if none

@@ -59,7 +59,6 @@ class Scheduler(Sequences):
         self.cost = StepCost(params.tile, params.row_seconds)
         self.pacing = Pacing(self.cost, params)
         self.length_estimates = LengthEstimates()
-        self.step = Step(0.0)  # the current or last one
         self._prompt_order = PromptOrder(self.cost)
 
     # --- one step --------------------------------------------------------------------------------
@@ -226,19 +225,6 @@ class Scheduler(Sequences):
                 return None
         return room
 
-    def _count_until_checkpoint(self, seq: Sequence) -> int:
-        """Return the number of tokens up to the next position where the state of ``seq`` must be
-        saved; all its tokens if there is none.
-        """
-        return min(
-            (
-                at - seq.num_computed_tokens
-                for at in self._list_checkpoints(seq)
-                if at > seq.num_computed_tokens
-            ),
-            default=seq.num_tokens,
-        )
-
     def _count_until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
         """Return how many tokens of ``seq`` can be computed before the step's rows of logits run
         out; all of them without prompt logprobs.
@@ -262,15 +248,6 @@ class Scheduler(Sequences):
             )
             + space
         )
-
-    def _list_checkpoints(self, seq: Sequence) -> list[int]:
-        """Return the positions, from the current one on, where the state is saved: where followers
-        wait, and before the last prompt token.
-        """
-        awaited = self.kv_cache.layout.state.checkpoints(
-            (*self.deferred.count_awaited(seq), seq.num_prompt_tokens - 1)
-        )
-        return [at for at in awaited if at >= seq.num_computed_tokens]
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -370,15 +347,23 @@ class Scheduler(Sequences):
         """
         if not self.running or (head := self.waiting.head(now)) is None:
             return
-        victims = self.running.list_victims(head, self.waiting, now)
-        if victims and not self.kv_cache.seq_ids.num_free:
-            self._park(victims[-1])
-        elif victims:
-            growth = self._estimate_growth(*self.running)
-            shortage = self._find_shortage(head, self.kv_cache.find(head), growth)
-            freed = sum(map(self.length_estimates.estimate_length, victims))
-            if shortage and shortage.missing <= freed:
-                self._park(victims[-1])
+        is_higher = self.running.tail.effective_priority > head.effective_priority
+        rivals = [] if is_higher else self.running.list_rivals(head, self.waiting, now)
+        if not is_higher and not rivals:
+            return
+        match, growth = self.kv_cache.find(head), self._estimate_growth(*self.running)
+        shortage = self._find_shortage(head, match, growth)
+        if not shortage and self.kv_cache.seq_ids.num_free:
+            return
+        if is_higher:
+            self._park(self.running.tail)
+        elif not match.must_wait and (
+            not shortage
+            or shortage.missing
+            <= self._estimate_growth(*rivals)
+            + sum(self.kv_cache.count_private_cells(seq.seq_id) for seq in rivals)
+        ):
+            self._park(rivals[-1])
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from cllm.scheduler.expiries import Expiries
 from cllm.scheduler.policy import Policy
 from cllm.scheduler.running import Running
 from cllm.scheduler.speculation import Speculation
-from cllm.scheduler.trace import Statistics
-from cllm.scheduler.waiting import YIELDING, Waiting
+from cllm.scheduler.trace import Statistics, Step
+from cllm.scheduler.waiting import AGED, YIELDING, Waiting
 
 log = logging.getLogger("cllm.engine")
 
@@ -55,6 +55,7 @@ class Sequences:
         self.running = Running()
         self.deferred = Deferred()
         self.statistics = Statistics()
+        self.step = Step(0.0)  # the current or last one
         self._speculation = speculation
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._expiries = Expiries()
@@ -86,7 +87,7 @@ class Sequences:
         self._suspects = (seq,)
         if seq.num_prompt_tokens >= self.kv_cache.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.kv_cache.cells_per_seq} cells")
-        seq.arrived = now
+        seq.arrived = seq.waits_since = now
         seq.effective_priority = self._choose_priority(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
         match = self.kv_cache.find(seq)
@@ -145,7 +146,9 @@ class Sequences:
         """
         self._free_cells(seq, soon=True)
         self.running.remove(seq)
-        seq.status = Status.PARKED
+        seq.status, seq.waits_since = Status.PARKED, self.step.at
+        if seq.effective_priority == AGED:
+            seq.effective_priority = self._choose_priority(seq)
         self.waiting.push(seq)
         self.statistics.num_parked += 1
 
@@ -167,6 +170,30 @@ class Sequences:
         """Put deferred sequences back into the queue, at their old positions."""
         for seq in seqs:
             self.waiting.push(seq)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _count_until_checkpoint(self, seq: Sequence) -> int:
+        """Return the number of tokens up to the next position where the state of ``seq`` must be
+        saved; all its tokens if there is none.
+        """
+        return min(
+            (
+                at - seq.num_computed_tokens
+                for at in self._list_checkpoints(seq)
+                if at > seq.num_computed_tokens
+            ),
+            default=seq.num_tokens,
+        )
+
+    def _list_checkpoints(self, seq: Sequence) -> list[int]:
+        """Return the positions, from the current one on, where the state is saved: where followers
+        wait, and before the last prompt token.
+        """
+        awaited = self.kv_cache.layout.state.checkpoints(
+            (*self.deferred.count_awaited(seq), seq.num_prompt_tokens - 1)
+        )
+        return [at for at in awaited if at >= seq.num_computed_tokens]
 
     # --- snapshots in files ----------------------------------------------------------------------
 

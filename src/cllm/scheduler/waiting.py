@@ -36,7 +36,7 @@ class Waiting:
         self._groups: dict[Any, list[tuple[float, int, int, Sequence]]] = {}
         self._sizes: dict[Any, int] = {}
         self._ranks: list[tuple[Any, int, Any]] = []
-        self._by_age: list[tuple[int, int, Sequence]] = []
+        self._by_age: list[tuple[float, int, Sequence]] = []
         self._num_taken = 0
 
     def __len__(self) -> int:
@@ -53,9 +53,17 @@ class Waiting:
         """Return the rank of a group: those that yield come after all others."""
         return group[0], self.policy.rank(group[1])
 
-    def precedes(self, seq: Sequence, other: Sequence) -> bool:
-        """Return whether the policy serves the group of ``seq`` before that of ``other``."""
-        return self._rank(self._group(seq)) < self._rank(self._group(other))
+    def comes_before(self, head: Sequence, other: Sequence) -> bool:
+        """Return whether ``head`` is served before ``other``, which runs, would be if it waited;
+        only if both are of the same class, and accounts take turns.
+        """
+        policy = self.policy
+        return (
+            policy.takes_turns
+            and other.effective_priority in (head.effective_priority, AGED)
+            and policy.effective_priority(other) == policy.effective_priority(head)
+            and self._rank(self._group(head)) < self._rank(self._group(other))
+        )
 
     def push(self, seq: Sequence) -> None:
         group = self._group(seq)  # first, because the policy may raise
@@ -72,7 +80,7 @@ class Waiting:
         heapq.heappush(self._groups[group], (due, seq.order, stamp, seq))
         self._sizes[group] += 1
         if not group[0]:
-            heapq.heappush(self._by_age, (seq.order, stamp, seq))
+            heapq.heappush(self._by_age, (seq.waits_since, stamp, seq))
 
     def move(self, seq: Sequence, priority: int) -> None:
         """Move ``seq`` to the class ``priority``."""
@@ -87,7 +95,7 @@ class Waiting:
         """
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
-            if oldest is not None and now - oldest.arrived > PATIENCE:
+            if oldest is not None and now - oldest.waits_since > PATIENCE:
                 oldest.effective_priority = AGED
                 return oldest
         while self._ranks:
