@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -18,8 +19,8 @@ from schema_texts import BYTES, CHECKER, allows, check, check_best_effort, write
 from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
-from cllm.text.grammar import Constraint
-from cllm.text.json_schema import MAX_DEPTH, MAX_REPEAT, enforceable
+from cllm.text.grammar import Constraint, to_lark
+from cllm.text.json_schema import KEYWORDS, MAX_DEPTH, MAX_REPEAT, enforceable
 from cllm.text.schema_faults import fault_of
 
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
@@ -621,6 +622,48 @@ def test_unenforceable_keyword_is_rejected(sign):
 def test_invalid_or_unsatisfiable_schema_is_rejected(schema):
     with pytest.raises(BadRequest):
         check(schema)
+
+
+VALUES = [
+    *(None, True, 0, -1, 1.5, 10**30, "", "a", "object", "#", "#/a/0"),
+    *([], {}, [[]], [None], [{}], [{"": None}], {"": None}, {"a": {}}, {"a": []}, {"a": None}),
+    *(["a", {}], ["object", {}], [["a"]], ["a", "a"], [1, 2], {"type": {}}, {"$ref": {}}),
+]  # fmt: skip
+BASES: list[dict[str, Any]] = [
+    {},
+    {"type": "string"},
+    {"type": ["array", "null"]},
+    {"type": "integer"},
+    CITY,
+]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("keyword", sorted(KEYWORDS))
+def test_any_value_of_a_keyword_is_translated_or_rejected(keyword, strict):
+    """Nothing but BadRequest is raised: for its own value, beside others, and inside of them."""
+    for base, value in itertools.product(BASES, VALUES):
+        schema = {**base, keyword: value}
+        for whole in (
+            schema,
+            {"anyOf": [schema, {"type": "null"}]},
+            {"properties": {"a": schema}},
+            {"propertyNames": schema, "unevaluatedProperties": False},
+            {"propertyNames": {"type": "string", keyword: value}},
+            {"unevaluatedItems": {"type": "string"}, **schema},
+            {"unevaluatedProperties": False, "$ref": "#/$defs/a", "$defs": {"a": schema}},
+        ):
+            with contextlib.suppress(BadRequest):
+                to_lark(Constraint("json_schema", whole, strict), "schema", set(), careful=True)
+
+
+@pytest.mark.parametrize("reference", ["", "#"])
+def test_reference_that_leads_to_itself_at_once_is_rejected(reference):
+    """One that leads to itself in a property or an item is not."""
+    option = {"type": "object", "$ref": reference}
+    with pytest.raises(BadRequest, match="leads to itself without an end"):
+        check({"anyOf": [option, {"type": "null"}]})
+    check({"anyOf": [{"type": "array", "items": {"$ref": reference}}, {"type": "null"}]})
 
 
 def test_repeated_references_do_not_grow_exponentially():

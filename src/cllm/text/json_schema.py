@@ -193,7 +193,7 @@ class Translator:
 
     def type(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         for name in value if isinstance(value, list) else [value]:
-            if name not in TYPES:
+            if not isinstance(name, str) or name not in TYPES:
                 self._refuse(where, f"there is no type {str(name)[:40]!r}")
         return {keyword: value}
 
@@ -263,6 +263,8 @@ class Translator:
         types = schema.get("type", "string")
         if "string" not in (types if isinstance(types, list) else [types]):
             return {}
+        if not isinstance(value, str):
+            self._refuse(where, "it must be a string")
         if value not in FORMATS and "pattern" in schema:  # the pattern describes it
             return {}
         if value not in FORMATS:
@@ -346,9 +348,11 @@ class Translator:
             )
             allowed["patternProperties"] = {f"^(?s:.){{{low or 0},{high}}}$": True}
         elif said == {"pattern"} or (
-            said == {"format"} and FORMATS.get(names["format"], {}).keys() == {"pattern"}
+            said == {"format"} and FORMATS.get(str(names["format"]), {}).keys() == {"pattern"}
         ):
             pattern = names["pattern"] if "pattern" in said else FORMATS[names["format"]]["pattern"]
+            if not isinstance(pattern, str):
+                self._refuse(where, "its pattern must be a string")
             allowed |= self.by_name("patternProperties", {pattern: True}, where, 0)
         elif said:
             raise Unenforceable(
@@ -423,9 +427,12 @@ class Translator:
                     where,
                     f"'{keyword}' cannot be enforced beside {min(part.keys() & CONDITIONAL)!r}",
                 )
-            parts += part.get("allOf", [])
+            parts += self._list(part.get("allOf") or [], where)
             if "$ref" in part:
                 parts.append(self._resolve(part, where))
+            self._list(part.get("prefixItems") or [], where)
+            for word in ("properties", "patternProperties"):
+                self._mapping(part.get(word) or {}, where)
         rest = self._schema(value, where, depth + 1)
         others = [one for one in seen if one is not schema]
         if keyword == "unevaluatedProperties":
@@ -433,8 +440,8 @@ class Translator:
                 keyword in one for one in others
             ):
                 return {}
-            known = {name: True for one in seen for name in one.get("properties", ())}
-            like = {name: True for one in seen for name in one.get("patternProperties", ())}
+            known = {name: True for one in seen for name in one.get("properties") or ()}
+            like = {name: True for one in seen for name in one.get("patternProperties") or ()}
             return {
                 "allOf": [
                     {"properties": known, "patternProperties": like, "additionalProperties": rest}
@@ -442,7 +449,7 @@ class Translator:
             }
         if any("items" in one for one in seen) or any(keyword in one for one in others):
             return {}
-        longest = max(len(one.get("prefixItems", ())) for one in seen)
+        longest = max(len(one.get("prefixItems") or ()) for one in seen)
         return {"allOf": [{"prefixItems": [True] * longest, "items": rest}]}
 
     def reference(
@@ -493,7 +500,7 @@ class Translator:
 
     def _followed(self, option: Any, where: str) -> Any:
         """Return the target of ``option`` if that is only a reference, else ``option`` itself."""
-        seen: set[str] = set()
+        seen: list[Any] = []
         while (
             isinstance(option, dict)
             and "$ref" in option
@@ -501,7 +508,7 @@ class Translator:
         ):
             if option["$ref"] in seen:
                 self._refuse(where, "it refers to itself")
-            seen.add(option["$ref"])
+            seen.append(option["$ref"])
             option = self._resolve(option, where)
         return option
 

@@ -76,6 +76,7 @@ class SchemaRules:
         self._terms: dict[str, str | None] = {}
         # names of rules that are being written, and whether they were used
         self._open: dict[str, bool] = {}
+        self._resolving: set[str] = set()  # the references on the way to the current one
         self._num_alternatives = 0
         self.why_nothing = ""  # the first reason why a part allows no value
         self.start = self.term({key: value for key, value in schema.items() if key != "$defs"})
@@ -148,13 +149,20 @@ class SchemaRules:
         return found
 
     def _resolved(self, alternatives: Alternatives) -> Iterator[Alternative]:
+        """Yield alternatives without references. Raises BadRequest if one leads to itself, with no
+        property and no item between.
+        """
         for alternative in of_any_type(alternatives):
-            if "$ref" in alternative:
-                yield from self._resolved(
-                    self._alternatives(self._definitions[alternative["$ref"]])
-                )
-            else:
+            name = alternative.get("$ref")
+            if name is None:
                 yield alternative
+                continue
+            if name in self._resolving:
+                raise invalid_schema(self._param, "", "a '$ref' leads to itself without an end")
+            self._resolving.add(name)
+            found = [*self._resolved(self._alternatives(self._definitions[name]))]
+            self._resolving.remove(name)
+            yield from found
 
     def _both(self, first: Alternatives, second: Alternatives) -> Alternatives:
         """Return alternatives for the values that both allow."""
