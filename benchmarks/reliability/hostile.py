@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -273,6 +274,9 @@ class Attack:
             answer = await self._client.post(CHAT, json=body)
             if answer.status_code != 200 or RIGHT not in answer.text:
                 self.found.report(f"a good request got {answer.text[:200]}")
+            page = (await self._client.get("/metrics")).content
+            if odd := [line for line in page.split(b"\n") if re.search(rb"[\x00-\x1f\x7f]", line)]:
+                self.found.report(f"control characters in /metrics: {odd[0]!r}")
             if engine_of(self._server) != engine:
                 engine = engine_of(self._server)
                 self.found.report("the engine was replaced")
