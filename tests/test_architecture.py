@@ -183,7 +183,7 @@ def test_input_is_never_executed() -> None:
 
 
 # Files over the limit, with their lengths, which may only shrink.
-LONG = {"cllm.text.json_schema": 556}
+LONG = {"cllm.text.json_schema": 545}
 
 
 def test_files_are_within_the_length_limit() -> None:

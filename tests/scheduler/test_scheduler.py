@@ -923,40 +923,46 @@ def test_account_gets_no_turn_before_one_that_was_served_less(fake_engine):
     assert order[:2] == ["before", "B"]
 
 
-def test_old_streams_give_up_places_again_and_again(fake_engine):
-    """They have run for longer than PATIENCE, which is no wait: when they are parked they do not
-    go before the others.
-    """
+def run_for(engine, num_steps, seconds=0.0):
+    """Make steps, ``seconds`` apart."""
+    for _ in range(num_steps):
+        engine.now += seconds
+        engine.step()
+
+
+def fill_places(fake_engine):
+    """Return an engine whose four places are taken by streams that are older than PATIENCE."""
     engine = fake_engine(max_num_seqs=4, length=10_000, context_length=8000)
     for i in range(4):
         engine.add(f"A{i}", [10 * i], "many", max_tokens=5000)
     engine.step()
     engine.now += 2 * PATIENCE
+    return engine
+
+
+def test_old_streams_give_up_places_again_and_again(fake_engine):
+    """They have run for longer than PATIENCE, which is no wait: when they are parked they do not
+    go before the others.
+    """
+    engine = fill_places(fake_engine)
     for i in range(20):
         engine.add(f"B{i}", [50 + i], f"few {i % 3}", max_tokens=5)
         begun = engine.now
         while not engine.tokens(f"B{i}"):
-            engine.now += 0.1
-            engine.step()
+            run_for(engine, 1, 0.1)
         assert engine.now - begun <= TURN_SECONDS + 0.2
-        for _ in range(10):
-            engine.step()
+        run_for(engine, 10)
     assert engine.scheduler.statistics.num_parked == 20
     assert {seq.effective_priority for seq in engine.scheduler.running} == {Priority.NORMAL}
 
 
 def test_turn_is_kept(fake_engine):
     """Its account does not lose the place to the parked stream, which waits now."""
-    engine = fake_engine(max_num_seqs=4, length=10_000, context_length=8000)
-    for i in range(4):
-        engine.add(f"A{i}", [10 * i], "many", max_tokens=5000)
-    engine.step()
-    engine.now += 2 * PATIENCE
+    engine = fill_places(fake_engine)
     engine.scheduler.waiting._num_taken = AGED_SHARE - 2  # one more, and the oldest goes first
     engine.add("B", [50], "few", max_tokens=200)
     while not engine.ends().get("B.0"):
-        engine.now += 0.1
-        engine.step()
+        run_for(engine, 1, 0.1)
     assert engine.scheduler.statistics.num_parked == 1
 
 
@@ -971,15 +977,12 @@ def test_shared_cells_are_not_counted_as_freed(fake_engine):
     )
     for i in range(8):
         engine.add(f"A{i}", [*[7] * 500, i], "many", max_tokens=400)
-    for _ in range(4):
-        engine.step()
+    run_for(engine, 4)
     engine.add("L", [200] * 500, "long", max_tokens=400)
-    for _ in range(30):
-        engine.step()
+    run_for(engine, 30)
     engine.add("B", [250] * 900, "few", max_tokens=60)
     engine.now += 2 * TURN_SECONDS
-    for _ in range(10):
-        engine.step()
+    run_for(engine, 10)
     assert engine.scheduler.statistics.num_parked == 0
     engine.finish()
 
@@ -998,12 +1001,10 @@ def test_cells_of_several_accounts_are_freed_for_one(fake_engine):
         engine.add(f"X{i}", [10 * i + 1] * 100, "x", max_tokens=600)
         engine.add(f"Y{i}", [10 * i + 100] * 15, "y", max_tokens=600)
     engine.add("L", [200] * 390, "long", max_tokens=400)
-    for _ in range(40):
-        engine.step()
+    run_for(engine, 40)
     engine.add("B", [250] * (200 + engine.kv_cache.num_available), "few", max_tokens=2)
     engine.now += 2 * TURN_SECONDS
-    for _ in range(6):
-        engine.step()
+    run_for(engine, 6)
     assert engine.ends().get("B.0") == "length"
     assert {"x", "y", "long"} <= {seq.request.account for seq in engine.scheduler.running}
     engine.finish()
@@ -1016,8 +1017,7 @@ def test_request_that_waits_for_a_prefix_takes_no_place(fake_engine):
     engine.add("L", [200] * 600, "long", max_tokens=40)
     for i in range(3):
         engine.add(f"A{i}", [10 * i], "many", max_tokens=400)
-    for _ in range(3):
-        engine.step()
+    run_for(engine, 3)
     engine.add("B", [200] * 600, "few", max_tokens=3)
     engine.now += 2 * TURN_SECONDS
     engine.step()

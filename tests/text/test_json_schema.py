@@ -657,6 +657,12 @@ def test_any_value_of_a_keyword_is_translated_or_rejected(keyword, strict):
                 to_lark(Constraint("json_schema", whole, strict), "schema", set(), careful=True)
 
 
+@pytest.mark.parametrize("pointer", ["#/items/7", "#/items/-1", "#/items/" + "9" * 5000, "#/a/b"])
+def test_pointer_to_nothing_is_rejected(pointer):
+    with pytest.raises(BadRequest, match="there is nothing at"):
+        check({"items": [{"$ref": pointer}]})
+
+
 @pytest.mark.parametrize("reference", ["", "#"])
 def test_reference_that_leads_to_itself_at_once_is_rejected(reference):
     """One that leads to itself in a property or an item is not."""

@@ -35,11 +35,12 @@ class Running:
         return self._seqs[-1]
 
     def list_rivals(self, head: Sequence, waiting: Waiting, now: float) -> list[Sequence]:
-        """Return the sequences that may be parked for ``head``, the first of them last, because it
-        is the turn of its account: it has waited for TURN_SECONDS and has no running sequence.
+        """Return the sequences that may be parked for ``head`` if it is the turn of its account:
+        ``head`` has waited for TURN_SECONDS, and the account has no running sequence.
 
-        They are of accounts that the policy serves later, because others would be admitted again at
-        once. Each account keeps its earliest. The account with the most comes first.
+        They belong to accounts that the policy serves later; others would be admitted again at
+        once. Each account keeps its earliest sequence. The one to park first is the last: the
+        latest of the account with the most.
         """
         mine = head.request.account
         if now - head.waits_since < TURN_SECONDS or any(

@@ -69,7 +69,7 @@ class Scheduler(Sequences):
         The caller must then call ``update`` or ``fail``.
         """
         # 1. Expire: requests that have timed out end.
-        # 2. Make way: one sequence is parked if one that waits comes before it.
+        # 2. Make way: one running sequence is parked if a waiting one should have its place.
         # 3. Decode: sequences that lack one token get rows. If cells run short, the tail is parked.
         #    If the layout separates prompts, this is the last part, in steps without prompts.
         # 4. Admit: waiting sequences start to run, as the policy sorts them, until one cannot.

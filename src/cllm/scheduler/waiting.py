@@ -54,8 +54,8 @@ class Waiting:
         return group[0], self.policy.rank(group[1])
 
     def comes_before(self, head: Sequence, other: Sequence) -> bool:
-        """Return whether ``head`` is served before ``other``, which runs, would be if it waited;
-        only if both are of the same class, and accounts take turns.
+        """Return whether ``head`` would be served before ``other``, which runs, if both waited.
+        False if their classes differ, or if accounts do not take turns.
         """
         policy = self.policy
         return (

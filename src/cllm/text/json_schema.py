@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
-from urllib.parse import unquote, urljoin
 
 from cllm.errors import BadRequest
 from cllm.text.closed_objects import (
@@ -29,7 +28,7 @@ from cllm.text.closed_objects import (
 )
 from cllm.text.finite_values import Schema, add_ends, has_end
 from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
-from cllm.text.schema_places import Places
+from cllm.text.schema_places import Places, follow
 from cllm.text.string_formats import FORMATS, split_lookaheads
 
 MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidance reads 128 levels
@@ -474,29 +473,17 @@ class Translator:
         if keyword == "$dynamicRef" and self._places.num_dynamic[reference.rpartition("#")[2]] > 1:
             why = "'$dynamicRef' cannot be enforced if there is more than one such '$dynamicAnchor'"
             raise Unenforceable(where, why)
-        base = self._places.bases.get(id(schema), "")
-        address, _, fragment = (
-            base + reference if reference.startswith("#") else urljoin(base, reference)
-        ).partition("#")
-        fragment = unquote(fragment)
-        if fragment and not fragment.startswith("/"):
-            address, fragment = f"{address}#{fragment}", ""
-        if address not in self._places.schemas:
+        place = self._places.find(schema, reference)
+        if place is None:
             why = (
                 f"only references within the schema are followed, and {reference[:100]!r} is "
                 f"not in it"
             )
             raise Unenforceable(where, why)
-        target = self._places.schemas[address]
-        for part in fragment.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, dict) and key in target:
-                target = target[key]
-            elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-                target = target[int(key)]
-            else:
-                self._refuse(where, f"there is nothing at {reference[:100]!r}")
-        return target
+        try:
+            return follow(*place)
+        except LookupError:
+            self._refuse(where, f"there is nothing at {reference[:100]!r}")
 
     def _followed(self, option: Any, where: str) -> Any:
         """Return the target of ``option`` if that is only a reference, else ``option`` itself."""

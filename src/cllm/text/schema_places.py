@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin
 
 BY_NAME = {
     "properties",
@@ -15,6 +15,8 @@ BY_NAME = {
     "dependencies",
 }
 CONSTANTS = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
+
+MAX_DIGITS = 10  # of an index; Python refuses to read thousands
 
 
 class Places:
@@ -52,3 +54,29 @@ class Places:
             self.num_dynamic[schema["$dynamicAnchor"]] += 1
         self.bases[id(schema)] = base
         return base
+
+    def find(self, schema: dict[str, Any], reference: str) -> tuple[Any, str] | None:
+        """Return the schema that a reference of ``schema`` names, and the JSON pointer from there
+        ("" if none); None if it is not in the root.
+        """
+        base = self.bases.get(id(schema), "")
+        address, _, fragment = (
+            base + reference if reference.startswith("#") else urljoin(base, reference)
+        ).partition("#")
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            address, fragment = f"{address}#{fragment}", ""
+        return (self.schemas[address], fragment) if address in self.schemas else None
+
+
+def follow(target: Any, pointer: str) -> Any:
+    """Return what a JSON pointer from ``target`` leads to. Raises LookupError."""
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target[key]
+        elif isinstance(target, list) and key.isdecimal() and len(key) < MAX_DIGITS:
+            target = target[int(key)]
+        else:
+            raise LookupError(key)
+    return target
