@@ -313,3 +313,16 @@ def test_days_without_usage_are_not_listed(tmp_path, clock):
         await ledger.close()
 
     asyncio.run(run())
+
+
+def test_looking_at_an_account_does_not_list_it(ledger):
+    """An administrator may ask for any name; it must not stay in memory, nor in /metrics."""
+    for i in range(100):
+        nobody = account(f"nobody\x7f{i}", requests_per_minute=3)
+        assert ledger.of_month(nobody.name).tokens == 0
+        assert ledger.list_left(nobody)["requests"] == (3, 3, 0.0)
+        ledger.check(nobody)
+        ledger.end_all(nobody.name, Unauthorized("revoked"))
+    assert not ledger.totals()
+    ledger.admit(account("ann"), 1, 0, counts())
+    assert [*ledger.totals()] == ["ann"]

@@ -249,7 +249,7 @@ class Ledger:
         if not self.is_valid(account.name):
             raise Unauthorized("The API key has been revoked.")
         now, limits = self.now(), account.limits
-        entry = self._entry(account.name)
+        entry = self._find(account.name)
         requests, tokens = entry.count_latest(now)
         if (most := limits.concurrent_requests) is not None and len(entry.charges) >= most:
             raise self._limited(account, "concurrent_requests", most, 1.0)
@@ -282,6 +282,10 @@ class Ledger:
         """Return the Unix time."""
         return self._clock()
 
+    def _find(self, name: str) -> Entry:
+        """Return the entry of an account, an empty one if it has used nothing."""
+        return self._entries.get(name) or Entry(name)
+
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             self._entries[name] = Entry(name)
@@ -291,7 +295,7 @@ class Ledger:
         """Return for "requests" and "tokens", if they are limited per minute, the limit, what is
         left of it, and the seconds until all of it is available again.
         """
-        now, entry = self.now(), self._entry(account.name)
+        now, entry = self.now(), self._find(account.name)
         requests, tokens = entry.count_latest(now)
         seconds = max(0.0, entry.latest[-1][0] + WINDOW + 1 - now) if entry.latest else 0.0
         found = {}
@@ -309,13 +313,13 @@ class Ledger:
 
     def of_month(self, name: str) -> Used:
         """Return what an account has used this month."""
-        entry = self._entry(name)
+        entry = self._find(name)
         self._month(entry)
         return entry.of_month
 
     def end_all(self, name: str, error: CLLMError) -> None:
         """End the running requests of an account with ``error``."""
-        for charge in [*self._entry(name).charges]:
+        for charge in [*self._find(name).charges]:
             if charge.end is not None:
                 charge.end(error)
 
