@@ -19,7 +19,7 @@ from cllm.answer import RequestTimeout
 from cllm.batches import Batches
 from cllm.errors import BadRequest, EngineError, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
-from cllm.registry import Registry
+from cllm.registry import Registry, ServedModel
 from cllm.store import batches as store_module
 from cllm.store.batches import BatchRecord
 from cllm.store.files import new_file
@@ -72,9 +72,11 @@ class Server:
     """The batches of one account in a folder, as one server has them."""
 
     def __init__(self, folder, lines, max_bytes=10_000) -> None:
-        self.service = SimpleNamespace(model_name="squares", ready=True)
+        self.engine = SimpleNamespace(ready=True, unloaded=False)
+        service = SimpleNamespace(engine=self.engine)
+        self.model = ServedModel(name="squares", aliases=["*"], service=service)
         self.store = Store(folder, 100, max_bytes)
-        self.batches = Batches(self.store, Registry(self.service, ["*"]), lines, 2)
+        self.batches = Batches(self.store, Registry([self.model]), lines, 2)
 
     async def begin(self, requests, batch_id="batch_1", **more):
         content = json.dumps(requests).encode()
@@ -227,12 +229,12 @@ def test_requests_wait_until_the_service_is_ready(tmp_path):
     lines = Squares()
 
     async def test(server):
-        server.service.ready = False
+        server.engine.ready = False
         await server.begin(NUMBERS)
         await server.until(lambda record: record.status == "in_progress")
         await asyncio.sleep(0.1)
         assert lines.tried == []
-        server.service.ready = True
+        server.engine.ready = True
         assert (await server.ended()).completed == 7
 
     run(tmp_path, test, lines)
@@ -323,7 +325,7 @@ def test_progress_is_known_while_the_batch_waits_for_its_model(tmp_path):
         await server.until(lambda record: record.completed == 4)
 
     async def second(server):
-        server.service.model_name = "cubes"
+        server.model.name = "cubes"
         await server.batches.open()
         record = await server.until(lambda record: record.completed == 4)
         await server.batches.cancel(record)

@@ -126,6 +126,9 @@ def test_seed_file_loads_unchanged() -> None:
         "draft_path": None,
         "sha256": None,
         "quantization": "q4_k_m",
+        "keep_alive": None,
+        "pinned": False,
+        "preload": False,
     }
     given = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "request_timeout": 120.0}
     assert settings.scheduler == Settings().scheduler.model_copy(update=given)
@@ -633,3 +636,61 @@ def test_flag_error_names_the_flag_as_typed(key: str, value: object, message: st
 def test_invalid_value_is_rejected_even_if_overridden(file) -> None:
     """A flag does not hide an error in the file."""
     assert refusal(file("server:\n  port: x"), **{"server.port": 1}) == PORT + '"x"'
+
+
+MODELS = """
+kv: {type: q8_0}
+models:
+  folder: here
+  qwen2.5:7b:
+    path: a.gguf
+    aliases: [gpt-4o, "claude-*"]
+    keep_alive: 60
+    kv: {max_memory_mb: 100}
+    sampling.temperature: 0.2
+  b: {}
+"""
+
+
+def test_models_have_their_own_settings_and_those_of_the_file(file) -> None:
+    """Flags and variables hold for all of them, unless a model has its own value."""
+    loaded = load_settings(file(MODELS), {"CLLM_SAMPLING_TOP_K": "7"}, {"model.path": "c.gguf"})
+    first, second = loaded.models.values()
+    assert [*loaded.models] == ["qwen2.5:7b", "b"]
+    assert (first.model.path, first.model.name) == ("a.gguf", "qwen2.5:7b")
+    assert first.model.aliases == ["gpt-4o", "claude-*"]
+    assert (first.kv.type, first.kv.max_memory_mb) == ("q8_0", 100)
+    assert (first.sampling.temperature, first.sampling.top_k) == (0.2, 7)
+    assert (second.model.path, second.model.keep_alive, second.kv.max_memory_mb) == (None,) * 3
+    assert loaded.settings.models.folder == "here"
+    assert loaded.settings.model.path == "c.gguf"
+
+
+def test_shown_models_are_read_as_the_same(file) -> None:
+    loaded = load_settings(file(MODELS), {}, {})
+    again = load_settings(file(as_lines(loaded)), {}, {})
+    assert again.models == loaded.models
+    assert '"keep_alive": 60' in as_json(loaded)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {pth: x}", "c.yaml:1: models.a: pth is not a setting; did you mean path?"),
+        ("a: 3", "c.yaml:1: models.a must be a mapping with the model's path, not 3"),
+        ("a:", "c.yaml:1: models.a must be a mapping with the model's path, not null"),
+        ("a: {path: [1]}", "c.yaml:1: models.a.path must be one line of text or null, not a list"),
+        ("a: {kv: {type: x}}", 'c.yaml:1: models.a.kv.type must be f16, q8_0 or q4_0, not "x"'),
+        ("a: {}, a: {}", "c.yaml:1: models.a is given twice"),
+        ("a: {name: x}", "c.yaml:1: models.a: name is not a setting"),
+        ("a: {scheduler: {policy: x}}", "c.yaml:1: models.a: scheduler is not a setting"),
+        (
+            "folder: {path: x}",
+            "c.yaml:1: models.folder must be one line of text or null, not a map",
+        ),
+        ("[1]: {path: x}", "c.yaml:1: a model's name must be a word, not a list"),
+        ('"a\\nb": {}', "c.yaml:1: a model's name must be one line of text"),
+    ],
+)
+def test_faulty_model_is_refused(file, text, message) -> None:
+    assert refusal(file(f"models: {{{text}}}")).startswith(message)

@@ -8,7 +8,7 @@ from cllm.cli.main import COMMANDS
 from cllm.config import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
-from cllm.observe.metrics import Metrics
+from cllm.observe.metrics import Metrics, ServerMetrics, render
 from cllm.server.app import routes
 
 PAGE = (Path(__file__).parents[1] / "docs" / "public_api.md").read_text("utf-8")
@@ -55,6 +55,10 @@ def test_commands_and_sections_of_the_configuration():
 
 
 def test_metrics():
-    page = Metrics("m").render(Stats(), ready=True, num_restarts=0, reservations={}).decode()
+    registries = [
+        ServerMetrics().update({}, 0),
+        Metrics("m").update(Stats(), ready=True, num_restarts=0, reservations={}),
+    ]
+    page = render(registries).decode()
     found = re.findall(r"^# TYPE (cllm:\w+) ", page, re.MULTILINE)
     assert set(quoted("Metrics")) == {name for name in found if not name.endswith("_created")}

@@ -1,38 +1,43 @@
-"""The model that a name in a request means."""
+"""The model that a name in a request means, and which models are loaded."""
 
+import asyncio
+import random
 from types import SimpleNamespace
 
 import pytest
+from conftest import PATIENCE
 
-from cllm.errors import UnknownModel
-from cllm.registry import MAX_NAME, Registry
+from cllm import registry as registry_module
+from cllm.errors import EngineError, LoadFailed, StartupError, UnknownModel
+from cllm.registry import MAX_NAME, Registry, ServedModel
 
+MB = 1_000_000
 ALIASES = ["gpt-4o", "claude-*", "org/m", "v[12]", "q?", "gpt-4o"]
 
 
-def registry_of(model_name="tiny", aliases=ALIASES):
-    service = SimpleNamespace(model_name=model_name)
-    return Registry(service, aliases), service
+def registry_of(name="tiny", aliases=ALIASES):
+    model = ServedModel(name=name, aliases=aliases)
+    return Registry([model]), model
 
 
 @pytest.mark.parametrize("name", [None, "", "tiny", "tiny:latest"])
 @pytest.mark.parametrize("aliases", [ALIASES, []])
 def test_own_name_and_missing_name_select_the_default_model(name, aliases):
-    registry, service = registry_of(aliases=aliases)
-    assert registry.get(name) is service
-    assert registry.get() is service
+    registry, model = registry_of(aliases=aliases)
+    assert registry.find(name) is model
+    assert registry.find() is model
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest"])
 def test_latest_is_optional_for_a_model_whose_name_has_it(name):
-    registry, service = registry_of("tiny:latest")
-    assert registry.get(name) is service
+    registry, model = registry_of("tiny:latest")
+    assert registry.find(name) is model
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "claude-opus", "claude-", "org/m", "v1", "v2", "q8"])
 def test_aliases_and_patterns_select_the_model(name):
-    registry, service = registry_of()
-    assert registry.get(name) is service
+    registry, model = registry_of()
+    assert registry.find(name) is model
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,7 @@ def test_aliases_and_patterns_select_the_model(name):
 def test_unknown_name_is_rejected_with_the_served_name(name):
     registry, _ = registry_of()
     with pytest.raises(UnknownModel) as caught:
-        registry.get(name)
+        registry.find(name)
     error = caught.value
     assert (error.asked, error.served) == (name, "tiny")
     assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
@@ -50,15 +55,327 @@ def test_unknown_name_is_rejected_with_the_served_name(name):
 
 
 def test_long_name_matches_no_pattern_and_is_truncated_in_the_error():
-    registry, service = registry_of(aliases=["*"])
-    assert registry.get("a" * MAX_NAME) is service
+    registry, model = registry_of(aliases=["*"])
+    assert registry.find("a" * MAX_NAME) is model
     with pytest.raises(UnknownModel) as caught:
-        registry.get("a" * (MAX_NAME + 1))
+        registry.find("a" * (MAX_NAME + 1))
     assert caught.value.asked == "a" * 100
     assert "a" * 101 not in str(caught.value)
 
 
 def test_names_lists_the_model_and_its_aliases_without_patterns():
-    registry, service = registry_of()
+    registry, model = registry_of()
     assert registry.names == ["tiny", "gpt-4o", "org/m"]
-    assert all(registry.get(name) is service for name in registry.names)
+    assert all(registry.find(name) is model for name in registry.names)
+
+
+# ------------------------------------------------------------------------------ loading and unloading
+
+
+class StubEngine:
+    """An engine whose start takes no time unless ``gate`` is closed."""
+
+    def __init__(self, num_bytes, events, name) -> None:
+        self.num_bytes, self._events, self._name = num_bytes, events, name
+        self.num_unfinished, self.unloaded, self.ready = 0, False, False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.on_wanted = lambda: None
+        self.error: Exception | None = None
+        self.ended_with = None
+
+    def set_unloaded(self):
+        self.unloaded = True
+
+    async def start(self, max_bytes):
+        self._events.append(f"load {self._name}")
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.unloaded, self.ready, self.max_bytes = False, True, max_bytes
+
+    async def unload(self):
+        assert not self.num_unfinished
+        self._events.append(f"unload {self._name}")
+        self.unloaded, self.ready = True, False
+
+    async def close(self):
+        self._events.append(f"close {self._name}")
+
+    def end_all(self, error):
+        self.ended_with = error
+
+
+class StubService:
+    def __init__(self, engine) -> None:
+        workers = SimpleNamespace(end_idle=lambda: None)
+        self.engine, self.renderer, self.grammars = engine, workers, workers
+        self.vocabulary = SimpleNamespace(chat_template="")
+        self.info = SimpleNamespace(
+            context_length=1, kv_bytes_per_token=0, model_bytes=0, on_gpu=False
+        )
+        self.draining = False
+
+    async def close(self):
+        pass
+
+
+class Fleet:
+    """A registry of models that take 10 MB each, in a memory of 25 MB, and a clock."""
+
+    def __init__(self, names="abc", max_megabytes=25, **options) -> None:
+        self.events, self.now = [], 0.0
+        self.engines = {name: StubEngine(10 * MB, self.events, name) for name in names}
+        self.models = {
+            name: ServedModel(name=name, open=self._open, **options.get(name, {})) for name in names
+        }
+        self.registry = Registry(self.models.values(), max_megabytes * MB, clock=lambda: self.now)
+
+    async def _open(self, model):
+        model.min_bytes = 10 * MB
+        return StubService(self.engines[model.name])
+
+    async def use(self, name):
+        self.now += 1
+        return await self.registry.load(self.models[name])
+
+    async def loading(self, name):
+        """Begin a request for a model that must be loaded, and return it once it waits."""
+        task = asyncio.create_task(self.registry.load(self.models[name]))
+        await self.turns()
+        return task
+
+    async def turns(self):
+        """Let everything happen that can happen now."""
+        for _ in range(5):
+            await asyncio.sleep(registry_module.LOOK_SECONDS)
+
+    async def pass_time(self, seconds):
+        """Let time pass once the request beside this call waits."""
+        await asyncio.sleep(0)
+        self.now += seconds
+
+    @property
+    def loaded(self):
+        return {name for name, model in self.models.items() if model.is_loaded}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(registry_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(registry_module, "weigh", lambda *_, **__: 0)
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test, PATIENCE))
+
+
+def test_model_is_loaded_by_its_first_request_and_stays():
+    async def test():
+        fleet = Fleet()
+        assert not fleet.loaded
+        services = [await fleet.use(name) for name in "abab"]
+        assert services[0] is services[2]
+        assert fleet.events == ["load a", "load b"]
+        assert fleet.loaded == {"a", "b"}
+
+    run(test())
+
+
+def test_requests_that_come_while_a_model_is_loaded_share_the_load():
+    async def test():
+        fleet = Fleet()
+        fleet.engines["a"].gate.clear()
+        waiting = [await fleet.loading("a") for _ in range(5)]
+        waiting[0].cancel()  # its client has gone
+        fleet.engines["a"].gate.set()
+        assert len({await task for task in waiting[1:]}) == 1
+        assert fleet.events == ["load a"]
+
+    run(test())
+
+
+def test_least_recently_used_idle_model_makes_room():
+    async def test():
+        fleet = Fleet("abcd", 35)
+        for name in "abca":
+            await fleet.use(name)
+        fleet.now += 100
+        await fleet.use("d")
+        assert fleet.events[3:] == ["unload b", "load d"]
+        assert fleet.loaded == {"a", "c", "d"}
+        assert fleet.engines["d"].max_bytes == 15 * MB
+
+    run(test())
+
+
+def test_model_with_requests_is_drained_and_never_unloaded_before():
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        await fleet.use("b")
+        for name in "ab":
+            fleet.engines[name].num_unfinished = 1
+        fleet.now += 100
+        third = await fleet.loading("c")
+        assert fleet.models["a"].is_draining
+        assert fleet.registry.use(fleet.models["a"]) is None, "it gets no further requests"
+        assert fleet.registry.use(fleet.models["b"]) is not None
+        again = await fleet.loading("a")  # waits for its turn, after c
+        assert fleet.loaded == {"a", "b"}
+        fleet.engines["a"].num_unfinished = 0
+        await third
+        fleet.engines["b"].num_unfinished = 0
+        fleet.now += 100
+        await again
+        assert fleet.events[2:] == ["unload a", "load c", "unload b", "load a"]
+
+    run(test())
+
+
+def test_two_wanted_models_do_not_thrash():
+    """In a memory for one, each stays for a while, and requests for the other one are collected."""
+
+    async def test():
+        fleet = Fleet("ab", 15)
+        await fleet.use("a")
+        for _ in range(10):
+            first = [await fleet.loading("b") for _ in range(3)]
+            for _ in range(5):
+                await fleet.use("a")
+                fleet.now -= 1
+            assert not any(task.done() for task in first)
+            fleet.now += registry_module.MIN_STAY
+            await asyncio.gather(*first)
+            second = [await fleet.loading("a") for _ in range(3)]
+            fleet.now += registry_module.MIN_STAY
+            await asyncio.gather(*second)
+        assert len(fleet.events) == 1 + 10 * 4
+
+    run(test())
+
+
+def test_pinned_model_stays_and_the_error_has_both_sizes():
+    async def test():
+        fleet = Fleet(a={"pinned": True}, max_megabytes=15)
+        await fleet.use("a")
+        fleet.now += 100
+        with pytest.raises(EngineError, match=r"needs 10.0 MB of memory, but only 5.0 MB can"):
+            await fleet.use("b")
+        assert fleet.loaded == {"a"}
+
+    run(test())
+
+
+def test_idle_model_is_unloaded_after_its_keep_alive():
+    async def test():
+        fleet = Fleet(a={"keep_alive": 10.0})
+        await fleet.use("a")
+        await fleet.use("b")
+        fleet.now += 8
+        fleet.registry.unload_expired()
+        await fleet.turns()
+        assert fleet.loaded == {"a", "b"}
+        fleet.engines["a"].num_unfinished = 1
+        fleet.now += 60
+        fleet.registry.unload_expired()
+        await fleet.turns()
+        fleet.engines["a"].num_unfinished = 0
+        fleet.registry.unload_expired()
+        await fleet.turns()
+        assert fleet.loaded == {"a", "b"}, "its time begins when its last request has ended"
+        fleet.now += 10
+        fleet.registry.unload_expired()
+        await fleet.turns()
+        assert fleet.loaded == {"b"}
+        await fleet.use("a")
+        assert fleet.events == ["load a", "load b", "unload a", "load a"]
+
+    run(test())
+
+
+def test_failed_load_is_reported_and_tried_again_later():
+    async def test():
+        fleet = Fleet()
+        fleet.engines["a"].error = StartupError("/secret/a.gguf is damaged")
+        for _ in range(3):
+            with pytest.raises(LoadFailed, match="The model 'a' cannot be loaded"):
+                await fleet.use("a")
+        assert fleet.events == ["load a"]
+        assert not fleet.loaded
+        fleet.engines["a"].error = None
+        fleet.now += registry_module.RETRY_SECONDS
+        await fleet.use("a")
+        assert fleet.loaded == {"a"}
+
+    run(test())
+
+
+def test_request_for_an_unloaded_engine_loads_it():
+    """It has got the service before the model was unloaded."""
+
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        await fleet.registry.unload(fleet.models["a"])
+        assert not fleet.loaded
+        fleet.engines["a"].on_wanted()
+        await fleet.turns()
+        assert fleet.loaded == {"a"}
+
+    run(test())
+
+
+def test_closing_ends_loads_and_engines():
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        fleet.engines["b"].gate.clear()
+        waiting = await fleet.loading("b")
+        await fleet.registry.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert fleet.events[-2:] == ["close a", "close b"]
+        assert not fleet.registry.ready
+
+    run(test())
+
+
+def test_server_is_ready_once_what_is_preloaded_has_been_loaded():
+    async def test():
+        fleet = Fleet(a={"preload": True})
+        assert not fleet.registry.ready
+        await fleet.use("b")
+        assert not fleet.registry.ready
+        await fleet.use("a")
+        assert fleet.registry.ready
+        fleet.engines["a"].ready = False  # it is being restarted, the other one works
+        assert fleet.registry.ready
+        fleet.engines["b"].ready = False
+        assert not fleet.registry.ready
+        assert Fleet().registry.ready, "models are loaded when they are wanted"
+
+    run(test())
+
+
+def test_trace_of_zipf_requests_loads_hardly_more_than_lru():
+    """Three models in a memory for two, one request at a time; the target is 1.2."""
+    chance = random.Random(1)
+    trace = chance.choices("abc", [6, 3, 2], k=2000)
+    lru, expected = [], 0
+    for name in trace:
+        if name not in lru:
+            expected += 1
+            lru = lru[-1:]
+        else:
+            lru.remove(name)
+        lru.append(name)
+
+    async def test():
+        fleet = Fleet()
+        for name in trace:
+            await asyncio.gather(fleet.use(name), fleet.pass_time(10.0))
+        loads = sum(event.startswith("load") for event in fleet.events)
+        assert loads <= 1.2 * expected
+
+    run(test())

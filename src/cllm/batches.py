@@ -29,8 +29,7 @@ from cllm.errors import (
     UnknownModel,
 )
 from cllm.process.backlog import QueueFull
-from cllm.registry import Registry
-from cllm.service import Service
+from cllm.registry import Registry, ServedModel
 from cllm.store.batches import FINAL, BatchRecord, Status
 from cllm.store.files import new_id
 from cllm.store.store import Store
@@ -63,9 +62,9 @@ class Lines(Protocol):
         ...
 
     async def answer(
-        self, record: BatchRecord, request_id: str, body: Any, service: Service
+        self, record: BatchRecord, request_id: str, body: Any, model: ServedModel
     ) -> bytes:
-        """Return the answer to a request, computed with the lowest priority by ``service``, or by
+        """Return the answer to a request, computed with the lowest priority by ``model``, or by
         that of another model that the request names.
 
         Raises an error if there is none.
@@ -233,12 +232,12 @@ class Batches:
         elif record.status == "validating":  # and not cancelled meanwhile
             await self._save_status(record, "in_progress")
 
-    def _service_for(self, record: BatchRecord) -> Service | None:
-        """Return the service of the batch's model, or None if this server has another one."""
+    def _model_for(self, record: BatchRecord) -> ServedModel | None:
+        """Return the batch's model, or None if this server has another one."""
         with contextlib.suppress(UnknownModel):
-            service = self._registry.get(record.model)
-            if service.model_name == record.model:  # an alias may be another model
-                return service
+            model = self._registry.find(record.model)
+            if model.name == record.model:  # an alias may be another model
+                return model
         return None
 
     async def _work(self, record: BatchRecord) -> Status:
@@ -276,11 +275,11 @@ class Batches:
     async def _answer_all(self, record: BatchRecord) -> None:
         """Answer every request that has no answer yet."""
         answered = await self._recount(record)
-        service = self._service_for(record)
-        if service is None:
+        model = self._model_for(record)
+        if model is None:
             log.warning("batch %s waits until the model %s is served", record.id, record.model)
             # until it is cancelled, or expires
-            service = await asyncio.get_running_loop().create_future()
+            model = await asyncio.get_running_loop().create_future()
         waiting = asyncio.Semaphore(self._max_lines)  # lines of this batch that have been read
         async with asyncio.TaskGroup() as group:
             async for request_id, body in self._requests(record):
@@ -290,7 +289,7 @@ class Batches:
                     await slot.take()
                     try:
                         task = group.create_task(
-                            self._answer(record, request_id, body, service, slot)
+                            self._answer(record, request_id, body, model, slot)
                         )
                     except BaseException:
                         slot.give_back()
@@ -317,9 +316,9 @@ class Batches:
         return completed | failed
 
     async def _answer(
-        self, record: BatchRecord, request_id: str, body: Any, service: Service, slot: Slot
+        self, record: BatchRecord, request_id: str, body: Any, model: ServedModel, slot: Slot
     ) -> None:
-        answer, succeeded = await self._compute(record, request_id, body, service, slot)
+        answer, succeeded = await self._compute(record, request_id, body, model, slot)
         self.store.room.take(len(answer))
         answers = self.store.batches.answers(record.id)
         answers.add(answer, succeeded=succeeded)
@@ -330,15 +329,15 @@ class Batches:
             record.failed += 1
 
     async def _compute(
-        self, record: BatchRecord, request_id: str, body: Any, service: Service, slot: Slot
+        self, record: BatchRecord, request_id: str, body: Any, model: ServedModel, slot: Slot
     ) -> tuple[bytes, bool]:
         """Return the answer to a request, and whether it has succeeded."""
         tries = 0
         while True:
-            while not service.ready:  # noqa: ASYNC110  # too rare to be worth an event
+            while model.is_starting or self._registry.draining:  # noqa: ASYNC110  # too rare to be worth an event
                 await asyncio.sleep(PAUSE)
             try:
-                return await self._lines.answer(record, request_id, body, service), True
+                return await self._lines.answer(record, request_id, body, model), True
             except QueueFull as error:
                 await asyncio.sleep(error.retry_after)
             except (RateLimited, Unauthorized) as error:

@@ -50,6 +50,11 @@ class Server(Section):
         default=False,
         description="Let clients of Ollama's API download models from the hub (POST /api/pull).",
     )
+    allow_model_changes: bool = Field(
+        default=False,
+        description="Let clients load and unload models, and delete and copy them in Ollama's API. "
+        "With API keys, only an administrator may.",
+    )
     max_body_mb: int = Field(
         default=4, ge=1, le=1024, description="Largest request body in MB; a larger one gets 413."
     )
@@ -167,6 +172,44 @@ class Model(Section):
     quantization: Text | None = Field(
         default=None,
         description="Quantization to download if the path does not name one, e.g. q4_k_m.",
+    )
+    keep_alive: float | None = Field(
+        default=None,
+        ge=0,
+        le=31_536_000,
+        description="Seconds without a request after which the model is unloaded; the next request "
+        "loads it again. Null keeps it until another model needs its memory.",
+    )
+    pinned: bool = Field(
+        default=False, description="Never unload the model to make room for another one."
+    )
+    preload: bool = Field(
+        default=False,
+        description="Load the model at the start and not with its first request. If model.path "
+        "names the only model, it is always loaded at the start.",
+    )
+
+
+class Models(Section):
+    """Several models in one server. A YAML file names each one under models, see
+    [models](models.md).
+    """
+
+    folder: Text | None = Field(
+        default=None,
+        description="Folder whose GGUF files are served too, each under its name without .gguf.",
+    )
+    default: Name | None = Field(
+        default=None,
+        description="Model of requests that name none; null is that of model.path, or else the "
+        "first one.",
+    )
+    max_memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Memory for all loaded models together in MB, their KV caches included; null "
+        "is what is free at the start.",
     )
 
 
@@ -419,6 +462,7 @@ class Settings(Section):
 
     server: Server = Server()
     model: Model = Model()
+    models: Models = Models()
     scheduler: Scheduler = Scheduler()
     kv: KV = KV()
     cache: Cache = Cache()
@@ -438,3 +482,9 @@ VARIABLES["CLLM_API_KEY"] = OPTIONS["server.api_key"]  # also the key that clien
 MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
 LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
 FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
+MODEL_KEYS = {
+    key.removeprefix("model."): key
+    for key in OPTIONS
+    if key.startswith(("model.", "kv.", "backend.", "sampling.")) and key != "model.name"
+}
+"""Maps the keys that a file may have for one of several models to those of the options."""

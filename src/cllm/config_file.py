@@ -118,20 +118,29 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+MODELS = "models"  # the section that also has a mapping for each model, by its name
+NAME = re.compile(r"[^\x00-\x1f\x7f]{1,300}")
+
+
 def read_yaml(
-    path: Path, keys: Collection[str], mappings: Collection[str] = (), lists: Collection[str] = ()
-) -> dict[str, Given]:
-    """Return the leaves of the file. Raises StartupError if it cannot be read or has an error.
+    path: Path,
+    keys: Collection[str],
+    mappings: Collection[str] = (),
+    lists: Collection[str] = (),
+    model_keys: Collection[str] = (),
+) -> tuple[dict[str, Given], dict[str, dict[str, Given]]]:
+    """Return the leaves of the file, and those of each model in the section models. Raises
+    StartupError if it cannot be read or has an error.
 
     keys: the dotted keys that it may contain. Values of those in ``mappings`` are mappings; values
-    of those in ``lists`` may be lists.
+    of those in ``lists`` may be lists. model_keys: the dotted keys of a model.
     """
     text = read_text(path)
-    entries: dict[str, Given] = {}
+    collector = Collector(path, keys, mappings, lists, model_keys)
     try:
         root = yaml.compose(text, Loader=Loader)
         if root is not None and value_of(root, f"{path}:1") is not None:
-            Collector(path, keys, mappings, lists, entries).collect(root, "")
+            collector.collect(root, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise StartupError(f"{path}:{line}: not valid YAML: {error.problem}") from None
@@ -142,7 +151,7 @@ def read_yaml(
         ) from None
     except RecursionError:
         raise StartupError(f"{path}: nested too deeply") from None
-    return entries
+    return collector.entries, collector.models
 
 
 def read_text(path: Path) -> str:
@@ -163,7 +172,7 @@ def read_text(path: Path) -> str:
 
 
 class Collector:
-    """Walks the nodes of one file and fills ``entries``."""
+    """Walks the nodes of one file and fills ``entries`` and ``models``."""
 
     def __init__(
         self,
@@ -171,14 +180,19 @@ class Collector:
         keys: Collection[str],
         mappings: Collection[str],
         lists: Collection[str],
-        entries: dict[str, Given],
+        model_keys: Collection[str] = (),
+        title: str = "",
     ) -> None:
+        """``title`` begins the errors about unknown keys."""
         self.path = path
+        self.title = title
         self.keys = keys
         self.mappings = mappings
         self.lists = lists
         self.sections = {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
-        self.entries = entries
+        self.model_keys = model_keys
+        self.entries: dict[str, Given] = {}
+        self.models: dict[str, dict[str, Given]] = {}
         self.seen: set[str] = set()
 
     def collect(self, node: yaml.Node, section: str) -> None:
@@ -194,6 +208,9 @@ class Collector:
                 f"{show(value_of(node, place))}"
             )
         for key_node, value_node in node.value:
+            if section == MODELS and f"{MODELS}.{key_node.value}" not in self.keys:
+                self.collect_model(key_node, value_node)
+                continue
             key = self.key(key_node, section)
             value = value_of(value_node, self.place(key_node))
             if key in self.mappings and isinstance(value_node, yaml.MappingNode):
@@ -208,6 +225,22 @@ class Collector:
                 self.entries[key] = Given(value, self.place(key_node))
             elif value is not None:  # null is a mapping whose keys are all commented out
                 self.collect(value_node, key)
+
+    def collect_model(self, name_node: yaml.Node, node: yaml.Node) -> None:
+        name, place = self.word(name_node, "a model's name"), self.place(name_node)
+        if not isinstance(node, yaml.MappingNode):
+            found = show(value_of(node, place))
+            raise StartupError(
+                f"{place}: {MODELS}.{name} must be a mapping with the model's path, not {found}"
+            )
+        if not NAME.fullmatch(name):
+            raise StartupError(f"{place}: a model's name must be one line of text")
+        if name in self.models:
+            raise StartupError(f"{place}: {MODELS}.{name} is given twice")
+        title = f"{MODELS}.{name}: "
+        model = Collector(self.path, self.model_keys, (), {"aliases"}, title=title)
+        model.collect(node, "")
+        self.models[name] = model.entries
 
     def mapping(self, node: yaml.MappingNode, key: str, origin: str) -> Given:
         values: dict[str, object] = {}
@@ -229,7 +262,8 @@ class Collector:
         place, word = self.place(node), self.word(node)
         key = f"{section}.{word}" if section else word
         if key not in self.keys and key not in self.sections:
-            raise StartupError(f"{place}: {unknown(key, {*self.keys, *self.sections})}")
+            message = unknown(key, {*self.keys, *self.sections})
+            raise StartupError(f"{place}: {self.title}{message}")
         if key in self.seen:
             raise StartupError(f"{place}: {key} is given twice")
         self.seen.add(key)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cllm.config import (
     FILE_KEYS,
     LISTS,
     MAPPINGS,
+    MODEL_KEYS,
     OPTIONS,
     OTHER_VARIABLES,
     VARIABLES,
@@ -42,12 +43,14 @@ class LoadedConfig:
     """The effective settings, the origin of each dotted key, and notes for the operator, one line
     each.
 
-    An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port".
+    An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port". models: for each
+    model that the file names in the section models, all settings with its own ones among them.
     """
 
     settings: Settings
     origins: dict[str, str]
     notes: list[str]
+    models: dict[str, Settings] = field(default_factory=dict)
 
 
 def load_settings(
@@ -61,14 +64,24 @@ def load_settings(
     """
     named = environ.get("CLLM_CONFIG")
     path = Path(named) if config is None and named else config
-    given, notes = from_file(path) if path is not None else ({}, [])
+    given, models, notes = from_file(path) if path is not None else ({}, {}, [])
     from_variables, more_notes = from_environment(environ)
     given |= from_variables | from_flags(flags)
+    origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
+    shared = {key: one for key, one in given.items() if not key.startswith("model.")}
+    of_models = {
+        name: settings_of(shared | own | {"model.name": Given(name, "")})
+        for name, own in models.items()
+    }
+    return LoadedConfig(settings_of(given), origins, notes + more_notes, of_models)
+
+
+def settings_of(given: Mapping[str, Given]) -> Settings:
+    """Return the settings with these values, which have been checked."""
     tree: dict[str, Any] = {}
     for key, one in given.items():
         plant(tree, key, one.value)
-    origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
-    return LoadedConfig(Settings.model_validate(tree), origins, notes + more_notes)
+    return Settings.model_validate(tree)
 
 
 def value_at(settings: Settings, key: str) -> Any:
@@ -113,13 +126,16 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     )
 
 
-def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of a YAML file under their own names, and a note for each key that is not
-    used as written.
+def from_file(
+    path: Path,
+) -> tuple[dict[str, Given], dict[str, dict[str, Given]], list[str]]:
+    """Return the settings of a YAML file under their own names, those of each model in it, and a
+    note for each key that is not used as written.
     """
     entries: dict[str, Given] = {}
     notes = []
-    for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS, LISTS).items():
+    found, models = read_yaml(path, FILE_KEYS, MAPPINGS, LISTS, MODEL_KEYS)
+    for key, entry in found.items():
         if key in NOT_NEEDED:
             notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
             continue
@@ -144,7 +160,14 @@ def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
             notes.append(
                 f"{winner.origin}: {target} is {show(winner.value)} {how}; ignored: {losers}"
             )
-    return entries, notes
+    of_models = {
+        name: {
+            MODEL_KEYS[key]: checked(OPTIONS[MODEL_KEYS[key]], entry, f"models.{name}.{key}")
+            for key, entry in own.items()
+        }
+        for name, own in models.items()
+    }
+    return entries, of_models, notes
 
 
 def as_limit(value: object) -> float:

@@ -71,6 +71,10 @@ class EngineError(CLLMError):
         self.reason = reason
 
 
+class LoadFailed(CLLMError):
+    """A model cannot be loaded. The log says why; clients must not see paths."""
+
+
 class FatalRequest(EngineError):
     """Computing this request has ended the engine repeatedly, so the client must not retry it."""
 

@@ -1,42 +1,415 @@
-"""Finds the service of the model that a request names."""
+"""The models of a server: which there are, which one a request means, and which are loaded.
+
+A model is loaded by the first request that needs it, and unloaded when it has been idle for its
+``keep_alive``, or when another model needs its memory: then the one whose last request is the
+longest ago leaves first, once its requests have ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal
 
-from cllm.errors import UnknownModel
+from cllm.backends.registry import BACKENDS
+from cllm.core.model_info import ModelInfo
+from cllm.errors import CLLMError, EngineError, LoadFailed, StartupError, UnknownModel
+from cllm.models.gguf import format_size
+from cllm.models.memory import weigh
+from cllm.observe.metrics import ServerMetrics
+from cllm.observe.trace_file import Recorder
 from cllm.service import Service
 
+log = logging.getLogger("cllm.registry")
+
 MAX_NAME = 300  # characters of a model's name
+# A model stays at least for MIN_STAY seconds, and for STAY_FACTOR times what its load took, so that
+# two models that are both wanted do not spend their time with loading.
+MIN_STAY, STAY_FACTOR = 2.0, 2.0
+LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
+RETRY_SECONDS = 5.0  # after a load that failed
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ServedModel:
+    """A model that the server has under ``name``, loaded or not.
+
+    aliases: other names, or patterns of names. open: makes its service, whose engine is not
+    started, and sets min_bytes. keep_alive: seconds without a request after which it is unloaded,
+    None for never. stay: the same after the last request, which may have asked for another time.
+    pinned: never unloaded to make room. in_folder: whether the scan of a folder has found it.
+    min_bytes: the memory that must be free for it. num_bytes: the memory that it takes while it is
+    loaded. path: of its file, "" if unknown.
+    """
+
+    name: str
+    aliases: Sequence[str] = ()
+    open: Callable[[ServedModel], Awaitable[Service]] | None = None
+    service: Service | None = None
+    keep_alive: float | None = None
+    stay: float | None = field(init=False)
+    pinned: bool = False
+    preload: bool = False
+    in_folder: bool = False
+    min_bytes: int = 0
+    num_bytes: int = 0
+    path: str = ""
+    backend: str = BACKENDS[0]
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_loads: int = 0
+    last_used: float = 0.0
+    stays_until: float = 0.0
+    is_draining: bool = False  # it is to be unloaded, and gets no further requests until then
+    failure: tuple[float, CLLMError] | None = None  # when a load failed, and why
+    loading: asyncio.Task[Service] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.stay = self.keep_alive
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it takes memory: its engine runs, or is being restarted."""
+        service = self.service
+        return service is not None and self.num_loads > 0 and not service.engine.unloaded
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What is known about it; None until it has been loaded for the first time."""
+        return None if self.service is None else self.service.engine.info
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether requests wait for its load."""
+        return self.loading is not None and not self.loading.done()
+
+    @property
+    def status(self) -> Literal["loaded", "loading", "unloaded"]:
+        if self.is_loading:
+            return "loading"
+        return "loaded" if self.is_loaded else "unloaded"
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether its engine is being started or restarted, and requests would be rejected."""
+        service = self.service
+        return service is not None and not service.engine.unloaded and not service.engine.ready
+
+    @property
+    def num_unfinished(self) -> int:
+        return 0 if self.service is None else self.service.engine.num_unfinished
+
+    @property
+    def expires_at(self) -> float | None:
+        """When it is unloaded if no request comes, None for never."""
+        return None if self.stay is None else self.last_used + self.stay
+
+    def is_named(self, name: str) -> bool:
+        """Return whether this is its own name, with or without :latest."""
+        return name.removesuffix(":latest") == self.name.removesuffix(":latest")
 
 
 class Registry:
-    """The served models; for now there is exactly one.
+    """All models of a server. The first one is the default."""
 
-    ``services`` has one entry for each model. The first one is the default.
-    """
+    def __init__(
+        self,
+        models: Iterable[ServedModel],
+        max_bytes: int | None = None,
+        recorder: Recorder | None = None,
+        scan: Callable[[], list[ServedModel]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_bytes``: the memory for all loaded models together; None: as much as they take.
+        ``recorder``: of the trace file, closed with the registry. ``scan`` returns the models in a
+        folder; it is called in another thread. ``clock`` returns seconds.
+        """
+        self.models = list(models)
+        self.metrics = ServerMetrics()
+        self.draining = False
+        self._max_bytes = max_bytes
+        self._recorder = recorder
+        self._scan = scan
+        self._scanned = clock()
+        self._clock = clock
+        self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    def __init__(self, service: Service, aliases: Sequence[str] = ()) -> None:
-        """``aliases``: other names of the model, or patterns of names."""
-        self.services = [service]
-        self._aliases = tuple(aliases)
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none. Raises UnknownModel if there is no model."""
+        if not self.models:
+            raise UnknownModel("default", "no model")
+        return self.models[0]
 
     @property
     def names(self) -> list[str]:
-        """The model's name, and its aliases that are not patterns."""
-        aliases = (alias for alias in self._aliases if not set("*?[") & set(alias))
-        return list(dict.fromkeys([self.services[0].model_name, *aliases]))
+        """The models' names, and their aliases that are not patterns."""
+        aliases = (alias for model in self.models for alias in model.aliases)
+        plain = (alias for alias in aliases if not set("*?[") & set(alias))
+        return list(dict.fromkeys([*(model.name for model in self.models), *plain]))
 
-    def get(self, name: str | None = None) -> Service:
-        """Return the service of the model ``name``: its name with or without :latest, or an alias.
+    @property
+    def services(self) -> list[Service]:
+        """The services of the models that have been loaded since the start."""
+        return [model.service for model in self.models if model.service is not None]
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of requests that have not been answered completely."""
+        return sum(model.num_unfinished for model in self.models)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether requests could be computed at some time."""
+        preloaded = [model for model in self.models if model.preload]
+        return all(model.num_loads for model in preloaded)
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are computed: all models that were to be loaded at the start have been,
+        and the engine of one works, unless none is loaded.
+        """
+        if self.draining or any(model.preload and not model.num_loads for model in self.models):
+            return False
+        loaded = [model.service for model in self.models if model.is_loaded and model.service]
+        return not loaded or any(service.engine.ready for service in loaded)
+
+    def seconds_until_ready(self) -> float:
+        """Return when ``ready`` is expected to be true, in seconds."""
+        return min((one.engine.seconds_until_ready() for one in self.services), default=0.0)
+
+    def find(self, name: str | None = None) -> ServedModel:
+        """Return the model ``name``: its name with or without :latest, or an alias.
 
         None and "" mean the default model. Raises UnknownModel.
         """
-        service = self.services[0]
-        own = service.model_name.removesuffix(":latest")
-        if not name or name.removesuffix(":latest") == own:
+        if not name:
+            return self.default
+        for model in self.models:
+            if model.is_named(name):
+                return model
+        if len(name) <= MAX_NAME:
+            for model in self.models:
+                if any(fnmatchcase(name, alias) for alias in model.aliases):
+                    return model
+        raise UnknownModel(name, self.default.name)
+
+    async def rescan(self, min_age: float = 0.0) -> None:
+        """Add the files that are new in the folder of models, and forget those that are gone and
+        not loaded, unless the last scan is less than ``min_age`` seconds old.
+        """
+        if self._scan is None or self._clock() - self._scanned < min_age:
+            return
+        self._scanned = self._clock()
+        found = {model.name: model for model in await asyncio.to_thread(self._scan)}
+        self.models = [
+            model
+            for model in self.models
+            if not model.in_folder or model.name in found or model.is_loaded or model.is_loading
+        ]
+        known = {model.name for model in self.models}
+        self.models += [model for name, model in found.items() if name not in known]
+
+    def use(self, model: ServedModel) -> Service | None:
+        """Return the service of a model for a request, None if it must be loaded first."""
+        model.last_used, model.stay = self._clock(), model.keep_alive
+        service = model.service
+        if service is None or model.is_draining or service.engine.unloaded:
+            return None
+        return service
+
+    async def load(self, model: ServedModel) -> Service:
+        """Return the service of a model, after loading it if necessary. The load goes on if the
+        caller is cancelled.
+
+        Raises EngineError if there is no memory for it, and LoadFailed if it cannot be loaded.
+        """
+        if (service := self.use(model)) is not None:
             return service
-        if len(name) <= MAX_NAME and any(fnmatchcase(name, alias) for alias in self._aliases):
+        if model.failure is not None:
+            failed_at, error = model.failure
+            if self._clock() - failed_at < RETRY_SECONDS:
+                raise error
+        return await asyncio.shield(self._begin_load(model))
+
+    def _want(self, model: ServedModel) -> None:
+        """Load a model because requests wait for its engine, which was unloaded."""
+        if not self.draining:
+            self._begin_load(model)
+
+    def _begin_load(self, model: ServedModel) -> asyncio.Task[Service]:
+        """Begin to load a model, unless that has begun."""
+        if model.loading is None or not model.is_loading:
+            model.loading = asyncio.create_task(self._load(model))
+            model.loading.add_done_callback(take_exception)
+        return model.loading
+
+    async def _load(self, model: ServedModel) -> Service:
+        async with self._turn:
+            if self.draining:
+                raise EngineError("The server is shutting down.")
+            try:
+                service = await self._open(model)
+                room = await self._make_room(model)
+                begun = self._clock()
+                await service.engine.start(room or 0)
+            except StartupError as error:
+                log.error("the model %s cannot be loaded: %s", model.name, error)
+                failed = LoadFailed(f"The model {model.name!r} cannot be loaded.")
+                model.failure = self._clock(), failed
+                if model.service is not None:  # requests may wait for it
+                    model.service.engine.end_all(failed)
+                raise failed from error
+            self.note_loaded(model, self._clock() - begun)
             return service
-        raise UnknownModel(name, service.model_name)
+
+    async def _open(self, model: ServedModel) -> Service:
+        if model.service is None:
+            assert model.open is not None
+            service = await model.open(model)
+            service.engine.set_unloaded()
+            model.service = service
+        return model.service
+
+    def note_loaded(self, model: ServedModel, seconds: float) -> None:
+        """Note that the engine of a model is ready after ``seconds`` of loading."""
+        now, service = self._clock(), model.service
+        assert service is not None
+        service.engine.on_wanted = partial(self._want, model)
+        model.failure = None
+        model.num_loads += 1
+        model.num_bytes, info = service.engine.num_bytes, service.info
+        # the next load must have room for a sequence as long as this one
+        kv_bytes = info.context_length * info.kv_bytes_per_token
+        needed = weigh(info.model_bytes, kv_bytes, in_ram=not info.on_gpu)
+        model.min_bytes = max(model.min_bytes, needed)
+        model.last_used = now
+        model.stays_until = now + max(MIN_STAY, STAY_FACTOR * seconds)
+        if service.vocabulary.chat_template:
+            self._keep(asyncio.create_task(service.renderer.start()))
+        log.info("the model %s is loaded, after %.1f s", model.name, seconds)
+
+    def _num_free_bytes(self, model: ServedModel) -> int | None:
+        """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
+        if self._max_bytes is None:
+            return None
+        others = (one.num_bytes for one in self.models if one.is_loaded and one is not model)
+        return self._max_bytes - sum(others)
+
+    async def _make_room(self, model: ServedModel) -> int | None:
+        """Unload other models until ``model`` fits, and return the memory that it may take; None if
+        that is unlimited.
+
+        Raises EngineError if it can never fit.
+        """
+        while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
+            others = [one for one in self.models if one.is_loaded and one is not model]
+            movable = [one for one in others if not one.pinned]
+            most = free + sum(one.num_bytes for one in movable)
+            if most < model.min_bytes:
+                raise EngineError(
+                    f"The model {model.name!r} needs {format_size(model.min_bytes)} of memory, but "
+                    f"only {format_size(max(0, most))} can be freed for it.",
+                    reason="memory",
+                )
+            await self._unload_one(movable)
+        return free
+
+    async def _unload_one(self, models: Sequence[ServedModel]) -> None:
+        """Unload the model that was used the longest ago, of those that are idle if there are any,
+        as soon as it may leave and its requests have ended.
+        """
+        while True:
+            now = self._clock()
+            idle = [one for one in models if not one.num_unfinished and one.stays_until <= now]
+            if idle:
+                await self._unload(min(idle, key=lambda one: one.last_used))
+                return
+            oldest = min(models, key=lambda one: one.last_used)
+            draining = next((one for one in models if one.is_draining), None)
+            if draining is None and oldest.stays_until <= now:
+                oldest.is_draining = True
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _unload(self, model: ServedModel) -> None:
+        """End the engine of a model, which saves its prefixes if it has a disk cache."""
+        assert model.service is not None
+        log.info("the model %s is unloaded", model.name)
+        try:
+            await model.service.engine.unload()
+        finally:
+            model.is_draining = False
+        model.service.renderer.end_idle()
+        model.service.grammars.end_idle()
+
+    async def unload(self, model: ServedModel) -> None:
+        """Unload a model when its requests have ended, even if the caller is cancelled meanwhile.
+        Requests that come later load it again.
+        """
+        task = asyncio.create_task(self._drain_and_unload(model))
+        self._keep(task)
+        await asyncio.shield(task)
+
+    async def _drain_and_unload(self, model: ServedModel) -> None:
+        async with self._turn:
+            while model.is_loaded:
+                if not model.num_unfinished:
+                    await self._unload(model)
+                    return
+                model.is_draining = True
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def keep(self, model: ServedModel, seconds: float | None) -> None:
+        """Set how long a model stays after the last request until the next one; None: for ever."""
+        model.stay, model.last_used = seconds, self._clock()
+
+    def unload_expired(self) -> None:
+        """Begin to unload models that have been idle for their ``keep_alive``. To be called
+        regularly.
+        """
+        now = self._clock()
+        for model in self.models:
+            if model.num_unfinished:
+                model.last_used = now
+            expires_at = model.expires_at
+            is_due = expires_at is not None and expires_at <= now and not model.is_draining
+            if model.is_loaded and is_due and not self._turn.locked():
+                self._keep(asyncio.create_task(self._drain_and_unload(model)))
+
+    def drain(self) -> None:
+        """Accept no further requests."""
+        self.draining = True
+        for service in self.services:
+            service.draining = True
+
+    async def close(self) -> None:
+        """End all engines and what waits for them."""
+        self.drain()
+        loading = [model.loading for model in self.models if model.loading is not None]
+        for task in (*loading, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*loading, *self._tasks, return_exceptions=True)
+        for service in self.services:
+            try:
+                await service.engine.close()
+            finally:
+                await service.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(take_exception)
+
+
+def take_exception(task: asyncio.Task[object]) -> None:
+    """Take the exception of a task that nobody may wait for, so that asyncio does not report it."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, CLLMError):
+        log.error("a model could not be loaded or unloaded", exc_info=error)

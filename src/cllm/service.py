@@ -22,6 +22,7 @@ from cllm.answer import (
     make_request,
     took_too_long,
 )
+from cllm.config import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.core.request import check_prompt
@@ -66,18 +67,19 @@ class Service:
         request_timeout: float | None = None,
         recorder: Recorder | None = None,
         ledger: Ledger | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         """``request_timeout``: seconds that a request may take from submission to its last token.
         ``recorder`` gets every request when it has ended. ``ledger``: limits accounts with keys.
+        ``sampling``: defaults of sampling parameters for requests that do not set them.
         """
         self.engine = engine
         self.metrics = metrics
         self.model_name = model_name
-        self.created = int(time.time())
         self.draining = False
         self.dry_breakers = DryBreakers(lambda: self.vocabulary.pieces)
         self.renderer = Renderer(lambda: self.vocabulary)
-        self._grammars = GrammarProcess(
+        self.grammars = GrammarProcess(
             lambda: Special(self.vocabulary.size, self.vocabulary.special_tokens),
             metrics.observe_grammar_check,
         )
@@ -85,13 +87,12 @@ class Service:
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.ledger = ledger or Ledger()
+        self.sampling = sampling or Sampling()
 
     async def close(self) -> None:
-        """Close the worker processes and the recorder. Nothing can be served afterwards."""
+        """Close the worker processes. Nothing can be served afterwards."""
         await self.renderer.close()
-        await self._grammars.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        await self.grammars.close()
 
     @property
     def ready(self) -> bool:
@@ -214,7 +215,7 @@ class Service:
         await self._tokenize_marks(scheduling)
         plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
         if bound is not None:
-            checked = await self._grammars.bind(bound)
+            checked = await self.grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
             params = params.replace_unchecked(grammar=checked.grammar, grammar_is_loose=is_loose)
             answer = CheckedGrammar("", (*answer.unenforced, *checked.unenforced))
@@ -309,7 +310,7 @@ class Service:
         Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being
         checked.
         """
-        return await self._grammars.check(constraint, param)
+        return await self.grammars.check(constraint, param)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self.least_tokens(num_characters)

@@ -164,3 +164,21 @@ def test_smallest_room_of_the_control_groups_counts(groups, own, files, room):
 
 def test_system_without_control_groups_has_no_limit_of_them(groups):
     assert memory._measure_container_room() is None
+
+
+@pytest.mark.usefixtures("room")
+def test_beside_other_models_a_limit_replaces_the_available_memory():
+    """And on GPUs, the cache of one model leaves room for those of others."""
+    budget = memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=3 * GB)
+    assert budget == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
+    with pytest.raises(StartupError, match=r"3\.0 GB are available"):
+        memory.compute_kv_budget(GB, CELL, 4 * GB, None, max_bytes=3 * GB)
+    assert memory.compute_ram_cache_budget(GB, budget, 3 * GB) == budget // 4
+    assert memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=100 * GB) == memory.USUAL_KV_BYTES
+    on_gpus = memory.compute_kv_budget(GB, CELL, 0, None, gpu_bytes=50 * GB, max_bytes=100 * GB)
+    assert on_gpus == memory.USUAL_KV_BYTES
+
+
+def test_model_is_weighed_with_the_copy_of_its_weights():
+    assert memory.weigh(4 * GB, GB) == 7 * GB + memory.COMPUTE_BYTES
+    assert memory.weigh(4 * GB, GB, in_ram=False) == 5 * GB + memory.COMPUTE_BYTES

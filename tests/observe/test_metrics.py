@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from cllm.core.output import TOTALS, Stats
-from cllm.observe.metrics import COUNTERS, GAUGES, Metrics
+from cllm.observe.metrics import COUNTERS, GAUGES, Metrics, render
 
 NAMES = [name for name, _ in COUNTERS.values()]
 
@@ -27,7 +27,7 @@ def test_totals_are_rendered_as_counters() -> None:
     metrics = Metrics("m")
     for factor in (1, 1, 3):
         stats = Stats(**{field: factor * i for i, field in enumerate(COUNTERS, start=1)})
-        page = metrics.render(stats, ready=True, num_restarts=factor, reservations={})
+        page = render([metrics.update(stats, ready=True, num_restarts=factor, reservations={})])
     found = read(page)
     assert [found[name] for name in NAMES] == [
         ("counter", 3.0 * i) for i in range(1, len(NAMES) + 1)

@@ -22,7 +22,7 @@ from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.engine.commands import Fault
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
-from cllm.observe.metrics import Metrics
+from cllm.observe.metrics import Metrics, render
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
 from cllm.process.messages import Loading
 from cllm.process.pending_tokens import PendingTokens
@@ -675,7 +675,7 @@ def test_counters_survive_restart():
 
     def counted(metrics, pool):
         totals = {"num_restarts": pool.num_restarts, "reservations": pool.reservations}
-        page = metrics.render(pool.stats_since_start, ready=pool.ready, **totals).decode()
+        page = render([metrics.update(pool.stats_since_start, ready=pool.ready, **totals)]).decode()
         lines = [line for line in page.splitlines() if line.startswith("cllm:")]
         values = {
             line[len("cllm:") : line.index("{")]: float(line.rpartition(" ")[2]) for line in lines

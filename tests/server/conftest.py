@@ -74,7 +74,7 @@ class Server:
     def _wait_for_url(self) -> str:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            if match := re.search(r"^cLLM serves \S+ at (\S+):", self.log, re.MULTILINE):
+            if match := re.search(r"^cLLM serves .+ at (\S+):", self.log, re.MULTILINE):
                 return match[1]
             assert self.process.poll() is None, f"the server ended at once: {self.log}"
             time.sleep(0.05)

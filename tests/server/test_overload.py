@@ -27,7 +27,7 @@ from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.pool import Pool
 from cllm.process.tokenizing import LONG
-from cllm.registry import Registry
+from cllm.registry import Registry, ServedModel
 from cllm.server import off_loop
 from cllm.server.app import create_app
 from cllm.service import MANY_FENCES, Service
@@ -349,7 +349,7 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
         params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
         engine = Pool(params, limits=QueueLimits(**limits), clock=clock)
         service = Service(engine, Metrics("fake"), "fake")
-        app = create_app(Registry(service), Settings())
+        app = create_app(Registry([ServedModel(name="fake", service=service)]), Settings())
         async with httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app), base_url="http://test"
         ) as client:

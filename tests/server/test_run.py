@@ -13,6 +13,7 @@ from cllm.process.pool import Pool
 from cllm.server.access import Access
 from cllm.server.http_server import open_server
 from cllm.server.run import address, address_elsewhere, listen
+from cllm.server.sources import Source
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,8 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
 
     async def fail_while_polled():
         engine = Pool(EngineParams(backend="fake"))
-        server = open_server(settings, Access(settings), "m", engine)
+        source = Source("m", settings, is_first=True)
+        server = open_server(settings, Access(settings), [source], engine, 0)
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         answering = asyncio.create_task(asyncio.sleep(0.2))
@@ -58,7 +60,7 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
         server.should_exit = True
         await serving
         assert answering.done()
-        await server.service.close()
+        await server.registry.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(fail_while_polled())

@@ -14,7 +14,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.process.pool import Pool
-from cllm.registry import Registry
+from cllm.registry import Registry, ServedModel
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.app import create_app
 from cllm.server.body import Body
@@ -187,7 +187,7 @@ async def ask(path, body):
     """Send a request to an app in this process and return its answer."""
     engine = Pool(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
     service = Service(engine, Metrics("fake"), "fake")
-    app = create_app(Registry(service), Settings())
+    app = create_app(Registry([ServedModel(name="fake", service=service)]), Settings())
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
         await engine.start()

@@ -16,7 +16,7 @@ from cllm.cli.settings_flags import (
     section_of,
     settings_from_flags,
 )
-from cllm.config import OPTIONS
+from cllm.config import MODEL_KEYS, OPTIONS, Model
 from cllm.config_file import ALIASES, NOT_NEEDED
 from cllm.config_file import show as shown
 from cllm.config_options import Option
@@ -63,6 +63,7 @@ def as_json(loaded: LoadedConfig) -> str:
         plant(settings, key, visible_value(loaded, key))
     content = {
         "settings": settings,
+        "models": {name: own_settings(loaded, name) for name in loaded.models},
         "origins": loaded.origins,
         "notes": loaded.notes,
     }
@@ -75,9 +76,25 @@ def as_lines(loaded: LoadedConfig) -> str:
     return "\n".join(
         [
             *(f"{line:{width}}  # {loaded.origins[key]}" for key, line in lines.items()),
+            *(["models:"] if loaded.models else []),
+            *(
+                f"  {shown(name)}: {shown(own_settings(loaded, name), width=30_000)}"
+                for name in loaded.models
+            ),
             *(f"# note: {note}" for note in loaded.notes),
         ]
     )
+
+
+def own_settings(loaded: LoadedConfig, name: str) -> dict[str, Any]:
+    """Return the settings of a model of the section models that differ from those of the others."""
+    own = loaded.models[name]
+    shared = loaded.settings.model_copy(update={"model": Model()})
+    return {
+        short: value_at(own, key)
+        for short, key in MODEL_KEYS.items()
+        if value_at(own, key) != value_at(shared, key)
+    }
 
 
 def visible_value(loaded: LoadedConfig, key: str) -> Any:

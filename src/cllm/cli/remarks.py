@@ -71,18 +71,18 @@ def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
         yield "no API key is needed: anyone who reaches this address may use the server"
 
 
-def hint(url: str, info: ModelInfo, *, needs_key: bool = False) -> str:
+def hint(url: str, info: ModelInfo | None, *, needs_key: bool = False) -> str:
     """Return a command that tries the server out."""
     route, body = (
         "chat/completions",
         '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}',
     )
-    if info.pooling == "rank":
+    if info is not None and info.pooling == "rank":
         route, body = (
             "rerank",
             '{"query": "Where is Paris?", "documents": ["In France.", "Berlin is large."]}',
         )
-    elif not info.generates:
+    elif info is not None and not info.generates:
         route, body = "embeddings", '{"input": "What is 27 plus 45?"}'
     key = ' -H "Authorization: Bearer $CLLM_API_KEY"' if needs_key else ""
     return (

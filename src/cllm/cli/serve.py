@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from cllm.backends.registry import import_loader
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
-from cllm.engine.settings import engine_params
-from cllm.models import catalog, hub
+from cllm.models import hub
 from cllm.observe import log
 from cllm.process.launch import Popen
 from cllm.server.access import Access, check_access
 from cllm.server.run import address, address_elsewhere, listen, run_forever
+from cllm.server.sources import Source, list_sources
 
 if TYPE_CHECKING:
-    from cllm.service import Service
+    from cllm.registry import Registry
 
 Launched = Annotated[Popen[bytes] | None, Parameter(parse=False)]
 
@@ -41,31 +41,47 @@ def serve(
     log.configure(tree.log.level)
     access = Access(tree)
     check_access(tree, access)
-    loader = import_loader(tree.backend.name)
     with hub.stderr_progress() as progress:
-        path = loader.resolve(tree.model.path, tree.model.quantization, progress)
-    name = tree.model.name or (catalog.derive_model_name(path) if path else tree.backend.name)
-    params = engine_params(tree, path)
+        sources = list_sources(loaded, progress)
+    first = next((source for source in sources if source.is_first), None)
+    params = None if first is None else first.read_params()
 
     listener = listen(tree.server.host, tree.server.port)
     scheme = "http" if tree.server.tls_certificate is None else "https"
     url = address(listener, scheme)
-    bar = open_bar(f"cllm: loading {name}", announce=True)
+    preloaded = [s.name for s in sources if s.is_first or s.settings.model.preload]
+    bar = open_bar(f"cllm: loading {', '.join(preloaded)}", announce=bool(preloaded))
 
-    def on_ready(service: Service) -> None:
+    def on_ready(registry: Registry) -> None:
         bar.close()
-        info = service.info
-        print(f"cLLM serves {service.model_name} at {url}: {capacity(info)}", file=sys.stderr)
+        info = registry.models[0].info if registry.models else None
+        what = "each is loaded with its first request" if info is None else capacity(info)
+        print(f"cLLM serves {describe(sources)} at {url}: {what}", file=sys.stderr)
         if elsewhere := address_elsewhere(listener, scheme):
             print(
                 f"cllm: other machines can use {elsewhere} if they can resolve that name",
                 file=sys.stderr,
             )
-        for line in (*remarks(loaded, info), *remarks_on_access(access, tree)):
+        about_model = () if info is None or first is None else remarks(loaded, info)
+        for line in (*about_model, *remarks_on_access(access, tree)):
             print("cllm:", line, file=sys.stderr)
         print(hint(url, info, needs_key=access.is_required), file=sys.stderr, flush=True)
 
     try:
-        run_forever(tree, access, params, name, listener, bar.update, on_ready, launched)
+        run_forever(
+            *(tree, access, sources, params, listener),
+            *(bar.update, on_ready, launched),
+        )
     finally:
         bar.close()
+
+
+MAX_NAMES = 8
+
+
+def describe(sources: Sequence[Source]) -> str:
+    """Return the names of the models, as far as they fit on a line."""
+    names = [source.name for source in sources]
+    if len(names) <= MAX_NAMES:
+        return ", ".join(names) or "no model yet"
+    return f"{', '.join(names[:MAX_NAMES])} and {len(names) - MAX_NAMES} more"

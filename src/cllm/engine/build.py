@@ -21,7 +21,7 @@ from cllm.errors import StartupError
 from cllm.kv_cache.layouts import make_layout
 from cllm.kv_cache.ledger import Ledger
 from cllm.kv_cache.tiers import Tiers
-from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget
+from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget, weigh
 from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
@@ -38,13 +38,13 @@ DRAFT_KV_TYPE = "f16"
 
 def fit_memory(params: EngineParams) -> EngineParams:
     """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory
-    if they are not set.
+    if they are not set, and max_bytes to what the engine takes, 0 if that is unknown.
 
-    Call it before the weights are loaded. Without ``weight_bytes`` it changes and checks nothing.
+    Call it before the weights are loaded. Without ``weight_bytes`` it checks nothing.
     Raises StartupError if the memory is too small.
     """
     if not params.weight_bytes:
-        return params
+        return msgspec.structs.replace(params, max_bytes=0)
     weights, loader, draft_weights = params.weight_bytes, import_loader(params.backend), 0
     if params.speculation == "draft_model" and params.draft_path:
         draft = loader.measure(
@@ -59,16 +59,23 @@ def fit_memory(params: EngineParams) -> EngineParams:
         params.context_length,
         gpu_bytes=gpu_bytes,
         draft_weight_bytes=draft_weights,
+        max_bytes=params.max_bytes,
     )
+    in_ram, draft_kv_memory = gpu_bytes is None, kv_memory // 2 if draft_weights else 0
     ram_cache = params.ram_cache_bytes
     if ram_cache is None:
-        draft_kv_memory = kv_memory // 2 if draft_weights else 0
-        in_ram = gpu_bytes is None
         ram_cache = compute_ram_cache_budget(
-            (weights + draft_weights) * in_ram, (kv_memory + draft_kv_memory) * in_ram
+            (weights + draft_weights) * in_ram,
+            (kv_memory + draft_kv_memory) * in_ram,
+            params.max_bytes,
         )
+    size = weigh(weights + draft_weights, kv_memory + draft_kv_memory, in_ram=in_ram)
     return msgspec.structs.replace(
-        params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache
+        params,
+        weight_bytes=0,
+        kv_memory=kv_memory,
+        ram_cache_bytes=ram_cache,
+        max_bytes=size + ram_cache * in_ram,
     )
 
 

@@ -14,6 +14,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     Sizes are in tokens, memory in bytes. backend: one of BACKENDS. weight_bytes: size of the
     model's weights; 0 skips the check of kv_memory against the machine's memory. With the check,
     kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fit_memory``).
+    max_bytes: what the engine may take of it, 0 without other models beside it.
     target_itl, prefill_share: see SchedulerParams; prefill_share None depends on the device.
     check: verify the conservation laws after every step, and raise the exceptions that an engine
     otherwise survives.
@@ -21,6 +22,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
 
     backend: str = BACKENDS[0]
     weight_bytes: int = 0
+    max_bytes: int = 0
     ram_cache_bytes: int | None = 0
     disk_cache: str = ""
     disk_cache_bytes: int = 0

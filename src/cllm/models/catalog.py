@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cllm.errors import StartupError
 from cllm.models import hub
-from cllm.models.hub import SPLIT, Progress
+from cllm.models.hub import NOT_MODELS, SPLIT, Progress
 
 BUILTIN_NAME = "cllm-builtin"
 BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
@@ -37,6 +37,26 @@ def resolve(
     if not _looks_like_path(name) and not (name and path.exists()):
         raise StartupError(f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}")
     return _find_first_part(path)
+
+
+def is_on_hub(name: str | None) -> bool:
+    """Return whether ``name`` names a model on the hub."""
+    return name is not None and HUB.fullmatch(name) is not None
+
+
+def list_folder(folder: Path) -> dict[str, Path]:
+    """Return the models in a folder and the folders below it, by the names that clients see, and
+    the first file of each. Raises StartupError if the folder cannot be read.
+    """
+    if not folder.is_dir():
+        raise StartupError(f"models.folder: there is no folder {folder}")
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.gguf")):
+        match = SPLIT.search(path.name)
+        is_part = match is not None and int(match["part"]) > 1
+        if not (is_part or NOT_MODELS.search(path.name)):
+            found.setdefault(derive_model_name(path), path)
+    return found
 
 
 def check_sha256(path: Path, expected: str) -> None:

@@ -13,6 +13,7 @@ from cllm.models.gguf import format_size
 USUAL_KV_BYTES = 4 << 30
 GPU_SHARE = 0.8  # the rest is for llama.cpp's work buffers there
 USUAL_RAM_CACHE_BYTES = 4 << 30
+REPACKED_SHARE = 0.5  # of the weights; llama.cpp copies some in another order on CPUs
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -52,6 +53,14 @@ def measure_available_bytes() -> int | None:
     )
     limit = _measure_container_room()
     return available if limit is None or available is None else min(available, limit)
+
+
+def measure_room(max_bytes: int) -> int | None:
+    """Return the available memory, but at most ``max_bytes`` unless that is 0."""
+    available = measure_available_bytes()
+    if not max_bytes:
+        return available
+    return max_bytes if available is None else min(available, max_bytes)
 
 
 def count_oom_kills() -> int:
@@ -115,6 +124,7 @@ def compute_kv_budget(
     *,
     gpu_bytes: int | None = None,
     draft_weight_bytes: int = 0,
+    max_bytes: int = 0,
 ) -> int:
     """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave
     of the RAM, 4 GiB at most, or GPU_SHARE of what they leave on GPUs.
@@ -122,16 +132,19 @@ def compute_kv_budget(
     bytes_per_token: of keys and values; 0 if unknown. gpu_bytes: free on the GPUs that will hold
     the weights, 0 if unknown; None without GPUs. draft_weight_bytes: of a draft model, whose KV
     cache takes half as much as the one of the model; without ``wanted_bytes``, both divide the
-    memory for one. Raises StartupError with the sizes if the models, or one sequence of
-    ``context_length`` tokens, do not fit into the RAM. On GPUs nothing is checked: how many layers
-    are there, only llama.cpp knows.
+    memory for one. max_bytes: the memory for everything, where other models leave some; 0 is what
+    is free, and on GPUs the KV cache then has no other limit. Raises StartupError with the sizes if
+    the models, or one sequence of ``context_length`` tokens, do not fit into the RAM. On GPUs
+    nothing is checked: how many layers are there, only llama.cpp knows.
     """
-    available = measure_available_bytes()
+    available = measure_room(max_bytes)
     weight_bytes += draft_weight_bytes
     if gpu_bytes is not None:
         left = gpu_bytes - weight_bytes - COMPUTE_BYTES
         # if not all layers are there, as before
         usual = int(left * GPU_SHARE) if left > 0 else USUAL_KV_BYTES
+        if max_bytes:
+            usual = min(usual, USUAL_KV_BYTES)
         return wanted_bytes or (usual * 2 // 3 if draft_weight_bytes else usual)
     if available is None:
         return wanted_bytes or USUAL_KV_BYTES
@@ -160,12 +173,18 @@ def compute_kv_budget(
     return wanted_bytes or max(one_sequence, usual)
 
 
-def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
+def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int, max_bytes: int = 0) -> int:
     """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4
-    GiB at most.
+    GiB at most. max_bytes: as in ``compute_kv_budget``.
     """
-    available = measure_available_bytes()
+    available = measure_room(max_bytes)
     if available is None:
         return 0
     left = available - weight_bytes - COMPUTE_BYTES - kv_bytes
     return max(0, min(USUAL_RAM_CACHE_BYTES, left // 4))
+
+
+def weigh(weight_bytes: int, kv_bytes: int, *, in_ram: bool = True) -> int:
+    """Return the bytes that a model takes: weights, KV cache, work buffers and processes."""
+    copied = int(weight_bytes * REPACKED_SHARE) if in_ram else 0
+    return weight_bytes + copied + kv_bytes + COMPUTE_BYTES

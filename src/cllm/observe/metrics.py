@@ -156,7 +156,7 @@ class AccountUsage(Collector):
 
 
 class Metrics:
-    """All metrics, in one registry. Every observation costs about a microsecond."""
+    """The metrics of one model. Every observation costs about a microsecond."""
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard reads
@@ -184,16 +184,7 @@ class Metrics:
         self._usage = gauge(
             "kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1"
         )
-        self.connections = gauge("http_connections", "open HTTP connections")
-        self.event_loop_lag = histogram(
-            "event_loop_lag",
-            "how late the event loop of the API process runs what is due, ten times a second",
-            LAG_BUCKETS,
-        )
         self._requests = counter("requests", "accepted requests")
-        self._unknown = counter(
-            "unknown_parameters", "unknown request parameters, which were ignored"
-        )
         self._grammars = histogram(
             "grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS
         )
@@ -232,13 +223,7 @@ class Metrics:
             ("model_name", "outcome"),
             registry=self._registry,
         )
-        self._refused = Counter(
-            "cllm:requests_refused",
-            "rejected requests: a queue limit (requests, tokens, seconds), large (large requests "
-            "wait to be read or tokenized), not_ready, draining",
-            ("model_name", "reason"),
-            registry=self._registry,
-        )
+        self._refused = make_refused(registry)
         self._reservations = Counter(
             "cllm:queue_reservations",
             "places reserved for rejected clients: issued, honoured (the client returned and was "
@@ -259,12 +244,8 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
-        self._failed_writes = counter(
-            "usage_write_failures", "times that the usage of accounts could not be written"
-        )
-        self._num_failed_writes = 0
-        self._account_usage = AccountUsage()
-        registry.register(self._account_usage)
+        self._loads = counter("model_loads", "times the model was loaded, restarts not included")
+        self._num_loads = 0
         self._model_name = model_name
 
     def count_request(self, num_prompt_tokens: int, num_shared: int, num_recalled: int) -> None:
@@ -277,9 +258,6 @@ class Metrics:
         self._requests.inc()
         self._embedded.inc(num_texts)
         self._embedded_tokens.inc(num_tokens)
-
-    def count_unknown_parameters(self, count: int) -> None:
-        self._unknown.inc(count)
 
     def count_skipped_part(self, kind: str) -> None:
         self._skipped.labels(self._model_name, kind).inc()
@@ -312,20 +290,19 @@ class Metrics:
         self._outcome.labels(self._model_name, outcome).inc()
         self._e2e.observe(seconds)
 
-    def render(
+    def update(
         self,
         stats: Stats,
         *,
         ready: bool,
         num_restarts: int,
         reservations: Mapping[str, int],
-        usage: Mapping[str, Used] = NO_USAGE,
-        num_failed_writes: int = 0,
-    ) -> bytes:
-        """Return the page that Prometheus reads.
+        num_loads: int = 1,
+    ) -> CollectorRegistry:
+        """Return the metrics with the current figures of the engine.
 
-        The totals of ``stats``, ``num_restarts``, ``reservations`` (counts by event) and
-        ``num_failed_writes`` must never decrease. ``usage``: of each account that is shown.
+        The totals of ``stats``, ``num_restarts``, ``num_loads`` and ``reservations`` (counts by
+        event) must never decrease.
         """
         self._generation_tokens.inc(self._num_generated)
         self._num_generated = 0
@@ -338,12 +315,91 @@ class Metrics:
         self._ready.set(ready)
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
+        self._loads.inc(num_loads - self._num_loads)
+        self._num_loads = num_loads
         for event, count in reservations.items():
             self._reservations.labels(self._model_name, event).inc(
                 count - self._num_reservations[event]
             )
             self._num_reservations[event] = count
+        return self._registry
+
+
+class ServerMetrics:
+    """The metrics that concern the whole server and no model, so they have no model's name."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = registry = CollectorRegistry()
+        self.connections = Gauge(
+            "cllm:http_connections", "open HTTP connections", registry=registry
+        )
+        self.event_loop_lag = Histogram(
+            "cllm:event_loop_lag_seconds",
+            "how late the event loop of the API process runs what is due, ten times a second",
+            registry=registry,
+            buckets=LAG_BUCKETS,
+        )
+        self._unknown = Counter(
+            "cllm:unknown_parameters",
+            "unknown request parameters, which were ignored",
+            registry=registry,
+        )
+        self._refused = make_refused(registry)
+        self._failed_writes = Counter(
+            "cllm:usage_write_failures",
+            "times that the usage of accounts could not be written",
+            registry=registry,
+        )
+        self._num_failed_writes = 0
+        self._account_usage = AccountUsage()
+        registry.register(self._account_usage)
+
+    def count_unknown_parameters(self, count: int) -> None:
+        self._unknown.inc(count)
+
+    def count_rejection(self, reason: str, model_name: str = "") -> None:
+        """Count a request that was rejected before its model was known, or loaded."""
+        self._refused.labels(model_name, reason).inc()
+
+    def update(self, usage: Mapping[str, Used], num_failed_writes: int) -> CollectorRegistry:
+        """Return the metrics. ``usage``: of each account that is shown. ``num_failed_writes`` must
+        never decrease.
+        """
         self._failed_writes.inc(num_failed_writes - self._num_failed_writes)
         self._num_failed_writes = num_failed_writes
         self._account_usage.usage = usage
-        return generate_latest(self._registry)
+        return self._registry
+
+
+def make_refused(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "cllm:requests_refused",
+        "rejected requests: a queue limit (requests, tokens, seconds), large (large requests "
+        "wait to be read or tokenized), not_ready, draining, memory (none for another model)",
+        ("model_name", "reason"),
+        registry=registry,
+    )
+
+
+class Page(Collector):
+    """The metrics of several registries. Families with the same name become one."""
+
+    def __init__(self, registries: Iterable[CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for registry in self._registries:
+            for family in registry.collect():
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples.extend(family.samples)
+        yield from families.values()
+
+
+def render(registries: Iterable[CollectorRegistry]) -> bytes:
+    """Return the page that Prometheus reads."""
+    registry = CollectorRegistry()
+    registry.register(Page(registries))
+    return generate_latest(registry)

@@ -166,7 +166,8 @@ def main() -> None:
     gc.disable()  # automatic collections scan all waiting requests, which would slow steps down
 
     start_tokenizing(inbox.questions, backend.vocabulary, outbox.send_message)
-    outbox.send_message(Ready(backend.info, VocabularyTable.of(backend.vocabulary)))
+    vocabulary = VocabularyTable.of(backend.vocabulary)
+    outbox.send_message(Ready(backend.info, vocabulary, params.max_bytes))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, outbox)
     os._exit(0)  # the reader thread blocks in read(); nothing is left to flush

@@ -36,8 +36,13 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """num_bytes: of the RAM, or of the GPUs if the model is there, that the engine takes; 0 if
+    unknown.
+    """
+
     info: ModelInfo
     vocabulary: VocabularyTable
+    num_bytes: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -6,7 +6,7 @@ import asyncio
 from typing import TypeVar
 
 from cllm.core.segments import Segment
-from cllm.errors import EngineError
+from cllm.errors import CLLMError, EngineError
 from cllm.process.messages import Tokenized
 
 T = TypeVar("T")
@@ -45,11 +45,11 @@ class PendingTokens:
             resolve(self.future, self._tokens)
 
 
-def resolve(future: asyncio.Future[T], answer: T | EngineError) -> None:
+def resolve(future: asyncio.Future[T], answer: T | CLLMError) -> None:
     """Set the result or the exception of ``future``, unless its caller has been cancelled."""
     if future.done():
         return
-    if isinstance(answer, EngineError):
+    if isinstance(answer, CLLMError):
         future.set_exception(answer)
     else:
         future.set_result(answer)

@@ -29,7 +29,7 @@ from cllm.engine.commands import (
     SetYielding,
 )
 from cllm.engine.params import EngineParams
-from cllm.errors import EngineError, FatalRequest
+from cllm.errors import CLLMError, EngineError, FatalRequest
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
@@ -100,7 +100,7 @@ class Pool:
         self._held: set[str] = set()  # requests that this engine has not got yet
         self._ready_since = 0.0
         self._clock = clock
-        self._on_wanted = on_wanted
+        self.on_wanted = on_wanted
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
         self._pending_tokens: dict[int, PendingTokens] = {}
@@ -132,6 +132,16 @@ class Pool:
         return entry.request.request_id not in self._held and self._supervisor.is_responding()
 
     @property
+    def unloaded(self) -> bool:
+        """Whether ``unload`` has ended the engine, and ``start`` has not started another one."""
+        return self._supervisor.unloaded
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the engine takes, or took when it was loaded last; 0 if unknown."""
+        return self._supervisor.num_bytes
+
+    @property
     def pid(self) -> int | None:
         return self._supervisor.pid
 
@@ -149,12 +159,9 @@ class Pool:
     def _has_work(self) -> bool:
         return self.num_unfinished > len(self._held)
 
-    async def start(self) -> None:
-        """Start the engine and wait until it is ready.
-
-        Raises StartupError if it cannot load the model.
-        """
-        await self._supervisor.start()
+    async def start(self, max_bytes: int = 0) -> None:
+        """See Supervisor."""
+        await self._supervisor.start(max_bytes)
 
     async def unload(self) -> None:
         """End the engine process until ``start`` is called again. It has ended when this returns.
@@ -173,6 +180,10 @@ class Pool:
             await self._supervisor.close()
         finally:
             self.end_all(EngineError("The engine has been closed."))
+
+    def set_unloaded(self) -> None:
+        """Let requests wait for the first engine, as after ``unload``."""
+        self._supervisor.unloaded = True
 
     def seconds_until_ready(self) -> float:
         """See Supervisor."""
@@ -297,7 +308,7 @@ class Pool:
         """See Reservations.counts."""
         return self._in_flight.backlog.reservations.counts
 
-    def end_all(self, error: EngineError) -> None:
+    def end_all(self, error: CLLMError) -> None:
         """End everything that waits for the engine with ``error``: streams, requests for
         embeddings, texts to tokenize and explanations.
         """
@@ -447,7 +458,7 @@ class Pool:
         """
         supervisor = self._supervisor
         if supervisor.unloaded and not supervisor.closing:
-            self._on_wanted()
+            self.on_wanted()
         has_failed = supervisor.num_failed > 0 and not self.ready
         if supervisor.closing or self.info is None or has_failed:
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())

@@ -54,9 +54,10 @@ class Death(NamedTuple):
 class Supervisor:
     """Owns one engine process after the other.
 
-    ``info`` and ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is
-    ready now. ``num_failed``: restarts that have failed since an engine was ready. ``unloaded``:
-    whether the engine was ended by ``unload``, and none is to be started until ``start``.
+    ``num_bytes``: the memory that the last engine has taken, 0 if unknown. ``info`` and
+    ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is ready now.
+    ``num_failed``: restarts that have failed since an engine was ready. ``unloaded``: whether the
+    engine was ended by ``unload``, and none is to be started until ``start``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Supervisor:
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
         self.ready = False
+        self.num_bytes = 0
         self.num_failed = 0
         self.num_restarts = 0
         self.pid: int | None = None
@@ -107,11 +109,13 @@ class Supervisor:
         self._started = self._ready_since = clock()
         self._load_seconds = USUAL_LOAD_SECONDS
 
-    async def start(self) -> None:
-        """Start the engine and wait until it is ready.
+    async def start(self, max_bytes: int = 0) -> None:
+        """Start the engine and wait until it is ready. ``max_bytes``: the memory that it may take,
+        0 for any.
 
         Raises StartupError if it cannot load the model.
         """
+        self._params = msgspec.structs.replace(self._params, max_bytes=max_bytes)
         await self._spawn()
         self.unloaded = False
         self._serving = asyncio.create_task(self._serve_and_restart())
@@ -210,6 +214,7 @@ class Supervisor:
                 )
             ready = self._loaded.result()
             self.info, self.vocabulary = ready.info, ready.vocabulary
+            self.num_bytes = ready.num_bytes
             # accepted requests must fit into later engines, whatever memory is free then
             self._params = msgspec.structs.replace(
                 self._params, context_length=ready.info.context_length

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,18 +104,19 @@ class Access:
                 log.error("the usage of accounts is in memory only: %s: %s", folder, reason)
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
-    def check(self, service: Service) -> None:
+    def check(self, services: Iterable[Service]) -> None:
         """Apply changes of the file of keys, and begin to write what accounts have used. To be
         called every 0.4 seconds.
         """
         try:
-            self._check(service)
+            self._check(services)
         except Exception:  # it must not end the server
             log.exception("the accounts could not be checked")
 
-    def _check(self, service: Service) -> None:
-        weights = self._settings.scheduler.weights
-        service.engine.set_weights(weights | self.keyring.weights)
+    def _check(self, services: Iterable[Service]) -> None:
+        weights = self._settings.scheduler.weights | self.keyring.weights
+        for service in services:
+            service.engine.set_weights(weights)
         is_due = 0 < self._retry_at <= time.monotonic() and not self.ledger.is_open
         if self.keyring.reload() or is_due:
             self._tasks.add(asyncio.create_task(self.open()))

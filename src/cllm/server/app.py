@@ -64,7 +64,6 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     app.state.registry = registry
     app.state.settings = settings
     app.state.access = access or Access(settings)
-    app.state.sampling = settings.sampling
     app.state.responses = ResponseStore(
         settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000
     )

@@ -18,6 +18,7 @@ import pydantic_core
 from pydantic_core import CoreSchema
 from starlette.requests import Request
 
+from cllm.answer import SchedulingOptions
 from cllm.errors import BadRequest
 from cllm.server.body_limits import check_parts, check_structure
 from cllm.server.call import Call, call_of
@@ -79,6 +80,10 @@ class Body(pydantic.BaseModel):
     )
     ignored: ClassVar[Mapping[str, str]] = {}
     refused: ClassVar[Mapping[str, str]] = {}
+
+    def time_limits(self) -> SchedulingOptions:
+        """Return the time limits in the body, which count from now."""
+        return SchedulingOptions()
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -166,7 +171,7 @@ def check_parameters(value: dict[str, Any], model: type[Body], call: Call, path:
     if unknown and call.state.settings.server.strict:
         param = path + unknown[0][:100]
         raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    call.state.registry.get().metrics.count_unknown_parameters(len(unknown))
+    call.state.registry.metrics.count_unknown_parameters(len(unknown))
     for name, kinds in inner_models(model).items():
         if isinstance(inner := value.get(name), dict):
             meant = max(kinds, key=lambda kind: len(inner.keys() & known_names(kind)))
@@ -221,9 +226,11 @@ def read_value(value: dict[str, Any], model: type[Model], call: Call) -> Model:
     check_parts(value)
     check_parameters(value, model, call)
     try:
-        return model.model_validate(value)
+        body = model.model_validate(value)
     except pydantic.ValidationError as error:
         raise first_fault(error) from None
+    call.time_limits = body.time_limits()
+    return body
 
 
 def check_type(content_type: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
+from cllm.answer import SchedulingOptions
 from cllm.core.account import ADDRESS, ANONYMOUS, Account
 from cllm.server.access import Access
 from cllm.server.auth import ACCOUNT, name_for_key, read_key
@@ -21,10 +22,11 @@ CALL = "cllm.call"  # in the scope of a request
 class Call:
     """An HTTP request, or a request of a batch, without its body.
 
-    state: the application's: registry, settings, access, sampling defaults, stored responses.
-    account_name: of the account of a batch; for an HTTP request, by its credentials, "" without.
-    request: None for a batch, else the HTTP request, whose client may disconnect. num_bytes: of the
-    body, and of stored responses that it continues. body_hash: the same for the same body.
+    state: the application's: registry, settings, access, stored responses. account_name: of the
+    account of a batch; for an HTTP request, by its credentials, "" without. request: None for a
+    batch, else the HTTP request, whose client may disconnect. num_bytes: of the body, and of stored
+    responses that it continues. body_hash: the same for the same body. time_limits: those in the
+    body, which count from its arrival.
     """
 
     state: State
@@ -32,6 +34,7 @@ class Call:
     request: Request | None = None
     num_bytes: int = 0
     body_hash: int = 0
+    time_limits: SchedulingOptions = field(default_factory=SchedulingOptions)
 
     def account(self, user: str | None = None) -> Account:
         """Return the account: by the credentials, else of ``user``, else the anonymous one.

@@ -21,7 +21,14 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from cllm.answer import RequestTimeout
-from cllm.errors import BadRequest, EngineError, FatalRequest, RateLimited, Unauthorized
+from cllm.errors import (
+    BadRequest,
+    EngineError,
+    FatalRequest,
+    LoadFailed,
+    RateLimited,
+    Unauthorized,
+)
 from cllm.process.backlog import QueueFull
 from cllm.server.auth import TooManyWrongKeys
 from cllm.server.queueing import TICKET
@@ -32,7 +39,7 @@ log = logging.getLogger("cllm.server")
 
 CLIENT_CLOSED_REQUEST = 499
 # the codes of requests that must not be sent again
-FATAL = frozenset({"engine_crashed", "insufficient_quota"})
+FATAL = frozenset({"engine_crashed", "insufficient_quota", "model_load_failed"})
 
 
 class Fault(NamedTuple):
@@ -96,6 +103,8 @@ def describe(error: Exception) -> Fault:
             retry_after=error.retry_after,
             ticket=error.ticket,
         )
+    if isinstance(error, LoadFailed):
+        return Fault(500, str(error), "server_error", code="model_load_failed")
     if isinstance(error, FatalRequest):
         return Fault(500, str(error), "server_error", code="engine_crashed")
     if isinstance(error, EngineError):
@@ -116,7 +125,7 @@ def describe(error: Exception) -> Fault:
 
 def describe_in_stream(error: Exception) -> Fault:
     """Return the fault for an error after the first byte of a stream. Log unexpected errors."""
-    if not isinstance(error, (BadRequest, EngineError, RequestTimeout, Unauthorized)):
+    if not isinstance(error, (BadRequest, EngineError, LoadFailed, RequestTimeout, Unauthorized)):
         log.error("a stream failed", exc_info=error)
     return describe(error)
 
@@ -186,7 +195,7 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
 
     for kind in (
         *(BadRequest, RequestTimeout, QueueFull, EngineError, RequestValidationError),
-        *(Unauthorized, RateLimited),
+        *(LoadFailed, Unauthorized, RateLimited),
     ):
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(ClientGone, gone)

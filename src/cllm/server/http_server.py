@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -20,10 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cllm.batches import Batches
 from cllm.config import Settings
 from cllm.errors import EngineError
+from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
-from cllm.registry import Registry
+from cllm.registry import Registry, ServedModel
 from cllm.server.access import Access, expand
 from cllm.server.app import DIALECTS, create_app
 from cllm.server.auth import Guard
@@ -31,6 +34,8 @@ from cllm.server.connections import Connections, max_connections, raise_descript
 from cllm.server.errors import describe, make_answer
 from cllm.server.http_protocol import Protocol
 from cllm.server.request_id import with_answer_headers
+from cllm.server.run import make_pool
+from cllm.server.sources import Source, list_folder
 from cllm.server.sse import streaming
 from cllm.service import Service
 
@@ -40,6 +45,7 @@ log = logging.getLogger("cllm.server")
 KEEP_ALIVE = 75
 TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
 TICKS_PER_CHECK = 4  # of the accounts
+MIN_KV_SHARE = 8  # of the memory for all models, divided by this, must be free for a KV cache
 LAST_WORDS = 2  # seconds in which streams that were ended send their error
 
 
@@ -53,7 +59,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        service: Service,
+        registry: Registry,
         batches: Batches | None,
         access: Access,
         settings: Settings,
@@ -63,8 +69,8 @@ class HttpServer(uvicorn.Server):
         self.server_state: Connections = Connections(
             limit, settings.server.max_connections_per_address
         )
-        self.service = service
-        service.metrics.connections.set_function(lambda: len(self.server_state.connections))
+        self.registry = registry
+        registry.metrics.connections.set_function(lambda: len(self.server_state.connections))
         self._batches = batches
         self.early: list[int] = []
         self._drain_timeout = settings.server.drain_timeout
@@ -87,20 +93,18 @@ class HttpServer(uvicorn.Server):
             await self._batches.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Measure how late uvicorn's clock is, and look after the accounts now and then."""
+        """Measure how late uvicorn's clock is, and look after accounts and idle models now and
+        then.
+        """
         now = self._loop.time()
         if self._last_tick:
             lag = max(0.0, now - self._last_tick - TICK_SECONDS)
-            self.service.metrics.event_loop_lag.observe(lag)
+            self.registry.metrics.event_loop_lag.observe(lag)
         self._last_tick = now
         if counter % TICKS_PER_CHECK == 0:
-            self._access.check(self.service)
+            self._access.check(self.registry.services)
+            self.registry.unload_expired()
         return await super().on_tick(counter)
-
-    def start_renderer(self) -> None:
-        """Start a process that renders chat templates, once the model has been loaded."""
-        if self.service.vocabulary.chat_template:
-            self._starting = self._loop.create_task(self.service.renderer.start())
 
     async def _accept(self, listener: socket.socket) -> None:
         def protocol() -> Protocol:
@@ -113,20 +117,20 @@ class HttpServer(uvicorn.Server):
         # a signal handler can interrupt any code, so it must not write to streams itself
         if self.should_exit:
             self._loop.call_soon_threadsafe(self._end_streams)
-        self.service.draining = True
+        self.registry.drain()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.service.draining = True
+        self.registry.drain()
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
         if self._batches is not None:
             await self._batches.stop()
-        going = self.service.engine.num_unfinished
+        going = self.registry.num_unfinished
         requests = "1 request" if going == 1 else f"{going} requests"
         waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"
-        has_served = self.service.engine.info is not None
+        has_served = self.registry.has_served
         if has_served:
             log.info("the server shuts down with %s%s", requests, waits if going else "")
         timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
@@ -138,15 +142,58 @@ class HttpServer(uvicorn.Server):
                 log.info("the server has shut down")
 
     def _end_streams(self) -> None:
-        self.service.engine.end_all(EngineError("The server is shutting down."))
+        for service in self.registry.services:
+            service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(settings: Settings, access: Access, model_name: str, engine: Pool) -> HttpServer:
-    """Return a server that does not listen yet. Raises StartupError."""
+def open_server(
+    settings: Settings, access: Access, sources: Sequence[Source], first: Pool | None, memory: int
+) -> HttpServer:
+    """Return a server that does not listen yet, with the models of ``sources``. Raises
+    StartupError.
+
+    first: the engine of the source that is the first one to be loaded. memory: bytes for all loaded
+    models, 0 for any.
+    """
     recorder = make_recorder(settings)
-    timeout = settings.scheduler.request_timeout
-    service = Service(engine, Metrics(model_name), model_name, timeout, recorder, access.ledger)
-    app = create_app(Registry(service, settings.model.aliases), settings, access)
+
+    def make_service(source: Source, pool: Pool) -> Service:
+        timeout, sampling = settings.scheduler.request_timeout, source.settings.sampling
+        return Service(
+            *(pool, Metrics(source.name), source.name, timeout, recorder, access.ledger, sampling)
+        )
+
+    async def open_service(source: Source, model: ServedModel) -> Service:
+        params = await asyncio.to_thread(source.read_params)
+        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, memory // MIN_KV_SHARE)
+        model.path, model.min_bytes = params.path, weigh(params.weight_bytes, kv_bytes)
+        return make_service(source, make_pool(settings, params))
+
+    def make_model(source: Source) -> ServedModel:
+        own = source.settings.model
+        return ServedModel(
+            name=source.name,
+            aliases=own.aliases,
+            open=partial(open_service, source),
+            keep_alive=own.keep_alive,
+            pinned=own.pinned,
+            preload=own.preload or source.is_first,
+            in_folder=source.in_folder,
+            backend=source.settings.backend.name,
+            path=str(source.path or ""),
+        )
+
+    def scan() -> list[ServedModel]:
+        return [make_model(source) for source in list_folder(settings)]
+
+    has_folder = settings.models.folder is not None
+    registry = Registry((), memory or None, recorder, scan if has_folder else None)
+    for source in sources:
+        model = make_model(source)
+        if source.is_first and first is not None:
+            model.service = make_service(source, first)
+        registry.models.append(model)
+    app = create_app(registry, settings, access)
     config = uvicorn.Config(
         guard(heads_as_gets(app), access, settings),
         http=Protocol,
@@ -162,7 +209,7 @@ def open_server(settings: Settings, access: Access, model_name: str, engine: Poo
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
-    return HttpServer(config, service, app.state.batches, access, settings)
+    return HttpServer(config, registry, app.state.batches, access, settings)
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:

@@ -35,7 +35,7 @@ def admit(call: Call, num_bytes: int) -> None:
     call.num_bytes += num_bytes
     is_large = call.num_bytes > LARGE
     if is_large and waiting and sum(waiting.values()) + call.num_bytes > MAX_WAITING_BYTES:
-        call.state.registry.get().metrics.count_rejection("large")
+        call.state.registry.metrics.count_rejection("large")
         raise EngineError("Too many large requests are waiting to be read; please retry.")
 
 

@@ -4,6 +4,7 @@ the queue.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
@@ -49,6 +50,12 @@ class TermsBody(Body):
         "salt.",
     )
 
+    def time_limits(self) -> SchedulingOptions:
+        return SchedulingOptions(
+            deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
+            queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
+        )
+
     def scheduling_options(self, call: Call, user: str | None = None) -> SchedulingOptions:
         """Return how the request is scheduled.
 
@@ -57,11 +64,11 @@ class TermsBody(Body):
         account = call.scheduling_account(self.user or user)
         asked: PriorityName | None = "batch" if call.request is None else self.priority
         ticket = "" if call.request is None else call.request.headers.get(TICKET, "")
-        return SchedulingOptions(
+        return replace(
+            self.time_limits(),
+            arrived=call.time_limits.arrived,
             account=account,
             priority=account.choose_priority(None if asked is None else Priority[asked.upper()]),
-            deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
-            queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
             cache_salt=call.state.access.salt(account, self.cache_salt or ""),
             claim=Claim(ticket, call.body_hash),
         )

@@ -1,15 +1,24 @@
-"""Finds the service that answers a request, and checks that the operator allows a route."""
+"""Finds the model that answers a request, and checks that the operator allows a route."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from operator import attrgetter
+
 from starlette.requests import Request
 
+from cllm.answer import list_limits, took_too_long
+from cllm.config import Settings
 from cllm.core.account import Account
-from cllm.errors import BadRequest, UnknownModel
-from cllm.registry import Registry
+from cllm.errors import BadRequest, EngineError, UnknownModel
+from cllm.registry import Registry, ServedModel
 from cllm.server.auth import route_not_allowed
 from cllm.server.call import Call, call_of
+from cllm.server.sse import until_disconnect
 from cllm.service import Service
+
+MIN_SCAN_AGE = 2.0  # seconds
 
 
 def registry_of(request: Request) -> Registry:
@@ -17,14 +26,14 @@ def registry_of(request: Request) -> Registry:
     return registry
 
 
-def service_for(request: Request, name: str | None = None, message: str = "") -> Service:
-    """Return the service of the model that a request names, or of the default model.
+def model_for(request: Request, name: str | None = None, message: str = "") -> ServedModel:
+    """Return the model that a request names, or the default model, loaded or not.
 
     Raises UnknownModel, with the dialect's ``message`` if there is one; also for a model that the
     request's account may not use.
     """
     try:
-        return allowed(registry_of(request).get(name), call_of(request), name)
+        return allowed(registry_of(request).find(name), call_of(request), name)
     except UnknownModel as error:
         account, served = call_of(request).account(), error.served
         if account.has_key and not account.may_use_model(served):
@@ -34,15 +43,57 @@ def service_for(request: Request, name: str | None = None, message: str = "") ->
         raise UnknownModel(error.asked, served, message) from None
 
 
-def allowed(service: Service, call: Call, name: str | None = None) -> Service:
-    """Return ``service``. Raises UnknownModel if the account may not use its model, which the
-    request calls ``name``.
+async def service_for(request: Request, name: str | None = None, message: str = "") -> Service:
+    """Return the service of the model that a request names, or of the default model, after loading
+    it if necessary.
+
+    Raises what ``model_for`` and ``load`` raise.
+    """
+    registry = registry_of(request)
+    try:
+        model = model_for(request, name, message)
+    except UnknownModel:
+        await registry.rescan(MIN_SCAN_AGE)  # its file may be new
+        model = model_for(request, name, message)
+    if (service := registry.use(model)) is not None:
+        return service
+    return await until_disconnect(request, load(registry, model, call_of(request)))
+
+
+async def known_service_for(request: Request, name: str | None = None) -> Service:
+    """Do what ``service_for`` does, but do not load a model again that has been loaded before."""
+    model = model_for(request, name)
+    if model.service is not None and (model.num_loads or not model.service.engine.unloaded):
+        return model.service
+    return await service_for(request, name)
+
+
+async def load(registry: Registry, model: ServedModel, call: Call) -> Service:
+    """Return the service of ``model``, after loading it, within the times that the request allows.
+
+    Raises EngineError, RequestTimeout and LoadFailed.
+    """
+    timeout = call.state.settings.scheduler.request_timeout
+    first = min(list_limits(timeout, call.time_limits), key=attrgetter("at"), default=None)
+    try:
+        async with asyncio.timeout(first and first.at - time.monotonic()):
+            return await registry.load(model)
+    except TimeoutError:
+        raise first.error if first else took_too_long(0) from None
+    except EngineError as error:
+        registry.metrics.count_rejection(error.reason, model.name)
+        raise
+
+
+def allowed(model: ServedModel, call: Call, name: str | None) -> ServedModel:
+    """Return ``model``. Raises UnknownModel if the account may not use it; the request calls it
+    ``name``.
     """
     account = call.account()
-    names = (service.model_name, name or service.model_name)
+    names = (model.name, name or model.name)
     if account.has_key and not any(map(account.may_use_model, names)):
         raise unknown_model(account, name)
-    return service
+    return model
 
 
 def unknown_model(account: Account, name: str | None) -> UnknownModel:
@@ -58,10 +109,10 @@ def check_route(account: Account, path: str) -> None:
         raise route_not_allowed(account, path)
 
 
-def served_models(request: Request) -> list[Service]:
-    """Return the services of the models that the request's account may use."""
+def served_models(request: Request) -> list[ServedModel]:
+    """Return the models that the request's account may use."""
     account = call_of(request).account()
-    return [one for one in registry_of(request).services if account.may_use_model(one.model_name)]
+    return [one for one in registry_of(request).models if account.may_use_model(one.name)]
 
 
 def check_admin(request: Request) -> None:
@@ -72,6 +123,12 @@ def check_admin(request: Request) -> None:
     if not account.is_admin:
         message = f"{request.method} {request.scope['path']} needs the API key of an administrator."
         raise BadRequest(message, code="admin_required", status=403)
+
+
+def may_change_models(request: Request) -> bool:
+    """Return whether the request may load and unload models as it likes."""
+    settings: Settings = request.app.state.settings
+    return settings.server.allow_model_changes and call_of(request).account().is_admin
 
 
 def check_enabled(request: Request, option: str) -> None:
@@ -86,4 +143,4 @@ def check_enabled(request: Request, option: str) -> None:
         f"{request.method} {path} is disabled on this server; the option server.{option} enables "
         "it."
     )
-    raise BadRequest(message, code=f"{path.strip('/')}_disabled", status=403)
+    raise BadRequest(message, code=f"{path.strip('/').replace('/', '_')}_disabled", status=403)

@@ -7,26 +7,28 @@ start takes only as long as the slower of the two.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import gc
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cllm.config import Settings
 from cllm.engine.params import EngineParams
-from cllm.errors import StartupError
+from cllm.errors import EngineError, LoadFailed, StartupError
+from cllm.models.memory import measure_available_bytes
 from cllm.process.backlog import QueueLimits
 from cllm.process.launch import Popen
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
 from cllm.server.access import Access
+from cllm.server.sources import Source
 
 if TYPE_CHECKING:
+    from cllm.registry import Registry
     from cllm.server.http_server import HttpServer
-    from cllm.service import Service
 
 BACKLOG = 2048
 
@@ -74,27 +76,46 @@ def address_elsewhere(listener: socket.socket, scheme: str = "http") -> str | No
 async def run(
     settings: Settings,
     access: Access,
-    params: EngineParams,
+    sources: Sequence[Source],
+    params: EngineParams | None,
     early: list[int],
-    model_name: str,
     listener: socket.socket,
     on_loading: Callable[[float], None],
-    on_ready: Callable[[Service], None],
+    on_ready: Callable[[Registry], None],
     launched: Popen[bytes] | None,
 ) -> bool:
     """Serve until SIGTERM or SIGINT.
 
     Return whether the server has served. Raises StartupError if it cannot start.
 
-    early: signals that arrived before the server could handle them. launched: a process that
-    becomes the engine.
+    params: of the first engine; None if none is started with the server. early: signals that
+    arrived before the server could handle them. launched: a process that becomes the first engine.
     """
-    engine = Pool(params, on_loading, queue_limits(settings), result_cache(settings), launched)
-    starting = asyncio.create_task(engine.start())
+    memory = measure_memory(settings, sources)
+    engine, loading = None, None
+    if params is not None:
+        engine = make_pool(settings, params, on_loading, launched)
+        loading = asyncio.create_task(engine.start(memory))
+    elif launched is not None:
+        launched.kill()
+    begun = time.monotonic()
     server: HttpServer | None = None
+    starting: asyncio.Task[None] | None = None
     try:
-        server = opened = await asyncio.to_thread(open_server, settings, access, model_name, engine)
+        server = opened = await asyncio.to_thread(
+            open_server, settings, access, sources, engine, memory
+        )
         gc.enable()  # __main__ has turned it off for the imports
+
+        async def load() -> None:
+            """Load what is to be loaded at the start."""
+            for model in opened.registry.models:
+                if model.service is not None and loading is not None:
+                    await loading
+                    opened.registry.note_loaded(model, time.monotonic() - begun)
+            for model in opened.registry.models:
+                if model.preload and not model.num_loads:
+                    await opened.registry.load(model)
 
         def started(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
@@ -102,53 +123,77 @@ async def run(
             elif not opened.should_exit:  # else a signal came meanwhile
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays, so later collections need not scan it
-                on_ready(opened.service)
-                opened.start_renderer()
+                on_ready(opened.registry)
 
         opened.early = early
+        starting = asyncio.create_task(load())
         starting.add_done_callback(started)
         await opened.serve(sockets=[listener])
         if starting.done() and not starting.cancelled() and (error := starting.exception()):
-            raise error
-        return engine.info is not None and not early
+            raise as_startup_error(error)
+        return opened.registry.has_served and not early
     finally:
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, StartupError):
-            await starting
+        tasks = [task for task in (starting, loading) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await engine.close()
             if server is not None:
-                await server.service.close()
+                await server.registry.close()
+            elif engine is not None:
+                await engine.close()
         finally:
             await access.close()
 
 
-def open_server(settings: Settings, access: Access, model_name: str, engine: Pool) -> HttpServer:
+def as_startup_error(error: BaseException) -> BaseException:
+    """Return the error that explains to the operator why a model was not loaded at the start."""
+    if isinstance(error, LoadFailed) and error.__cause__ is not None:
+        return error.__cause__
+    return StartupError(str(error)) if isinstance(error, EngineError) else error
+
+
+def measure_memory(settings: Settings, sources: Sequence[Source]) -> int:
+    """Return the bytes for all loaded models together; 0 for any, if there is only one model."""
+    if len(sources) < 2 and settings.models.folder is None:
+        return 0
+    if settings.models.max_memory_mb is not None:
+        return settings.models.max_memory_mb * 1_000_000
+    return measure_available_bytes() or 0
+
+
+def make_pool(
+    settings: Settings,
+    params: EngineParams,
+    on_loading: Callable[[float], None] | None = None,
+    launched: Popen[bytes] | None = None,
+) -> Pool:
+    """Return the pool for a model's engine."""
+    scheduler, cache = settings.scheduler, settings.cache
+    limits = QueueLimits(
+        scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds
+    )
+    results = ResultCache(cache.max_results, cache.max_memory_mb * 1_000_000)
+    return Pool(params, on_loading, limits, results, launched)
+
+
+def open_server(
+    settings: Settings, access: Access, sources: Sequence[Source], first: Pool | None, memory: int
+) -> HttpServer:
     """Import and open the server. Raises StartupError."""
     from cllm.server import http_server
 
-    return http_server.open_server(settings, access, model_name, engine)
-
-
-def queue_limits(settings: Settings) -> QueueLimits:
-    scheduler = settings.scheduler
-    return QueueLimits(
-        scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds
-    )
-
-
-def result_cache(settings: Settings) -> ResultCache:
-    return ResultCache(settings.cache.max_results, settings.cache.max_memory_mb * 1_000_000)
+    return http_server.open_server(settings, access, sources, first, memory)
 
 
 def run_forever(
     settings: Settings,
     access: Access,
-    params: EngineParams,
-    model_name: str,
+    sources: Sequence[Source],
+    params: EngineParams | None,
     listener: socket.socket,
     on_loading: Callable[[float], None],
-    on_ready: Callable[[Service], None],
+    on_ready: Callable[[Registry], None],
     launched: Popen[bytes] | None = None,
 ) -> None:
     """Call ``run`` in a new event loop, with uvloop if it is installed.
@@ -169,7 +214,7 @@ def run_forever(
     with asyncio.Runner(loop_factory=factory) as runner:
         served = runner.run(
             run(
-                *(settings, access, params, signals, model_name, listener),
+                *(settings, access, sources, params, signals, listener),
                 *(on_loading, on_ready, launched),
             )
         )

@@ -85,6 +85,11 @@ class Workers:
                 log.warning("%s was stopped or killed; starting another process", self._name)
         raise EngineError(f"The process of {self._name} does not answer; please retry.")
 
+    def end_idle(self) -> None:
+        """End the processes without a question; the next one starts another."""
+        while self._idle:
+            self._end(self._idle.pop())
+
     async def close(self) -> None:
         """End all processes. Waiting callers get an EngineError."""
         self._is_closed = True
@@ -95,8 +100,7 @@ class Workers:
             await self._free.acquire()
         for _ in range(self._num):
             self._free.release()
-        while self._idle:
-            self._end(self._idle.pop())
+        self.end_idle()
         while self._ending:
             await asyncio.gather(*self._ending, return_exceptions=True)
 

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from cllm.answer import Generation
 from cllm.errors import BadRequest
+from cllm.registry import ServedModel
 from cllm.server import resolve
 from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic
@@ -46,9 +47,8 @@ class Route(APIRoute):
         return super().matches(scope)
 
 
-service_for = partial(
-    resolve.service_for, message="model: {asked!r} does not exist; this server has {served!r}."
-)
+UNKNOWN = "model: {asked!r} does not exist; this server has {served!r}."
+service_for = partial(resolve.service_for, message=UNKNOWN)
 router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 
 
@@ -62,7 +62,7 @@ async def messages(request: Request) -> Response:
     """Generate the next message of a conversation, whole or as a stream of events."""
     check_version(request)
     body = await read_body(request, MessagesBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     call = call_of(request)
     generation = await until_disconnect(request, message_generation(call, service, body))
     answer = service.submit(generation)
@@ -81,7 +81,7 @@ async def messages(request: Request) -> Response:
 
 async def message_generation(call: Call, service: Service, body: MessagesBody) -> Generation:
     """Return the generation of the next message, ready to be submitted."""
-    params, scheduling = body.params(call.state.sampling), body.scheduling_options(call)
+    params, scheduling = body.params(service.sampling), body.scheduling_options(call)
     chat, bound = await off_loop(call, body.chat), FREE
     if schema := body.output_schema():
         bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
@@ -99,7 +99,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     """
     check_version(request)
     body = await read_body(request, CountBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     chat = await off_loop(call_of(request), body.chat)
     tokens = await until_disconnect(request, service.encode_chat(chat))
     return {"input_tokens": len(tokens)}
@@ -112,12 +112,12 @@ async def models(
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
-    """List the served model. There is only one page."""
+    """List the models. There is only one page."""
     check_version(request)
-    services = [] if after_id or before_id else served_models(request)
-    names = [service.model_name for service in services]
+    served = [] if after_id or before_id else served_models(request)
+    names = [model.name for model in served]
     return {
-        "data": [model_object(service) for service in services],
+        "data": [model_object(model) for model in served],
         "has_more": False,
         "first_id": names[0] if names else None,
         "last_id": names[-1] if names else None,
@@ -129,16 +129,16 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     if not name:  # the list's path with a trailing slash
         return await models(request)
     check_version(request)
-    return model_object(service_for(request, name))
+    return model_object(resolve.model_for(request, name, UNKNOWN))
 
 
-def model_object(service: Service) -> dict[str, Any]:
-    info = service.engine.info
+def model_object(model: ServedModel) -> dict[str, Any]:
+    info = model.info
     return {
         "type": "model",
-        "id": service.model_name,
-        "display_name": service.model_name,
-        "created_at": datetime.datetime.fromtimestamp(service.created, datetime.UTC).strftime(
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": datetime.datetime.fromtimestamp(model.created, datetime.UTC).strftime(
             "%Y-%m-%dT%H:%M:%SZ"
         ),
         "lifecycle": "active",

@@ -35,6 +35,7 @@ class BenchmarkBody(Body):
 
     model_config = example(requests=16, concurrency=4, prompt_tokens=32, max_tokens=50)
 
+    model: str | None = None
     requests: Annotated[int, Field(ge=1, le=256)] = 16
     concurrency: Annotated[int, Field(ge=1, le=64)] = 4
     prompt_tokens: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -59,9 +60,9 @@ async def benchmark(request: Request) -> Response:
     Rejected unless ``server.benchmark`` is set (403), and while another one runs (409). Its
     requests wait in the queue like all others.
     """
-    service = service_for(request)
     check_enabled(request, "benchmark")
     body = await read_body(request, BenchmarkBody)
+    service = await service_for(request, body.model)
     with service.admission():
         service.engine.check_available()
     if body.prompt_tokens + body.max_tokens > service.info.context_length:

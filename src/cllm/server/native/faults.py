@@ -41,6 +41,7 @@ class FaultBody(Body):
 class FaultsBody(Body):
     model_config = example(faults=[{"kind": "slow", "seconds": 0.5}])
 
+    model: str | None = None
     faults: Annotated[list[FaultBody], Field(max_length=100)]
 
 
@@ -50,9 +51,9 @@ async def faults(request: Request) -> Response:
 
     Rejected unless ``server.enable_faults`` is set (403).
     """
-    service = service_for(request)
     check_enabled(request, "enable_faults")
     body = await read_body(request, FaultsBody)
+    service = await service_for(request, body.model)
     with service.admission():
         service.engine.check_available()
     service.engine.set_faults([Fault(**fault.model_dump()) for fault in body.faults])

@@ -96,7 +96,7 @@ async def rerank(request: Request) -> Response:
     or ``cosine_similarity``.
     """
     body = await read_body(request, RerankBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     param, documents = body.given()
     ranking = await until_disconnect(
         request,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -19,7 +19,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from cllm import __version__
 from cllm.answer import Answer, Generation
 from cllm.core.account import ANONYMOUS
-from cllm.errors import BadRequest
+from cllm.errors import BadRequest, EngineError
+from cllm.observe.metrics import render
+from cllm.registry import ServedModel
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
@@ -38,7 +40,14 @@ from cllm.server.native.answers import (
 )
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
-from cllm.server.resolve import check_admin, registry_of, service_for
+from cllm.server.resolve import (
+    check_admin,
+    known_service_for,
+    model_for,
+    registry_of,
+    served_models,
+    service_for,
+)
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.text.output_reader import Delta
@@ -50,6 +59,9 @@ MAX_PROMPTS = 128
 
 
 Prompt = Annotated[str, Field(min_length=1)]
+ModelName = Annotated[
+    str | None, Field(description="The model's name; the default model without one.")
+]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
@@ -62,6 +74,7 @@ class GenerateBody(TermsBody):
 
     model_config = example(prompt="27 plus 45 is", max_tokens=20, temperature=0)
 
+    model: ModelName = None
     prompt: Prompt | Prompts | None = None
     prompts: Prompts | None = None
     max_tokens: Annotated[int, Field(ge=1)] = Field(
@@ -97,12 +110,14 @@ class GenerateBody(TermsBody):
 class EncodeBody(Body):
     model_config = example(text="Hi")
 
+    model: ModelName = None
     text: Annotated[str, Field(min_length=1)]
 
 
 class DecodeBody(Body):
     model_config = example(tokens=[72, 105])
 
+    model: ModelName = None
     tokens: Annotated[list[int], Field(min_length=1, max_length=MAX_VALUES)]
 
 
@@ -111,13 +126,13 @@ async def root(request: Request) -> dict[str, Any]:
     """Return the server's name and version, and to those who may use it its model and paths."""
     if call_of(request).account() == ANONYMOUS:
         return {"name": "cLLM", "version": __version__, "docs": "/docs"}
-    service = service_for(request)
+    models = served_models(request)
     document = await asyncio.to_thread(request.app.openapi)
     paths = sorted(path for path in document["paths"] if path != "/")
     return {
         "name": "cLLM",
         "version": __version__,
-        "model": service.model_name,
+        "model": models[0].name if models else "",
         "docs": "/docs",
         "paths": paths,
     }
@@ -127,9 +142,10 @@ async def root(request: Request) -> dict[str, Any]:
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> dict[str, Any]:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded"."""
-    service = registry_of(request).get()
-    ready = service.engine.ready
-    return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
+    models = registry_of(request).models
+    is_loaded = any(model.service and model.service.engine.ready for model in models)
+    healthy = is_loaded or registry_of(request).ready
+    return {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
 
 
 @router.get("/version", openapi_extra=describe_route(answer=Version))
@@ -143,21 +159,21 @@ async def ready(request: Request) -> Response:
     """Return 200 while requests are computed, and 503 while the model loads, the engine restarts
     (requests then wait for it) or the server shuts down.
     """
-    service = registry_of(request).get()
-    if service.ready:
+    registry = registry_of(request)
+    if registry.ready:
         return JSONResponse({"status": "ready"})
-    seconds = max(1, math.ceil(service.engine.seconds_until_ready()))
+    seconds = max(1, math.ceil(registry.seconds_until_ready()))
     return JSONResponse(
-        {"status": "draining" if service.draining else "loading"},
+        {"status": "draining" if registry.draining else "loading"},
         503,
         {"retry-after": str(seconds)},
     )
 
 
 @router.get("/model/info", openapi_extra=describe_route(answer=ModelInformation))
-async def model_info(request: Request) -> dict[str, Any]:
+async def model_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """Return the model, the sizes in use, and the engine's statistics."""
-    service = service_for(request)
+    service = await known_service_for(request, model)
     return {
         "model_name": service.model_name,
         **msgspec.structs.asdict(service.info),
@@ -168,29 +184,40 @@ async def model_info(request: Request) -> dict[str, Any]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return metrics for Prometheus. Administrators see the usage of each account too."""
-    service = registry_of(request).get()
+    registry, ledger = registry_of(request), request.app.state.access.ledger
+    usage = ledger.totals() if call_of(request).account().is_admin else {}
+    pages = [registry.metrics.update(usage, ledger.num_failed_writes)]
+    pages += [update_metrics(model) for model in registry.models if model.service is not None]
+    return Response(render(pages), media_type=CONTENT_TYPE_LATEST)
+
+
+def update_metrics(model: ServedModel) -> CollectorRegistry:
+    """Return the metrics of a model with the current figures of its engine."""
+    service = model.service
+    assert service is not None
     engine = service.engine
-    is_admin = call_of(request).account().is_admin
-    page = service.metrics.render(
+    return service.metrics.update(
         engine.stats_since_start,
         ready=service.ready,
         num_restarts=engine.num_restarts,
         reservations=engine.reservations,
-        usage=service.ledger.totals() if is_admin else {},
-        num_failed_writes=service.ledger.num_failed_writes,
+        num_loads=model.num_loads,
     )
-    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/scheduler", openapi_extra=describe_route(answer=SchedulerAnswer))
 async def scheduler(
-    request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20
+    request: Request,
+    steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
+    model: str | None = None,
 ) -> Response:
     """Explain the scheduling: the engine's last steps, which requests run, what others wait for,
     what steps cost. Needs an administrator's key.
     """
     check_admin(request)
-    service = service_for(request)
+    service = model_for(request, model).service
+    if service is None:
+        raise EngineError("The model is not loaded.")
     explanation = await until_disconnect(request, service.engine.explain(steps))
     return Response(msgspec.json.encode(explanation), media_type="application/json")
 
@@ -198,8 +225,8 @@ async def scheduler(
 @router.post("/encode", openapi_extra=describe_route(EncodeBody, EncodeAnswer))
 async def encode(request: Request) -> Response:
     """Return the token ids of a text, as the model would read it in a prompt."""
-    service = service_for(request)
     body = await read_body(request, EncodeBody)
+    service = await service_for(request, body.model)
     tokens = await until_disconnect(request, service.encode(body.text, "text"))
     return Response(
         to_json({"tokens": tokens, "length": len(tokens)}), media_type="application/json"
@@ -211,8 +238,8 @@ async def decode(request: Request) -> Response:
     """Return the text of token ids, as an answer of the model would show it: control tokens have no
     text.
     """
-    service = service_for(request)
     body = await read_body(request, DecodeBody)
+    service = await service_for(request, body.model)
     size = service.vocabulary.size
     if min(body.tokens) < 0 or max(body.tokens) >= size:
         message = f"Invalid 'tokens': token ids must be between 0 and {size - 1}."
@@ -262,8 +289,8 @@ async def generate_stream(request: Request) -> Response:
 
 
 async def submit(request: Request, body: GenerateBody) -> Answer:
-    service = service_for(request)
-    defaults = request.app.state.sampling
+    service = await service_for(request, body.model)
+    defaults = service.sampling
     has_limit = "max_tokens" in body.model_fields_set or defaults.max_tokens is None
     own = {
         "max_tokens": body.max_tokens if has_limit else None,

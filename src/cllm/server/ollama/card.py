@@ -31,7 +31,7 @@ class Card(msgspec.Struct, frozen=True):
     license: str
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=256)
 def read_card(path: str, backend: str) -> Card:
     """Return the card of a file, or of a backend that has no file ("").
 

@@ -1,10 +1,11 @@
-"""Ollama's routes for one model, which stays loaded as long as the server runs."""
+"""Ollama's routes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
+import time
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from starlette.responses import Response
 from cllm.answer import Generation, SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
-from cllm.errors import BadRequest, UnknownModel
+from cllm.errors import BadRequest, StartupError, UnknownModel
+from cllm.registry import ServedModel
 from cllm.server import resolve
 from cllm.server.body import Model, describe_route, read_body
 from cllm.server.call import call_of
@@ -35,7 +37,7 @@ from cllm.server.ollama.answers import (
     TagsAnswer,
     Version,
 )
-from cllm.server.ollama.card import Card, modelfile, read_card
+from cllm.server.ollama.card import Card, modelfile, read_card, time_text
 from cllm.server.ollama.schema import (
     MAX_TEXTS,
     ChatBody,
@@ -43,21 +45,27 @@ from cllm.server.ollama.schema import (
     EmbeddingsBody,
     GenerateBody,
     GenerationBody,
+    LoadingBody,
     PullBody,
     ShowBody,
 )
 from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prompt
 from cllm.server.queueing import answer_headers
-from cllm.server.resolve import check_admin, registry_of, served_models
+from cllm.server.resolve import (
+    check_admin,
+    may_change_models,
+    model_for,
+    registry_of,
+    served_models,
+)
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import encode_vectors
 from cllm.service import Service
 from cllm.text.chat import Chat
 from cllm.text.grammar import FREE, CheckedGrammar
 
-service_for = partial(
-    resolve.service_for, message="model {asked!r} not found; this server has {served!r}"
-)
+UNKNOWN = "model {asked!r} not found; this server has {served!r}"
+service_for = partial(resolve.service_for, message=UNKNOWN)
 router = APIRouter(tags=["Ollama"])
 
 API_VERSION = "0.12.11"
@@ -85,16 +93,19 @@ async def generate(request: Request) -> Response:
     """
     clock = Clock()
     body = await read(request, GenerateBody)
-    service = service_for(request, body.model)
+    if not body.prompt and body.stay == 0:
+        return await unload(request, body, chat=False)
+    service = await service_for(request, body.model)
     if body.raw and body.system:
         raise BadRequest(
             "Invalid 'system': it cannot be combined with 'raw'; write it into the prompt.",
             param="system",
         )
     asked, scheduling = body.chat(), body.scheduling_options(call_of(request))
-    params, bound = await params_of(request, service, body)
+    params, bound = await params_of(service, body)
     if not body.prompt:
-        return json_answer(no_prompt(body.model, unloads=body.unloads, chat=False))
+        keep(request, body)
+        return json_answer(no_prompt(body.model, "load", chat=False))
     generation = await until_disconnect(
         request, prompt_generation(service, body, asked, params, scheduling, bound)
     )
@@ -132,12 +143,15 @@ async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     clock = Clock()
     body = await read(request, ChatBody)
-    service = service_for(request, body.model)
+    if not body.messages and body.stay == 0:
+        return await unload(request, body, chat=True)
+    service = await service_for(request, body.model)
     call = call_of(request)
     asked, scheduling = await off_loop(call, body.chat), body.scheduling_options(call)
-    params, bound = await params_of(request, service, body)
+    params, bound = await params_of(service, body)
     if not body.messages:
-        return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))
+        keep(request, body)
+        return json_answer(no_prompt(body.model, "load", chat=True))
     generation = await until_disconnect(
         request,
         service.prepare(secrets.token_hex(12), asked, params, scheduling, answer=bound),
@@ -146,7 +160,7 @@ async def chat(request: Request) -> Response:
 
 
 async def params_of(
-    request: Request, service: Service, body: GenerationBody
+    service: Service, body: GenerationBody
 ) -> tuple[SamplingParams, CheckedGrammar]:
     """Return the sampling parameters, and the constraint that ``format`` sets.
 
@@ -158,7 +172,7 @@ async def params_of(
             param="think",
             code="unsupported_value",
         )
-    params, constraint = body.params(request.app.state.sampling), body.constraint()
+    params, constraint = body.params(service.sampling), body.constraint()
     return params, FREE if constraint is None else await service.grammar(constraint, param="format")
 
 
@@ -177,6 +191,7 @@ async def respond(
     """
     clock.submit()
     answer = service.submit(generation)
+    keep(request, body)
     headers = answer_headers(answer)
     if body.stream is not False:
         lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
@@ -193,8 +208,9 @@ async def embed_texts(request: Request) -> Response:
     """Return the embeddings of one or more texts."""
     clock = Clock()
     body = await read(request, EmbedBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     if not body.input:  # which asks Ollama to load the model
+        keep(request, body)
         return json_answer(
             {"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0}
         )
@@ -215,6 +231,7 @@ async def embed_texts(request: Request) -> Response:
     )
     clock.submit()
     found = await until_disconnect(request, embed(service, texts, params, scheduling))
+    keep(request, body)
     vectors = shortened(found.vectors, body.dimensions)
     data = await encode_vectors(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json(
@@ -229,24 +246,26 @@ async def embed_texts(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """Return the embedding of one text."""
     body = await read(request, EmbeddingsBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     if not body.prompt:
+        keep(request, body)
         return json_answer({"embedding": []})
     scheduling = body.scheduling_options(call_of(request))
     texts = await until_disconnect(
         request, encode_texts(service, [body.prompt], ["prompt"], scheduling, truncate=True)
     )
     found = await until_disconnect(request, embed(service, texts, ["prompt"], scheduling))
+    keep(request, body)
     return json_answer({"embedding": found.vectors[0].tolist()})
 
 
 @router.get("/api/tags", openapi_extra=describe_route(answer=TagsAnswer, error=Error))
 async def tags(request: Request) -> Response:
-    """List the available models: the served one."""
+    """List the models, loaded or not."""
     models = []
-    for service in served_models(request):
-        card = await card_of(service)
-        models.append({**entry(service, card), "modified_at": card.modified})
+    for model in served_models(request):
+        card = await card_of(model)
+        models.append({**entry(model, card), "modified_at": card.modified})
     return json_answer({"models": models})
 
 
@@ -254,18 +273,20 @@ async def tags(request: Request) -> Response:
 async def running(request: Request) -> Response:
     """List the loaded models."""
     models = []
-    for service in served_models(request):
-        info = service.engine.info
-        if info is None:
+    now = time.monotonic()
+    for model in served_models(request):
+        info = model.info
+        if info is None or not model.is_loaded:
             continue
-        card = await card_of(service)
+        card = await card_of(model)
         cells = info.num_cells * info.kv_bytes_per_token
         size = (info.model_bytes or card.size) + cells
+        expires = model.expires_at
         loaded_model = {
-            **entry(service, card),
+            **entry(model, card),
             "size": size,
             "size_vram": size if info.on_gpu else 0,
-            "expires_at": NEVER,
+            "expires_at": NEVER if expires is None else time_text(time.time() + expires - now),
             "context_length": info.context_length,
         }
         models.append(loaded_model)
@@ -276,10 +297,10 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Return the metadata in the model's file, and the model's capabilities."""
     body = await read(request, ShowBody)
-    service = service_for(request, body.wanted())
-    card, info = await card_of(service), service.info
+    service = await service_for(request, body.wanted())
+    card, info = await card_of(model_for(request, body.wanted(), UNKNOWN)), service.info
     defaults = {
-        **request.app.state.sampling.model_dump(),
+        **service.sampling.model_dump(),
         "num_ctx": info.context_length,
     }
     defaults["num_predict"] = defaults.pop("max_tokens")
@@ -312,9 +333,29 @@ async def pull_model(request: Request) -> Response:
     check_admin(request)
     body = await read(request, PullBody)
     with contextlib.suppress(UnknownModel):
-        registry_of(request).get(body.wanted())
+        registry_of(request).find(body.wanted())
         return pull.answer_present(body)
     return await pull.pull(request, body)
+
+
+def keep(request: Request, body: LoadingBody) -> None:
+    """Let the model stay for the request's ``keep_alive``, if the request may change that. Call it
+    once the request has been submitted: a model without requests may be unloaded at once.
+    """
+    stay = body.stay
+    if body.keep_alive is not None and may_change_models(request):
+        registry_of(request).keep(model_for(request, body.model), stay)
+
+
+async def unload(request: Request, body: GenerationBody, *, chat: bool) -> Response:
+    """Unload a model as soon as it has no requests, if the request may do that."""
+    registry, model = registry_of(request), model_for(request, body.model, UNKNOWN)
+    if may_change_models(request):
+        call_of(request).audit("unload", model=model.name)
+        registry.keep(model, 0.0)
+        if not model.num_unfinished:
+            await registry.unload(model)
+    return json_answer(no_prompt(body.model, "unload", chat=chat))
 
 
 async def read(request: Request, model: type[Model]) -> Model:
@@ -328,13 +369,16 @@ def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) 
     )
 
 
-async def card_of(service: Service) -> Card:
-    params = service.engine.params
-    return await asyncio.to_thread(read_card, params.path, params.backend)
+async def card_of(model: ServedModel) -> Card:
+    """Return the card of a model, one without details if its file cannot be read."""
+    try:
+        return await asyncio.to_thread(read_card, model.path, model.backend)
+    except StartupError:
+        return await asyncio.to_thread(read_card, "", model.backend)
 
 
-def entry(service: Service, card: Card) -> dict[str, Any]:
-    name = service.model_name if ":" in service.model_name else f"{service.model_name}:latest"
+def entry(model: ServedModel, card: Card) -> dict[str, Any]:
+    name = model.name if ":" in model.name else f"{model.name}:latest"
     return {
         "name": name,
         "model": name,

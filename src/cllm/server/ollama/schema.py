@@ -7,6 +7,7 @@ import re
 from collections import deque
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 from pydantic import BeforeValidator, Field
 
 from cllm.config import Sampling
@@ -107,7 +108,58 @@ class Options(Body):
             )
 
 
-class GenerationBody(TermsBody):
+DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+}
+
+
+def parse_duration(value: float | str) -> float:
+    """Return the seconds of a number of seconds, or of a text such as 5m. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    text, sign = value.strip().lstrip("+-"), -1 if value.strip().startswith("-") else 1
+    if text[-1:].isdigit():
+        text += "s"
+    parts = DURATION.findall(text)
+    if not parts or "".join(map("".join, parts)) != text:
+        raise ValueError(f"{value[:40]!r} is not a duration such as 5m")
+    return sign * sum(float(number) * UNITS[unit] for number, unit in parts)
+
+
+class LoadingBody(TermsBody):
+    """Fields of requests that load a model."""
+
+    model: ModelName
+    keep_alive: float | str | None = Field(
+        default=None,
+        description='How long the model stays loaded after the request, in seconds or as "5m"; '
+        "0 unloads it, a negative number keeps it for ever. It has no effect unless "
+        "server.allow_model_changes is set.",
+    )
+
+    @pydantic.field_validator("keep_alive")
+    @classmethod
+    def check_duration(cls, value: float | str | None) -> float | str | None:
+        if value is not None:
+            parse_duration(value)
+        return value
+
+    @property
+    def stay(self) -> float | None:
+        """``keep_alive`` in seconds; None for ever, or if it is not given."""
+        seconds = -1.0 if self.keep_alive is None else parse_duration(self.keep_alive)
+        return None if seconds < 0 else seconds
+
+
+class GenerationBody(LoadingBody):
     """Fields that /api/generate and /api/chat have in common."""
 
     ignored: ClassVar = {
@@ -116,13 +168,7 @@ class GenerationBody(TermsBody):
     }
     refused: ClassVar = {"_debug_render_only": "prompts are not shown"}
 
-    model: ModelName
     stream: bool | None = None
-    keep_alive: float | str | None = Field(
-        default=None,
-        description="The model stays loaded; 0 without a prompt gets the answer of an unloaded "
-        "model.",
-    )
     format: str | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | str | None = Field(
@@ -131,11 +177,6 @@ class GenerationBody(TermsBody):
 
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    @property
-    def unloads(self) -> bool:
-        """Whether ``keep_alive`` is a duration of zero, such as 0 or "0s"."""
-        return self.keep_alive is not None and not re.search("[1-9]", str(self.keep_alive))
 
     def params(self, defaults: Sampling) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""
@@ -316,7 +357,7 @@ class Calls:
         return key
 
 
-class EmbedBody(TermsBody):
+class EmbedBody(LoadingBody):
     """POST /api/embed."""
 
     model_config = example(
@@ -324,11 +365,9 @@ class EmbedBody(TermsBody):
     )
 
     ignored: ClassVar = {
-        "keep_alive": "the model is always loaded",
         "options": "they concern generated text and loading the model",
     }
 
-    model: ModelName
     input: str | list[str] | None = Field(
         default=None, description="Without texts, the answer has no vectors."
     )
@@ -338,14 +377,13 @@ class EmbedBody(TermsBody):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
-class EmbeddingsBody(TermsBody):
+class EmbeddingsBody(LoadingBody):
     """POST /api/embeddings, the earlier form of /api/embed."""
 
     model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?")
 
     ignored: ClassVar = EmbedBody.ignored
 
-    model: ModelName
     prompt: str
 
 

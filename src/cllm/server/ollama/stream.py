@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import time
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import to_json
 
@@ -68,11 +68,8 @@ def head_object(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
 
 
-def no_prompt(model: str, *, unloads: bool, chat: bool) -> dict[str, Any]:
-    """Return the answer to a request without a prompt, which asks Ollama to load or unload the
-    model.
-    """
-    reason = "unload" if unloads else "load"
+def no_prompt(model: str, reason: Literal["load", "unload"], *, chat: bool) -> dict[str, Any]:
+    """Return the answer to a request without a prompt, which loads or unloads the model."""
     return {**head_object(model), **text_fields("", chat=chat), "done": True, "done_reason": reason}
 
 

@@ -111,12 +111,18 @@ class Completion(ResponseModel):
     timings: Timings
 
 
+class ModelStatus(ResponseModel):
+    value: Literal["loaded", "loading", "unloaded"]
+
+
 class ModelObject(ResponseModel):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    loaded: bool
+    status: ModelStatus
     context_length: int | None
     max_model_len: int | None
 
@@ -199,6 +205,10 @@ class InfillAnswer(ResponseModel):
     truncated: bool = False
     generation_settings: InfillSettings | None = None
     timings: Timings | None = None
+
+
+class Done(ResponseModel):
+    success: Literal[True]
 
 
 class PropsSettings(ResponseModel):

@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 from starlette.datastructures import State
 
 from cllm.errors import BadRequest
+from cllm.registry import Registry, ServedModel
 from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
@@ -27,7 +28,7 @@ from cllm.server.openai.responses import complete_response, response_generation
 from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
-from cllm.server.resolve import allowed, check_route
+from cllm.server.resolve import allowed, check_route, load
 from cllm.service import Service
 from cllm.store.batches import BatchRecord
 
@@ -109,16 +110,17 @@ class OpenAILines:
             yield line["custom_id"], LineBody(line["body"], len(text))
 
     async def answer(
-        self, record: BatchRecord, custom_id: str, body: LineBody, service: Service
+        self, record: BatchRecord, custom_id: str, body: LineBody, model: ServedModel
     ) -> bytes:
-        model, compute = ENDPOINTS[record.endpoint]
+        kind, compute = ENDPOINTS[record.endpoint]
         call = Call(self._state, record.account, body_hash=hash((record.id, custom_id)))
         check_route(call.account(), record.endpoint)
         admit(call, body.num_bytes)
-        asked: Any = await off_loop(call, lambda: read_value(body.value, model, call))
+        asked: Any = await off_loop(call, lambda: read_value(body.value, kind, call))
+        registry: Registry = self._state.registry
         if asked.model:
-            service = self._state.registry.get(asked.model)
-        service = allowed(service, call, asked.model)
+            model = registry.find(asked.model)
+        service = await load(registry, allowed(model, call, asked.model), call)
         name, content = await compute(call, service, asked)
         return answer_line(custom_id, 200, name, content)
 

@@ -21,7 +21,7 @@ from cllm.server.openai.files import ExpiresAfter, open_batches
 from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
-from cllm.server.resolve import check_route, service_for
+from cllm.server.resolve import check_route, model_for
 from cllm.store.batches import STATUSES, BatchRecord
 from cllm.store.store import Store
 
@@ -79,7 +79,7 @@ async def create(request: Request) -> dict[str, Any]:
     record = BatchRecord(
         id=f"batch_{secrets.token_hex(12)}",
         account=account.name,
-        model=service_for(request).model_name,
+        model=model_for(request).name,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,

@@ -47,7 +47,7 @@ MAX_STREAMED = 50_000  # the same for a streamed request
 async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
     body = await read_body(request, CompletionBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     generation = await until_disconnect(
         request, completion_generation(call_of(request), service, body)
     )
@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
 async def completion_generation(call: Call, service: Service, body: CompletionBody) -> Generation:
     """Return the generation for the prompts of ``body``, ready to be submitted."""
     body.check()
-    params = await body.params(call.state.sampling, service.dry_breakers)
+    params = await body.params(service.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     scheduling = body.scheduling_options(call)
     given = body.prompts()

@@ -71,7 +71,7 @@ async def embeddings(request: Request) -> Response:
     Their length is 1, so the dot product of two is the similarity of their texts.
     """
     body = await read_body(request, EmbeddingsBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     content = await until_disconnect(request, embedding_list(call_of(request), service, body))
     return Response(content, media_type="application/json")
 

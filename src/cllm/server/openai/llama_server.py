@@ -1,4 +1,4 @@
-"""POST /infill and GET /props: llama-server's routes for editors."""
+"""llama-server's routes: /infill and /props for editors, /models/load and /models/unload."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
-from cllm.server.openai.answers import InfillAnswer, Props
+from cllm.server.openai.answers import Done, InfillAnswer, Props
 from cllm.server.openai.routes import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody
-from cllm.server.resolve import service_for
+from cllm.server.resolve import (
+    check_enabled,
+    known_service_for,
+    model_for,
+    registry_of,
+    service_for,
+)
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
@@ -85,8 +91,8 @@ async def infill(request: Request) -> Response:
     than fits.
     """
     body = await read_body(request, InfillBody)
-    service = service_for(request, body.model)
-    params = await body.params(request.app.state.sampling, service.dry_breakers)
+    service = await service_for(request, body.model)
+    params = await body.params(service.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
@@ -210,12 +216,12 @@ def settings_of(params: Any) -> dict[str, Any]:
 @router.get("/props", openapi_extra=describe_route(answer=Props))
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """Return the model's context length, chat template and input modalities."""
-    service = service_for(request, model)
+    service = await known_service_for(request, model)
     info, vocabulary = service.info, service.vocabulary
     return {
         "default_generation_settings": {
             "n_ctx": info.context_length,
-            "params": settings_of(request.app.state.sampling),
+            "params": settings_of(service.sampling),
         },
         "total_slots": info.max_num_seqs,
         "model_alias": service.model_name,
@@ -224,3 +230,36 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
         **vocabulary.special_texts,
         "build_info": f"cllm-{__version__}",
     }
+
+
+class ModelBody(Body):
+    model_config = example(model="cllm-builtin")
+
+    model: str
+
+
+@router.post("/models/load", openapi_extra=describe_route(ModelBody, Done))
+async def load_model(request: Request) -> dict[str, bool]:
+    """Load a model, and answer once it is loaded.
+
+    Rejected unless ``server.allow_model_changes`` is set (403).
+    """
+    check_enabled(request, "allow_model_changes")
+    body = await read_body(request, ModelBody)
+    call_of(request).audit("load", model=body.model)
+    await service_for(request, body.model)
+    return {"success": True}
+
+
+@router.post("/models/unload", openapi_extra=describe_route(ModelBody, Done))
+async def unload_model(request: Request) -> dict[str, bool]:
+    """Unload a model once its requests have ended; the next request loads it again.
+
+    Rejected unless ``server.allow_model_changes`` is set (403).
+    """
+    check_enabled(request, "allow_model_changes")
+    body = await read_body(request, ModelBody)
+    model = model_for(request, body.model)
+    call_of(request).audit("unload", model=model.name)
+    await until_disconnect(request, registry_of(request).unload(model))
+    return {"success": True}

@@ -51,7 +51,7 @@ async def create(request: Request) -> Response:
     all. A response is visible only with the API key that created it.
     """
     body = await read_body(request, ResponseBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     generation, events, skipped = await until_disconnect(
         request, response_generation(call_of(request), service, body)
     )
@@ -85,7 +85,7 @@ async def response_generation(
 async def input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response, without generating it."""
     body = await read_body(request, ResponseBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     call = call_of(request)
     chat, _, skipped = await translate(call, service, body)
     with rename_fields():

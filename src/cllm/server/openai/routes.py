@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
+from cllm.registry import ServedModel
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.off_loop import in_thread, off_loop
@@ -24,7 +25,7 @@ from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import ChoiceAccumulator, Chunks, UsageChunks, usage_object
 from cllm.server.queueing import answer_headers
-from cllm.server.resolve import registry_of, served_models, service_for
+from cllm.server.resolve import model_for, registry_of, served_models, service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
@@ -44,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
     With ``stream``, the answer is server-sent events.
     """
     body = await read_body(request, ChatBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     generation = await until_disconnect(request, chat_generation(call_of(request), service, body))
     answer = service.submit(generation)
     if body.stream:
@@ -62,7 +63,7 @@ async def chat_generation(
     ``request_id``: a new one by default. ``param`` names its messages in errors.
     """
     body.check()
-    params = await body.params(call.state.sampling, service.dry_breakers)
+    params = await body.params(service.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     chat = await off_loop(call, body.chat)
     request_id = request_id or f"chatcmpl-{secrets.token_hex(12)}"
@@ -72,35 +73,39 @@ async def chat_generation(
 
 
 @router.get("/models", openapi_extra=describe_route(answer=ModelList))
-async def models(request: Request) -> dict[str, Any]:
-    """List the served model under its name and under each alias that is not a pattern.
+async def models(request: Request, reload: bool = False) -> dict[str, Any]:
+    """List the models, each under its name and under each alias that is not a pattern.
 
-    ``root`` is its name.
+    ``root`` is its name. ``loaded`` is false for a model that the next request will load. With
+    ``reload``, look for new files in the folder of models first.
     """
+    if reload:
+        await registry_of(request).rescan()
     registry, served = registry_of(request), served_models(request)
-    services = [(registry.get(name), name) for name in registry.names]
-    data = [model_object(service, name) for service, name in services if service in served]
+    named = [(registry.find(name), name) for name in registry.names]
+    data = [model_object(model, name) for model, name in named if model in served]
     return {"object": "list", "data": data}
 
 
 @router.get("/models/{name:path}", openapi_extra=describe_route(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """Return the served model, by its name or an alias."""
+    """Return a model, by its name or an alias."""
     if not name:  # the list's path with a trailing slash
         return await models(request)
-    service = service_for(request, name)
-    is_own = name.removesuffix(":latest") == service.model_name.removesuffix(":latest")
-    return model_object(service, service.model_name if is_own else name)
+    found = model_for(request, name)
+    return model_object(found, found.name if found.is_named(name) else name)
 
 
-def model_object(service: Service, name: str) -> dict[str, Any]:
-    info = service.engine.info
+def model_object(model: ServedModel, name: str) -> dict[str, Any]:
+    info = model.info
     return {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": model.created,
         "owned_by": "cllm",
-        "root": service.model_name,
+        "root": model.name,
+        "loaded": model.is_loaded,
+        "status": {"value": model.status},  # as in llama-server
         "context_length": info.context_length if info else None,
         # the same under vLLM's name, which clients look for
         "max_model_len": info.context_length if info else None,

@@ -97,7 +97,7 @@ async def tokenize(request: Request) -> Response:
     With ``with_pieces`` or ``return_token_strs``, also return the text of each token.
     """
     body = await read_body(request, TokenizeBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         message = (
@@ -164,7 +164,7 @@ async def detokenize(request: Request) -> Response:
     ``content`` and ``prompt`` are the same text.
     """
     body = await read_body(request, DetokenizeBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     text = await off_loop(call_of(request), lambda: text_of(service, body.tokens))
     return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
 
@@ -176,7 +176,7 @@ async def apply_template(request: Request) -> Response:
     Nothing is generated.
     """
     body = await read_body(request, TemplateBody)
-    service = service_for(request, body.model)
+    service = await service_for(request, body.model)
     text = await until_disconnect(request, render(request, service, body.messages, body))
     content = await off_loop(call_of(request), lambda: to_json({"prompt": remove_fences(text)}))
     return Response(content, media_type="application/json")
