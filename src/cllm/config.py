@@ -199,6 +199,11 @@ class Models(Section):
         default=None,
         description="Folder whose GGUF files are served too, each under its name without .gguf.",
     )
+    hub_cache: bool = Field(
+        default=False,
+        description="Serve the models in the Hugging Face cache too, as owner/repo:quantization. "
+        "server.allow_pull implies it.",
+    )
     default: Name | None = Field(
         default=None,
         description="Model of requests that name none; null is that of model.path, or else the "

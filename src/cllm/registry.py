@@ -17,6 +17,7 @@ from functools import partial
 from typing import Literal
 
 from cllm.backends.registry import BACKENDS
+from cllm.config import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.errors import CLLMError, EngineError, LoadFailed, StartupError, UnknownModel
 from cllm.models.gguf import format_size
@@ -42,7 +43,9 @@ class ServedModel:
     aliases: other names, or patterns of names. open: makes its service, whose engine is not
     started, and sets min_bytes. keep_alive: seconds without a request after which it is unloaded,
     None for never. stay: the same after the last request, which may have asked for another time.
-    pinned: never unloaded to make room. in_folder: whether the scan of a folder has found it.
+    pinned: never unloaded to make room. is_found: by the scan of a folder.
+    parent: the model that computes for it, if it differs from that one only in its name, its
+    system message and its defaults of sampling parameters.
     min_bytes: the memory that must be free for it. num_bytes: the memory that it takes while it is
     loaded. path: of its file, "" if unknown.
     """
@@ -55,7 +58,10 @@ class ServedModel:
     stay: float | None = field(init=False)
     pinned: bool = False
     preload: bool = False
-    in_folder: bool = False
+    is_found: bool = False
+    parent: ServedModel | None = None
+    system: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
     min_bytes: int = 0
     num_bytes: int = 0
     path: str = ""
@@ -72,20 +78,27 @@ class ServedModel:
         self.stay = self.keep_alive
 
     @property
+    def origin(self) -> ServedModel:
+        """The model that computes, which has the engine."""
+        return self.parent or self
+
+    @property
     def is_loaded(self) -> bool:
         """Whether it takes memory: its engine runs, or is being restarted."""
-        service = self.service
-        return service is not None and self.num_loads > 0 and not service.engine.unloaded
+        service = self.origin.service
+        return service is not None and self.origin.num_loads > 0 and not service.engine.unloaded
 
     @property
     def info(self) -> ModelInfo | None:
         """What is known about it; None until it has been loaded for the first time."""
-        return None if self.service is None else self.service.engine.info
+        service = self.origin.service
+        return None if service is None else service.engine.info
 
     @property
     def is_loading(self) -> bool:
         """Whether requests wait for its load."""
-        return self.loading is not None and not self.loading.done()
+        loading = self.origin.loading
+        return loading is not None and not loading.done()
 
     @property
     def status(self) -> Literal["loaded", "loading", "unloaded"]:
@@ -96,17 +109,25 @@ class ServedModel:
     @property
     def is_starting(self) -> bool:
         """Whether its engine is being started or restarted, and requests would be rejected."""
-        service = self.service
+        service = self.origin.service
         return service is not None and not service.engine.unloaded and not service.engine.ready
 
     @property
     def num_unfinished(self) -> int:
-        return 0 if self.service is None else self.service.engine.num_unfinished
+        service = self.origin.service
+        return 0 if service is None else service.engine.num_unfinished
 
     @property
     def expires_at(self) -> float | None:
         """When it is unloaded if no request comes, None for never."""
-        return None if self.stay is None else self.last_used + self.stay
+        origin = self.origin
+        return None if origin.stay is None else origin.last_used + origin.stay
+
+    def view(self, service: Service) -> Service:
+        """Return the service of ``origin`` as this model uses it."""
+        if self.parent is None:
+            return service
+        return service.derive(self.name, self.system, self.sampling)
 
     def is_named(self, name: str) -> bool:
         """Return whether this is its own name, with or without :latest."""
@@ -161,7 +182,7 @@ class Registry:
     @property
     def num_unfinished(self) -> int:
         """The number of requests that have not been answered completely."""
-        return sum(model.num_unfinished for model in self.models)
+        return sum(service.engine.num_unfinished for service in self.services)
 
     @property
     def has_served(self) -> bool:
@@ -210,18 +231,34 @@ class Registry:
         self.models = [
             model
             for model in self.models
-            if not model.in_folder or model.name in found or model.is_loaded or model.is_loading
+            if not model.is_found or model.name in found or model.is_loaded or model.is_loading
         ]
+        for model in self.models:
+            if model.is_found and model.name in found:
+                model.aliases = found[model.name].aliases
+        self.models = [model for model in self.models if model.origin in self.models]
         known = {model.name for model in self.models}
         self.models += [model for name, model in found.items() if name not in known]
 
+    def add(self, model: ServedModel) -> None:
+        """Add a model, in place of one with the same name."""
+        self.remove(model.name)
+        self.models.append(model)
+
+    def remove(self, name: str) -> None:
+        """Forget the model ``name``, and those that it computes for."""
+        self.models = [
+            model for model in self.models if name not in (model.name, model.origin.name)
+        ]
+
     def use(self, model: ServedModel) -> Service | None:
         """Return the service of a model for a request, None if it must be loaded first."""
-        model.last_used, model.stay = self._clock(), model.keep_alive
-        service = model.service
-        if service is None or model.is_draining or service.engine.unloaded:
+        origin = model.origin
+        origin.last_used, origin.stay = self._clock(), origin.keep_alive
+        service = origin.service
+        if service is None or origin.is_draining or service.engine.unloaded:
             return None
-        return service
+        return model.view(service)
 
     async def load(self, model: ServedModel) -> Service:
         """Return the service of a model, after loading it if necessary. The load goes on if the
@@ -231,11 +268,11 @@ class Registry:
         """
         if (service := self.use(model)) is not None:
             return service
-        if model.failure is not None:
-            failed_at, error = model.failure
+        if model.origin.failure is not None:
+            failed_at, error = model.origin.failure
             if self._clock() - failed_at < RETRY_SECONDS:
                 raise error
-        return await asyncio.shield(self._begin_load(model))
+        return model.view(await asyncio.shield(self._begin_load(model.origin)))
 
     def _want(self, model: ServedModel) -> None:
         """Load a model because requests wait for its engine, which was unloaded."""
@@ -351,7 +388,7 @@ class Registry:
         """Unload a model when its requests have ended, even if the caller is cancelled meanwhile.
         Requests that come later load it again.
         """
-        task = asyncio.create_task(self._drain_and_unload(model))
+        task = asyncio.create_task(self._drain_and_unload(model.origin))
         self._keep(task)
         await asyncio.shield(task)
 
@@ -366,7 +403,7 @@ class Registry:
 
     def keep(self, model: ServedModel, seconds: float | None) -> None:
         """Set how long a model stays after the last request until the next one; None: for ever."""
-        model.stay, model.last_used = seconds, self._clock()
+        model.origin.stay, model.origin.last_used = seconds, self._clock()
 
     def unload_expired(self) -> None:
         """Begin to unload models that have been idle for their ``keep_alive``. To be called
@@ -374,6 +411,8 @@ class Registry:
         """
         now = self._clock()
         for model in self.models:
+            if model.parent is not None:
+                continue
             if model.num_unfinished:
                 model.last_used = now
             expires_at = model.expires_at
@@ -385,7 +424,7 @@ class Registry:
         """Accept no further requests."""
         self.draining = True
         for service in self.services:
-            service.draining = True
+            service.engine.draining = True
 
     async def close(self) -> None:
         """End all engines and what waits for them."""

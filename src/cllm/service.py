@@ -6,10 +6,12 @@ Dialects translate to and from this interface.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -76,7 +78,7 @@ class Service:
         self.engine = engine
         self.metrics = metrics
         self.model_name = model_name
-        self.draining = False
+        self.system = ""
         self.dry_breakers = DryBreakers(lambda: self.vocabulary.pieces)
         self.renderer = Renderer(lambda: self.vocabulary)
         self.grammars = GrammarProcess(
@@ -89,6 +91,14 @@ class Service:
         self.ledger = ledger or Ledger()
         self.sampling = sampling or Sampling()
 
+    def derive(self, model_name: str, system: str, sampling: Sampling) -> Service:
+        """Return this service under another name, with a system message for conversations that
+        have none, and other defaults of sampling parameters. Both have the same engine.
+        """
+        derived = copy.copy(self)
+        derived.model_name, derived.system, derived.sampling = model_name, system, sampling
+        return derived
+
     async def close(self) -> None:
         """Close the worker processes. Nothing can be served afterwards."""
         await self.renderer.close()
@@ -96,7 +106,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.engine.ready and not self.draining
+        return self.engine.ready and not self.engine.draining
 
     @property
     def info(self) -> ModelInfo:
@@ -266,6 +276,9 @@ class Service:
         """Return the text of a conversation by the model's template, with fences around plain
         text.
         """
+        if self.system and not any(message["role"] == "system" for message in chat.messages):
+            own = {"role": "system", "content": self.system}
+            chat = replace(chat, messages=[own, *chat.messages])
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         variables, form = (
@@ -346,7 +359,7 @@ class Service:
 
         Raises EngineError, and what the call raises.
         """
-        if self.draining:
+        if self.engine.draining:
             self.metrics.count_rejection("draining")
             raise EngineError("The server is shutting down.")
         try:

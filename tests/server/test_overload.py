@@ -385,9 +385,9 @@ def test_unavailable_service_gets_503_with_retry_after():
         assert f'cllm:requests_refused_total{{model_name="fake",reason="{reason}"}} 5.0' in page
 
     async def test(service, client):
-        service.draining = True
+        service.engine.draining = True
         await refuse(client, "draining")
-        service.draining, service.engine._supervisor.num_failed = False, 1
+        service.engine.draining, service.engine._supervisor.num_failed = False, 1
         service.engine._supervisor.ready = False
         await refuse(client, "not_ready")
         service.engine._supervisor.ready = True

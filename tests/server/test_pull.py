@@ -91,3 +91,11 @@ def test_one_pull_runs_at_a_time_until_its_client_disconnects(client, hub):
             assert error.status_code == 409
             assert time.monotonic() < end
             time.sleep(0.05)
+
+
+def test_pulled_model_is_served(client):
+    client.pull("hf.co/o/models:Q8_0")
+    assert "o/models:Q8_0" in {model.model for model in client.list().models}
+    answer = client.chat("hf.co/o/models:Q8_0", [{"role": "user", "content": "Hi"}])
+    assert answer.model == "hf.co/o/models:Q8_0"
+    assert answer.message.content

@@ -175,6 +175,42 @@ def _find_cached_files(repo: str) -> dict[str, Path]:
     return {}
 
 
+def list_cached() -> dict[str, list[Path]]:
+    """Return the complete models in the cache, as owner/repo:quantization or owner/repo:file, and
+    the files of each, in order.
+    """
+    from huggingface_hub import constants
+
+    found: dict[str, list[Path]] = {}
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        cached = _find_cached_files(repo)
+        for name, files in _group_files(cached).items():
+            own = f"{repo}:{parse_quantization(name) or name}"
+            if own in found:  # several files have this quantization
+                own = f"{repo}:{name}"
+            found[own] = [cached[file] for file in files]
+    return found
+
+
+def remove_cached(files: Iterable[Path]) -> int:
+    """Remove files of the cache, and what they link to. Return the bytes that are freed. Raises
+    OSError.
+    """
+    freed = 0
+    for file in files:
+        stored, folder = file.resolve(), file.parent
+        freed += stored.stat().st_size
+        file.unlink()
+        stored.unlink(missing_ok=True)
+        while folder.parent.name == "snapshots" or folder.name == "snapshots":
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
+            folder = folder.parent
+    return freed
+
+
 def _check_space(repo: str, sizes: Mapping[str, int]) -> None:
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -101,6 +101,7 @@ class Pool:
         self._ready_since = 0.0
         self._clock = clock
         self.on_wanted = on_wanted
+        self.draining = False  # whether the server shuts down, and accepts no further requests
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
         self._pending_tokens: dict[int, PendingTokens] = {}

@@ -15,6 +15,7 @@ from cllm.server.anthropic import routes as anthropic
 from cllm.server.native import benchmark, faults, rerank, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
+from cllm.server.ollama import manage
 from cllm.server.ollama import routes as ollama
 from cllm.server.openai import (
     batches,
@@ -26,6 +27,7 @@ from cllm.server.openai import (
     tokens,
 )
 from cllm.server.openai import routes as openai
+from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
 
 DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # all other paths use OpenAI's form
@@ -38,6 +40,7 @@ ROUTERS = (
     files.router,
     batches.router,
     ollama.router,
+    manage.router,
     tokens.router,
     llama_server.router,
     native.router,
@@ -67,6 +70,7 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     app.state.responses = ResponseStore(
         settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000
     )
+    app.state.created = CreatedModels(None)
     app.state.skipped = set()  # types of skipped parts that have been logged
     app.state.batches = batches.make(app, settings)
     errors.install(app, DIALECTS)

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.batches import Batches
 from cllm.config import Settings
-from cllm.errors import EngineError
+from cllm.errors import EngineError, UnknownModel
 from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -33,11 +33,13 @@ from cllm.server.auth import Guard
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.errors import describe, make_answer
 from cllm.server.http_protocol import Protocol
+from cllm.server.ollama.manage import add_created
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sources import Source, list_folder
+from cllm.server.sources import Source, is_growing, list_found
 from cllm.server.sse import streaming
 from cllm.service import Service
+from cllm.store.created import CreatedModels
 
 log = logging.getLogger("cllm.server")
 
@@ -178,22 +180,23 @@ def open_server(
             keep_alive=own.keep_alive,
             pinned=own.pinned,
             preload=own.preload or source.is_first,
-            in_folder=source.in_folder,
+            is_found=source.is_found,
+            sampling=source.settings.sampling,
             backend=source.settings.backend.name,
             path=str(source.path or ""),
         )
 
     def scan() -> list[ServedModel]:
-        return [make_model(source) for source in list_folder(settings)]
+        return [make_model(source) for source in list_found(settings)]
 
-    has_folder = settings.models.folder is not None
-    registry = Registry((), memory or None, recorder, scan if has_folder else None)
+    registry = Registry((), memory or None, recorder, scan if is_growing(settings) else None)
     for source in sources:
         model = make_model(source)
         if source.is_first and first is not None:
             model.service = make_service(source, first)
         registry.models.append(model)
     app = create_app(registry, settings, access)
+    app.state.created = add_all_created(registry, settings)
     config = uvicorn.Config(
         guard(heads_as_gets(app), access, settings),
         http=Protocol,
@@ -210,6 +213,20 @@ def open_server(
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
     return HttpServer(config, registry, app.state.batches, access, settings)
+
+
+def add_all_created(registry: Registry, settings: Settings) -> CreatedModels:
+    """Add the models that were created earlier, as far as their bases are served. Raises
+    StartupError if their file cannot be used.
+    """
+    folder = settings.storage.folder
+    created = CreatedModels(None if folder is None else Path(folder))
+    for name, model in created.models.items():
+        try:
+            add_created(registry, name, model)
+        except UnknownModel:
+            log.warning("the model %s is not served, because %s is not", name, model.base)
+    return created
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:

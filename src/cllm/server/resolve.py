@@ -63,8 +63,9 @@ async def service_for(request: Request, name: str | None = None, message: str = 
 async def known_service_for(request: Request, name: str | None = None) -> Service:
     """Do what ``service_for`` does, but do not load a model again that has been loaded before."""
     model = model_for(request, name)
-    if model.service is not None and (model.num_loads or not model.service.engine.unloaded):
-        return model.service
+    service = model.origin.service
+    if service is not None and (model.info is not None or not service.engine.unloaded):
+        return model.view(service)
     return await service_for(request, name)
 
 

@@ -24,7 +24,7 @@ from cllm.process.launch import Popen
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
 from cllm.server.access import Access
-from cllm.server.sources import Source
+from cllm.server.sources import Source, is_growing
 
 if TYPE_CHECKING:
     from cllm.registry import Registry
@@ -155,7 +155,7 @@ def as_startup_error(error: BaseException) -> BaseException:
 
 def measure_memory(settings: Settings, sources: Sequence[Source]) -> int:
     """Return the bytes for all loaded models together; 0 for any, if there is only one model."""
-    if len(sources) < 2 and settings.models.folder is None:
+    if len(sources) < 2 and not is_growing(settings):
         return 0
     if settings.models.max_memory_mb is not None:
         return settings.models.max_memory_mb * 1_000_000

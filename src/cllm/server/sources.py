@@ -5,6 +5,7 @@ It imports little, because ``cllm serve`` needs it before everything else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,21 +15,22 @@ from cllm.config_sources import LoadedConfig
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
-from cllm.models import catalog
+from cllm.models import catalog, hub
 from cllm.models.hub import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model's name, its settings, and its file; None if the file is still to be resolved, or if
-    the backend needs none. is_first: its engine is started with the server.
+    the backend needs none. is_first: its engine is started with the server. is_found: it was found
+    in a folder or a cache.
     """
 
     name: str
     settings: Settings
     path: Path | None = None
     is_first: bool = False
-    in_folder: bool = False
+    is_found: bool = False
 
     def read_params(self, progress: Progress | None = None) -> EngineParams:
         """Return the parameters of its engine, after reading the header of its file, which is
@@ -56,8 +58,9 @@ def list_sources(loaded: LoadedConfig, progress: Progress | None = None) -> list
         for name, own in loaded.models.items()
     ]
     known = {source.name for source in sources}
-    sources += [source for source in list_folder(settings) if source.name not in known]
-    if settings.model.path is not None or not (sources or settings.models.folder):
+    sources += [source for source in list_found(settings) if source.name not in known]
+    names_models = loaded.models or settings.models.folder or settings.models.hub_cache
+    if settings.model.path is not None or not names_models:
         path = resolve(settings, progress)
         name = settings.model.name or (
             catalog.derive_model_name(path) if path else settings.backend.name
@@ -78,19 +81,36 @@ def put_default_first(sources: list[Source], default: str | None) -> list[Source
     raise StartupError(f"models.default is {default}, but the models are {names}")
 
 
-def list_folder(settings: Settings) -> list[Source]:
-    """Return the models in the folder models.folder and the folders below it. Raises StartupError
-    if there is no such folder.
+def is_growing(settings: Settings) -> bool:
+    """Return whether models may be added while the server runs."""
+    return settings.models.folder is not None or serves_hub_cache(settings)
+
+
+def serves_hub_cache(settings: Settings) -> bool:
+    return settings.models.hub_cache or settings.server.allow_pull
+
+
+def list_found(settings: Settings) -> list[Source]:
+    """Return the models in the folder models.folder and the folders below it, and those in the
+    hub's cache, as far as the settings want them. Raises StartupError if there is no such folder.
     """
-    if settings.models.folder is None:
-        return []
-    folder = Path(settings.models.folder).expanduser()
-    return [
-        Source(
-            name,
-            settings.model_copy(update={"model": Model(path=str(path), name=name)}),
-            path,
-            in_folder=True,
-        )
-        for name, path in catalog.list_folder(folder).items()
-    ]
+    found: list[Source] = []
+    if settings.models.folder is not None:
+        folder = Path(settings.models.folder).expanduser()
+        found += [
+            make_found(settings, name, path) for name, path in catalog.list_folder(folder).items()
+        ]
+    if serves_hub_cache(settings):
+        repos: set[str] = set()
+        for name, files in hub.list_cached().items():
+            repo = name.partition(":")[0]
+            names = (name, repo) if repo not in repos else (name,)
+            repos.add(repo)
+            forms = [prefix + each for prefix in ("hf.co/", "hf:") for each in names]
+            found.append(make_found(settings, name, files[0], [*names[1:], *forms]))
+    return found
+
+
+def make_found(settings: Settings, name: str, path: Path, aliases: Sequence[str] = ()) -> Source:
+    model = Model(path=str(path), name=name, aliases=list(aliases))
+    return Source(name, settings.model_copy(update={"model": model}), path, is_found=True)

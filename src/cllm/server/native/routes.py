@@ -215,7 +215,7 @@ async def scheduler(
     what steps cost. Needs an administrator's key.
     """
     check_admin(request)
-    service = model_for(request, model).service
+    service = model_for(request, model).origin.service
     if service is None:
         raise EngineError("The model is not loaded.")
     explanation = await until_disconnect(request, service.engine.explain(steps))

@@ -110,6 +110,7 @@ class ShowAnswer(ResponseModel):
     modelfile: str
     parameters: str
     template: str
+    system: str
     details: Details
     model_info: dict[str, Any]
     capabilities: list[str]

@@ -29,6 +29,15 @@ class Card(msgspec.Struct, frozen=True):
     details: dict[str, Any]
     model_info: dict[str, Any]
     license: str
+    template: str
+    context_length: int
+
+    def guess_capabilities(self) -> list[str]:
+        """Return what the model seems to be able to do, by its file, before it has been loaded."""
+        found = ["completion"]
+        found += ["tools"] if "tools" in self.template else []
+        found += ["thinking"] if "think" in self.template else []
+        return [*found, "embedding"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -45,11 +54,13 @@ def read_card(path: str, backend: str) -> Card:
             0,
             details,
             {"general.architecture": backend},
-            "",
+            license="",
+            template="",
+            context_length=0,
         )
     file = Path(path)
     header = read_header(file)
-    parameters = num_parameters(header)
+    parameters, length = num_parameters(header), header.get_number("context_length")
     quantization = parse_quantization(file.name) or most_common_type(header)
     info: dict[str, Any] = {
         name: value for name, value in header.metadata.items() if name not in NOT_SHOWN
@@ -63,6 +74,8 @@ def read_card(path: str, backend: str) -> Card:
         details=details_of(header.architecture, "gguf", count_text(parameters), quantization),
         model_info={**info, "general.parameter_count": parameters},
         license=str(header.metadata.get("general.license", "")),
+        template=str(header.metadata.get("tokenizer.chat_template", "")),
+        context_length=length if isinstance(length, int) else 0,
     )
 
 
@@ -109,13 +122,16 @@ def time_text(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def modelfile(name: str, template: str, parameters: dict[str, Any], license_text: str) -> str:
+def modelfile(
+    name: str, template: str, system: str, parameters: dict[str, Any], license_text: str
+) -> str:
     """Return the Modelfile from which Ollama would make the model.
 
     It does not show the path of the weights.
     """
     lines = ["# Modelfile of the model that cLLM serves", f"FROM {name}"]
     lines += [f"TEMPLATE {quoted(template)}"] if template else []
+    lines += [f"SYSTEM {quoted(system)}"] if system else []
     lines += [f"PARAMETER {key} {quoted(str(value))}" for key, value in parameters.items()]
     lines += [f"LICENSE {quoted(license_text)}"] if license_text else []
     return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from pydantic_core import to_json
@@ -18,6 +18,7 @@ from cllm.models import catalog
 from cllm.server.call import call_of
 from cllm.server.ollama.schema import PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
+from cllm.server.resolve import registry_of
 from cllm.server.sse import until_disconnect
 
 INTERVAL = 0.25  # seconds between two progress reports
@@ -31,8 +32,10 @@ class Abandoned(Exception):
 class Download:
     """A download in a thread, and its progress for each file, which may be read while it runs."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_done: Callable[[], Awaitable[None]]) -> None:
+        """``on_done`` is called when the model is in the cache."""
         self.name = name
+        self._on_done = on_done
         self.files: dict[str, tuple[int, int]] = {}
         self.abandoned = False
 
@@ -51,6 +54,7 @@ class Download:
             async with contextlib.aclosing(self._progress()) as progress:
                 async for line in progress:
                     yield line
+            await self._on_done()
             yield {"status": "success"}
 
     async def _progress(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -108,7 +112,7 @@ async def pull(request: Request, body: PullBody) -> Response:
             "Another model is being pulled; try again later.", status=409, code="conflict"
         )
     call_of(request).audit("pull", model=name)
-    lines = Download(name).lines()
+    lines = Download(name, registry_of(request).rescan).lines()
     if body.stream is not False:
         return StreamingResponse(encode_lines(lines), media_type=MEDIA_TYPE)
     try:

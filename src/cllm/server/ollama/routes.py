@@ -295,28 +295,35 @@ async def running(request: Request) -> Response:
 
 @router.post("/api/show", openapi_extra=describe_route(ShowBody, ShowAnswer, error=Error))
 async def show(request: Request) -> Response:
-    """Return the metadata in the model's file, and the model's capabilities."""
+    """Return the metadata in the model's file, and the model's capabilities. A model that has not
+    been loaded yet is described by its file alone.
+    """
     body = await read(request, ShowBody)
-    service = await service_for(request, body.wanted())
-    card, info = await card_of(model_for(request, body.wanted(), UNKNOWN)), service.info
+    model = model_for(request, body.wanted(), UNKNOWN)
+    card, info, service = await card_of(model), model.info, model.origin.service
     defaults = {
-        **service.sampling.model_dump(),
-        "num_ctx": info.context_length,
+        **model.sampling.model_dump(),
+        "num_ctx": card.context_length if info is None else info.context_length,
     }
     defaults["num_predict"] = defaults.pop("max_tokens")
-    capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
-    capabilities += ["insert"] if service.vocabulary.infill_tokens else []
     defaults = {name: value for name, value in defaults.items() if value is not None}
-    template = service.vocabulary.chat_template or ""
+    capabilities, template = card.guess_capabilities(), card.template
+    if info is not None and service is not None:
+        capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
+        capabilities += ["insert"] if service.vocabulary.infill_tokens else []
+        capabilities += ["embedding"] if info.embedding_size else []
+        template = service.vocabulary.chat_template or ""
+    base = model.origin.name
     return json_answer(
         {
             "license": card.license,
-            "modelfile": modelfile(service.model_name, template, defaults, card.license),
+            "modelfile": modelfile(base, template, model.system, defaults, card.license),
             "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
             "template": template,
-            "details": card.details,
+            "system": model.system,
+            "details": {**card.details, "parent_model": base if model.parent else ""},
             "model_info": card.model_info,
-            "capabilities": capabilities + (["embedding"] if info.embedding_size else []),
+            "capabilities": capabilities,
             "modified_at": card.modified,
         }
     )
@@ -333,8 +340,8 @@ async def pull_model(request: Request) -> Response:
     check_admin(request)
     body = await read(request, PullBody)
     with contextlib.suppress(UnknownModel):
-        registry_of(request).find(body.wanted())
-        return pull.answer_present(body)
+        if not registry_of(request).find(body.wanted()).is_found:
+            return pull.answer_present(body)
     return await pull.pull(request, body)
 
 

@@ -421,3 +421,53 @@ class PullBody(NameBody):
     }
 
     stream: bool | None = None
+
+
+class CreateBody(NameBody):
+    """POST /api/create: a model made from another one of this server."""
+
+    model_config = example(
+        model="pirate", **{"from": "cllm-builtin", "system": "You are a pirate."}
+    )
+
+    ignored: ClassVar = {"license": "the license in the model's file is shown"}
+    refused: ClassVar = {
+        **dict.fromkeys(
+            ("files", "adapters", "quantize"), "models are made from models that the server has"
+        ),
+        "messages": "a created model has a system message only",
+    }
+
+    source: str = Field(default="", alias="from", description="The model that computes.")
+    modelfile: str | None = Field(
+        default=None, description="The same fields as lines; the earlier form of this request."
+    )
+    system: str | None = Field(
+        default=None, description="System message of conversations that have none."
+    )
+    template: str | None = Field(default=None, description="Only the model's own is accepted.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="Defaults of sampling parameters; others have no effect."
+    )
+    stream: bool | None = None
+
+    def check(self) -> None:
+        """Raise BadRequest if something is missing."""
+        self.wanted()
+        if not self.source:
+            raise BadRequest(
+                "Missing required parameter: 'from'.",
+                param="from",
+                code="missing_required_parameter",
+            )
+
+
+class CopyBody(Body):
+    model_config = example(source="cllm-builtin", destination="mine")
+
+    source: ModelName
+    destination: ModelName
+
+
+class DeleteBody(NameBody):
+    model_config = example(model="mine")

@@ -1,0 +1,83 @@
+"""Models that clients or commands have created from others: another name, a system message, and
+defaults of sampling parameters. One JSON file has them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cllm.errors import StartupError
+from cllm.private_files import open_private
+
+FORMAT = 1  # of the file; a file with a higher one was written by a newer version
+FILE = "models.json"  # in the folder storage.folder
+MAX_MODELS = 1000
+
+
+class CreatedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """base: the name of the model that computes. system: the system message of conversations that
+    have none. sampling: defaults, by their names in the section sampling.
+    """
+
+    base: str
+    system: str = ""
+    sampling: dict[str, Any] = {}
+
+
+class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    models: dict[str, CreatedModel]
+
+
+class CreatedModels:
+    """The file in ``folder``. Its methods block. Without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises StartupError if the file cannot be used."""
+        self._path = None if folder is None else folder.expanduser() / FILE
+        self.models: dict[str, CreatedModel] = {}
+        if self._path is not None and self._path.exists():
+            self.models = read(self._path)
+
+    def put(self, name: str, model: CreatedModel) -> None:
+        """Add or replace a model. Raises OSError, and ValueError if there are too many."""
+        if name not in self.models and len(self.models) >= MAX_MODELS:
+            raise ValueError(f"at most {MAX_MODELS} models can be created")
+        self._write({**self.models, name: model})
+
+    def remove(self, name: str) -> None:
+        """Remove a model. Raises OSError, and KeyError if there is none of that name."""
+        models = dict(self.models)
+        del models[name]
+        self._write(models)
+
+    def _write(self, models: dict[str, CreatedModel]) -> None:
+        if self._path is not None:
+            data = msgspec.json.format(msgspec.json.encode(Content(FORMAT, models)))
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            new = self._path.with_suffix(".new")
+            with open_private(new, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._path)
+        self.models = models
+
+
+def read(path: Path) -> dict[str, CreatedModel]:
+    """Return the models in the file. Raises StartupError."""
+    try:
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        version = msgspec.json.decode(found.get("format", b"0"), type=int)
+        if version > FORMAT:
+            raise StartupError(f"{path} was written by a newer version of cLLM")
+        return msgspec.json.decode(content, type=Content).models
+    except OSError as error:
+        raise StartupError(f"{path}: cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise StartupError(f"{path} is damaged: {error}") from None
