@@ -259,3 +259,31 @@ def test_start_that_cannot_work_gets_one_line(tmp_path, text, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_commands_for_a_running_server(start_server, tmp_path):
+    """``cllm run`` loads a model and asks it, ``ps`` lists it, and ``stop`` unloads it."""
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "models: {a: {path: cllm-builtin}, b: {path: cllm-builtin}}\n"
+        "kv: {max_memory_mb: 100}\nserver: {allow_model_changes: true}\n"
+    )
+    server = start_server("--config", str(config))
+
+    def cllm(*words, code=0, stdin=""):
+        command = [sys.executable, "-m", "cllm", *words, "--url", server.url]
+        done = subprocess.run(command, capture_output=True, text=True, input=stdin, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stderr if code else done.stdout
+
+    assert len(cllm("ps").splitlines()) == 1
+    assert cllm("run", "b", "What is 27 plus 45?", "--temperature", "0") == "72\n"
+    assert cllm("run", "b", stdin="What is 27 plus 45?\n").strip()
+    head, row = cllm("ps").splitlines()
+    assert head.split() == ["NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"]
+    assert row.startswith("b:latest ")
+    assert row.endswith("for ever")
+    assert cllm("stop", "b") == "b is unloaded\n"
+    assert json.loads(cllm("ps", "--json")) == []
+    for words in (("run", "c", "Hi"), ("stop", "c")):
+        assert "'c' does not exist" in cllm(*words, code=2)

@@ -31,7 +31,11 @@ def chat(
     """Talk with a model in the terminal: with a running server, or else with a model loaded
     here.
     """
-    talker = make_talker(url, sampling, config, settings, model)
+    converse(make_talker(url, sampling, config, settings, model), system)
+
+
+def converse(talker: Talker, system: str | None = None) -> None:
+    """Read messages from stdin and print the answers, until /exit or the end of the input."""
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP)

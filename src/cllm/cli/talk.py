@@ -142,14 +142,17 @@ class Local:
 class Remote:
     """A server with OpenAI's API."""
 
-    def __init__(self, url: str, sampling: Mapping[str, Any]) -> None:
-        """Connect to the server. Raises StartupError if it does not answer or has another API."""
+    def __init__(self, url: str, sampling: Mapping[str, Any], model: str = "") -> None:
+        """Connect to the server. Raises StartupError if it does not answer or has another API.
+
+        ``model``: which of its models to ask; the default one if empty.
+        """
         import httpx2
 
         key = os.environ.get("CLLM_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx2.Client(base_url=server_url(url), headers=headers, timeout=600)
-        self._sampling = sampling
+        self._fields = {**sampling, **({"model": model} if model else {})}
         self.last = Answer()
         try:
             status = self._client.get("/v1/models", timeout=10).status_code
@@ -185,7 +188,7 @@ class Remote:
         self.last = Answer()
         body = {
             **content,
-            **self._sampling,
+            **self._fields,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

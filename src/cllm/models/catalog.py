@@ -128,15 +128,20 @@ def _find_first_part(path: Path) -> Path:
     """
     if not path.exists():
         raise StartupError(f"There is no file {path}; a model is {FORMS}")
+    files = list_parts(path)
+    missing = next((file for file in files if not file.exists()), None)
+    if missing is not None:
+        raise StartupError(f"The model has {len(files)} files; {missing} is missing")
+    return files[0]
+
+
+def list_parts(path: Path) -> list[Path]:
+    """Return all files of the model with this file, which may be split."""
     match = SPLIT.search(path.name)
     if match is None:
-        return path
+        return [path]
     start, parts = path.name[: match.start()], int(match["parts"])
-    files = [
+    return [
         path.with_name(f"{start}-{part:05}-of-{parts:05}{path.suffix}")
         for part in range(1, parts + 1)
     ]
-    missing = next((file for file in files if not file.exists()), None)
-    if missing is not None:
-        raise StartupError(f"The model has {parts} files; {missing} is missing")
-    return files[0]

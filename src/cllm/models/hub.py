@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import re
 import shutil
@@ -35,6 +36,7 @@ QUANTIZATION = re.compile(
     r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?![A-Z0-9])"
 )
 NOT_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[-_.](mmproj|imatrix)[-_.]", re.IGNORECASE)
+SHA256 = re.compile(r"[0-9a-f]{64}")
 LINE_EVERY = 10.0  # seconds between two lines if there is no terminal
 
 logger = logging.getLogger(__name__)
@@ -191,6 +193,21 @@ def list_cached() -> dict[str, list[Path]]:
                 own = f"{repo}:{name}"
             found[own] = [cached[file] for file in files]
     return found
+
+
+def verify(files: Iterable[Path]) -> None:
+    """Check the files of the cache whose SHA-256 the hub has told. Raises StartupError and removes
+    a file that has another one.
+    """
+    for file in files:
+        stored = file.resolve()
+        if not SHA256.fullmatch(stored.name):  # a small file, or a copy without links
+            continue
+        with stored.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != stored.name:
+            remove_cached([file])
+            raise StartupError(f"{file.name} is damaged and was removed; download it again")
 
 
 def remove_cached(files: Iterable[Path]) -> int:

@@ -1,0 +1,269 @@
+"""``cllm pull``, ``list``, ``show``, ``rm`` and ``cp`` for models on this machine; ``ps``, ``run``
+and ``stop`` for those of a running server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from cyclopts import Parameter
+
+from cllm.cli.explain import LOCAL
+from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
+from cllm.cli.talk import SamplingFlags, print_stream, server_url
+from cllm.config_sources import LoadedConfig
+from cllm.errors import CLLMError, StartupError
+from cllm.models import catalog, hub
+from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
+from cllm.store.created import CreatedModel, CreatedModels
+
+Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
+Json = Annotated[bool, Parameter(name="--json", help="Print JSON.", negative="")]
+Name = Annotated[str, Parameter(help="A model's name.")]
+
+
+class Entry(NamedTuple):
+    """A model on this machine. files: its parts. kind: where its name comes from. base: the model
+    that a created one is made from.
+    """
+
+    name: str
+    files: list[Path]
+    kind: str
+    base: str = ""
+
+    @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+def pull(
+    name: Annotated[str, Parameter(help="hf:owner/repo[:quantization].")],
+    /,
+) -> None:
+    """Download a model into the Hugging Face cache and check it. An interrupted download is
+    continued.
+    """
+    if not catalog.is_on_hub(name):
+        raise StartupError(f"{name} is not on the hub; write hf:owner/repo or hf:owner/repo:Q4_K_M")
+    with hub.stderr_progress() as progress:
+        path = catalog.resolve(name, None, progress)
+    files = catalog.list_parts(path)
+    hub.verify(files)
+    size = format_size(sum(file.stat().st_size for file in files))
+    print(f"{catalog.derive_model_name(path)}: {size}, {path}")
+
+
+def list_models(*, config: ConfigFlag = None, as_json: Json = False) -> None:
+    """List the models on this machine: the built-in one, those in the Hugging Face cache, and
+    those that the settings name.
+    """
+    entries = list_entries(settings_from_flags(config, None))
+    if as_json:
+        print(json.dumps([describe(entry) for entry in entries], indent=2))
+        return
+    rows = [
+        (entry.name, format_size(entry.size) if entry.files else "", age(entry), entry.kind)
+        for entry in entries
+    ]
+    print_table(("NAME", "SIZE", "MODIFIED", "FROM"), rows)
+    stored = {file.resolve() for entry in entries for file in entry.files}
+    print(f"{format_size(sum(file.stat().st_size for file in stored))} in all", file=sys.stderr)
+
+
+def show(name: Name, /, *, config: ConfigFlag = None, as_json: Json = False) -> None:
+    """Show what a model's file says about it."""
+    loaded = settings_from_flags(config, None)
+    entry = find(list_entries(loaded), name)
+    if entry is None or not entry.files:
+        entry = Entry(name, catalog.list_parts(catalog.resolve(name)), "file")
+    header = read_header(entry.files[0])
+    kv_bytes = compute_kv_bytes_per_token(header)
+    facts = {
+        "name": entry.name,
+        "path": str(entry.files[0]),
+        "size": format_size(entry.size),
+        "architecture": header.architecture,
+        "quantization": hub.parse_quantization(entry.files[0].name) or "",
+        "context length": header.get_number("context_length"),
+        "layers": header.get_number("block_count"),
+        "embedding length": header.get_number("embedding_length"),
+        "KV cache per token": f"{kv_bytes / 1000:.1f} kB" if kv_bytes else "",
+        "chat template": "yes" if header.metadata.get("tokenizer.chat_template") else "no",
+        "license": header.metadata.get("general.license", ""),
+    }
+    facts = {key: value for key, value in facts.items() if value not in ("", None)}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    print("\n".join(f"{key:{width}}  {value}" for key, value in facts.items()))
+
+
+def rm(name: Name, /, *, config: ConfigFlag = None) -> None:
+    """Remove a model from the Hugging Face cache, or one that was created or copied."""
+    loaded = settings_from_flags(config, None)
+    entry = find(list_entries(loaded), name)
+    if entry is None:
+        raise StartupError(f"there is no model {name}; see cllm list")
+    if entry.kind == "created":
+        created_models(loaded).remove(entry.name)
+        print(f"removed {entry.name}")
+    elif entry.kind == "hub":
+        freed = hub.remove_cached(entry.files)
+        print(f"removed {entry.name}, {format_size(freed)}")
+    else:
+        raise StartupError(f"{entry.name} is not in the Hugging Face cache; remove it yourself")
+
+
+def cp(source: Name, destination: Name, /, *, config: ConfigFlag = None) -> None:
+    """Give a model another name, under which servers with the same storage.folder serve it from
+    their next start on.
+    """
+    loaded = settings_from_flags(config, None)
+    entries = list_entries(loaded)
+    entry, created = find(entries, source), created_models(loaded)
+    if entry is None:
+        raise StartupError(f"there is no model {source}; see cllm list")
+    other = find(entries, destination)
+    if other is not None and other.kind != "created":
+        raise StartupError(f"{destination} is the name of another model")
+    model = created.models.get(entry.name) or CreatedModel(entry.name)
+    created.put(destination, model)
+    print(f"{destination} is {model.base}")
+
+
+def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
+    """List the models that a running server has loaded."""
+    models = ask(url, "GET", "/api/ps")["models"]
+    if as_json:
+        print(json.dumps(models, indent=2))
+        return
+    rows = [
+        (
+            model["name"],
+            format_size(model["size"]),
+            "GPU" if model["size_vram"] else "CPU",
+            str(model["context_length"]),
+            "for ever" if model["expires_at"].startswith("2999") else model["expires_at"],
+        )
+        for model in models
+    ]
+    print_table(("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
+
+
+def run(
+    model: Name,
+    prompt: Annotated[str | None, Parameter(help="A question. [default: a conversation]")] = None,
+    /,
+    *,
+    url: Url = LOCAL,
+    sampling: SamplingFlags | None = None,
+) -> None:
+    """Ask a model of a running server, which loads it if necessary, or talk with it."""
+    from cllm.cli.chat import converse
+    from cllm.cli.talk import Remote
+
+    talker = Remote(url, sampling or {}, model)
+    if prompt is None:
+        converse(talker)
+    else:
+        print_stream(talker.ask([{"role": "user", "content": prompt}]))
+
+
+def stop(model: Name, /, *, url: Url = LOCAL) -> None:
+    """Unload a model of a running server, once its requests have ended."""
+    ask(url, "POST", "/models/unload", {"model": model})
+    print(f"{model} is unloaded")
+
+
+def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return a server's answer. Raises StartupError if it does not answer, and CLLMError."""
+
+    import httpx2
+
+    key = os.environ.get("CLLM_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx2.request(
+            method, server_url(url) + path, json=body, headers=headers, timeout=600
+        )
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise StartupError(f"cannot connect to {url}: {error}") from None
+    try:
+        content = answer.json()
+    except ValueError:
+        content = {}
+    if answer.status_code != 200:
+        fault = content.get("error", "") if isinstance(content, dict) else ""
+        message = fault.get("message", "") if isinstance(fault, dict) else fault
+        raise CLLMError(message or f"{url} answered {path} with {answer.status_code}")
+    return content
+
+
+def list_entries(loaded: LoadedConfig) -> list[Entry]:
+    """Return the models on this machine. Raises StartupError."""
+    entries = [Entry(catalog.BUILTIN_NAME, [catalog.BUILTIN], "built in")]
+    for name, settings in loaded.models.items():
+        path = settings.model.path
+        if path is not None and not catalog.is_on_hub(path):
+            entries.append(Entry(name, catalog.list_parts(catalog.resolve(path)), "settings"))
+    if loaded.settings.models.folder is not None:
+        folder = Path(loaded.settings.models.folder).expanduser()
+        entries += [
+            Entry(name, catalog.list_parts(path), "folder")
+            for name, path in catalog.list_folder(folder).items()
+        ]
+    entries += [Entry(name, files, "hub") for name, files in hub.list_cached().items()]
+    for name, model in created_models(loaded).models.items():
+        base = find(entries, model.base)
+        entries.append(Entry(name, base.files if base else [], "created", model.base))
+    return entries
+
+
+def find(entries: list[Entry], name: str) -> Entry | None:
+    """Return the model ``name``, or the only one in the repository ``name``."""
+    if match := catalog.HUB.fullmatch(name):
+        name = match["rest"]
+    name = name.removesuffix(":latest")
+    exact = [entry for entry in entries if entry.name.lower() == name.lower()]
+    in_repo = [entry for entry in entries if entry.name.lower().startswith(f"{name.lower()}:")]
+    if not exact and len(in_repo) > 1:
+        there = ", ".join(entry.name for entry in in_repo)
+        raise StartupError(f"{name} has several models; name one: {there}")
+    return next(iter([*exact, *in_repo]), None)
+
+
+def created_models(loaded: LoadedConfig) -> CreatedModels:
+    folder = loaded.settings.storage.folder
+    return CreatedModels(None if folder is None else Path(folder))
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "size": entry.size,
+        "from": entry.kind,
+        "base": entry.base,
+        "files": list(map(str, entry.files)),
+    }
+
+
+def age(entry: Entry) -> str:
+    """Return the day on which a model was stored."""
+    if not entry.files:
+        return ""
+    return time.strftime("%Y-%m-%d", time.localtime(entry.files[0].stat().st_mtime))
+
+
+def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
