@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cllm.backends.llama_cpp.options import Options
 from cllm.backends.params import ModelSize
 from cllm.engine.build import fit_memory
 from cllm.engine.params import EngineParams
@@ -92,7 +93,7 @@ def test_kv_cache_takes_the_memory_of_the_gpus(monkeypatch, devices, layers, fre
     monkeypatch.setattr(memory, "measure_available_bytes", lambda: 30 * GB)
     params = EngineParams(
         path="m.gguf",
-        options={"n_gpu_layers": layers},
+        options=Options(n_gpu_layers=layers).model_dump(),
         weight_bytes=20 * GB,
         kv_bytes_per_token=100_000,
         kv_memory=0,

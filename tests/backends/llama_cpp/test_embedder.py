@@ -61,7 +61,7 @@ def test_pooling_matches_that_of_llama_cpp(
     number = {"mean": 1, "cls": 2, "last": 3}[pooling]
     expected = pooled_by_llama_cpp(backend._model, number)
     facts = backend._embedder._facts._replace(pooling=pooling)
-    embedder = Embedder(backend._model, facts, 256, 1)
+    embedder = Embedder(backend._model, facts, 256, 1, backend._scale)
     request.addfinalizer(embedder.close)
     cuts = [len(TEXT)] if facts.whole else [4, 9, len(TEXT)]
     rows = [

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -45,6 +46,13 @@ from cllm.backends.llama_cpp.library import (
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.passes import TILE, Pass, plan_passes
+from cllm.backends.llama_cpp.placement import (
+    FLASH_ATTENTION,
+    Placement,
+    describe_positions,
+    scale_positions,
+    scaled_length,
+)
 from cllm.backends.llama_cpp.states import CELL
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.backends.params import BackendParams
@@ -108,7 +116,7 @@ class LlamaCppBackend:
         The first share, 0, is reported after the vocabulary and before any weight is read. A
         damaged file may abort the process.
         """
-        self._path = Path(params.path)
+        self._path, self._kv_type = Path(params.path), params.kv_type
         self._model = self._load_model(options_of(params), progress)
         self._check_architecture()
         self.vocabulary = LlamaVocabulary(self._model)
@@ -132,6 +140,8 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
+        self._scale = partial(scale_positions, options, trained)
+        trained = scaled_length(options, trained)
         # In the unified layout, llama.cpp silently gives a sequence's cells before its window to
         # other sequences.
         windowed = lib.llama_model_n_swa(self._model) > 0
@@ -150,7 +160,7 @@ class LlamaCppBackend:
         room = max(USUAL_CONTEXT, sizes.num_cells // MIN_SEQS)  # it has cells of its own
         max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens, room)
         threads = options.n_threads_batch or options.n_threads
-        self._embedder = Embedder(self._model, vectors, max_embedding_tokens, threads)
+        self._embedder = Embedder(self._model, vectors, max_embedding_tokens, threads, self._scale)
         self.info = ModelInfo(
             name=self._metadata("general.name") or self._path.stem,
             architecture=self._metadata("general.architecture") or "unknown",
@@ -181,7 +191,7 @@ class LlamaCppBackend:
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
             fingerprint=f"{compute_fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
-            f"{'' if plain else sizes}",
+            f"{'' if plain else sizes}{describe_positions(options)}",
         )
 
     def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[Fit, Probed]:
@@ -292,8 +302,10 @@ class LlamaCppBackend:
         return Probed(can_trim, first - per_token, per_token, row_seconds)
 
     def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
+        placement = Placement(options, self._kv_type)
         c_params = lib.llama_model_default_params()
         c_params.n_gpu_layers = options.n_gpu_layers
+        placement.apply(c_params)
         c_params.load_mode = {
             (True, False): lib.LLAMA_LOAD_MODE_MMAP,
             (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
@@ -341,6 +353,8 @@ class LlamaCppBackend:
         c_params.n_threads = threads
         c_params.n_threads_batch = options.n_threads_batch or threads
         c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
+        c_params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+        self._scale(c_params)
         if params.kv_type != "f16":  # llama.cpp reads quantized values only so
             c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         c_params.kv_unified = sizes.layout == "unified"

@@ -9,6 +9,7 @@ llama.cpp's own limits apply: an ``n_ubatch`` smaller than the text would abort 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,13 +66,21 @@ class Embedder:
     """Implements Backend.embed."""
 
     def __init__(
-        self, model: Any, facts: EmbeddingFacts, max_tokens: int, threads: int | None
+        self,
+        model: Any,
+        facts: EmbeddingFacts,
+        max_tokens: int,
+        threads: int | None,
+        scale_positions: Callable[[Any], None],
     ) -> None:
-        """``max_tokens``: the limit of one text. Nothing is allocated yet."""
+        """``max_tokens``: the limit of one text. ``scale_positions`` sets the parameters of a
+        context. Nothing is allocated yet.
+        """
         self._model = model
         self._facts = facts
         self._max_tokens = max_tokens
         self._threads = threads or os.cpu_count() or 1
+        self._scale_positions = scale_positions
         self._context: Any = None
         self._room = 0  # length of the longest text for which there are cells
         self._going = (-1, 0, 0)  # the unfinished text: its seq_id, tokens computed, and length
@@ -131,6 +140,7 @@ class Embedder:
         c_params.n_batch = c_params.n_ubatch = num_tokens
         c_params.n_seq_max = MAX_CHUNKS
         c_params.n_threads = c_params.n_threads_batch = self._threads
+        self._scale_positions(c_params)
         c_params.embeddings = True
         rank = lib.LLAMA_POOLING_TYPE_RANK
         c_params.pooling_type = rank if facts.pooling == "rank" else lib.LLAMA_POOLING_TYPE_NONE

@@ -36,11 +36,11 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
 
 def measure_gpus(params: BackendParams) -> int | None:
     with loadable():
-        from cllm.backends.llama_cpp import backend, devices
+        from cllm.backends.llama_cpp import backend, placement
 
     if not backend.uses_gpu(params):
         return None
-    return sum(gpu.num_free_bytes for gpu in devices.list_gpus())
+    return sum(gpu.num_free_bytes for gpu in placement.chosen_gpus(backend.options_of(params)))
 
 
 def load(
