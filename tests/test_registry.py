@@ -8,7 +8,13 @@ import pytest
 from conftest import PATIENCE
 
 from cllm import registry as registry_module
-from cllm.errors import EngineError, LoadFailed, StartupError, UnknownModel
+from cllm.errors import (
+    EngineError,
+    KilledWhileLoading,
+    LoadFailed,
+    StartupError,
+    UnknownModel,
+)
 from cllm.registry import MAX_NAME, Registry, ServedModel
 
 MB = 1_000_000
@@ -84,6 +90,10 @@ class StubEngine:
         self.error: Exception | None = None
         self.ended_with = None
 
+    @property
+    def has_requests(self):
+        return bool(self.num_unfinished)
+
     def set_unloaded(self):
         self.unloaded = True
 
@@ -114,7 +124,12 @@ class StubService:
         self.info = SimpleNamespace(
             context_length=1, kv_bytes_per_token=0, model_bytes=0, on_gpu=False
         )
-        self.draining = False
+        self.model_name = engine._name
+
+    def derive(self, name, system, sampling):
+        derived = StubService(self.engine)
+        derived.model_name = name
+        return derived
 
     async def close(self):
         pass
@@ -284,7 +299,7 @@ def test_idle_model_is_unloaded_after_its_keep_alive():
         fleet.registry.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"a", "b"}, "its time begins when its last request has ended"
-        fleet.now += 10
+        fleet.now += 10 + registry_module.GRACE_SECONDS
         fleet.registry.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"b"}
@@ -333,7 +348,7 @@ def test_closing_ends_loads_and_engines():
         fleet.engines["b"].gate.clear()
         waiting = await fleet.loading("b")
         await fleet.registry.close()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(EngineError, match="shutting down"):
             await waiting
         assert fleet.events[-2:] == ["close a", "close b"]
         assert not fleet.registry.ready
@@ -379,3 +394,185 @@ def test_trace_of_zipf_requests_loads_hardly_more_than_lru():
         assert loads <= 1.2 * expected
 
     run(test())
+
+
+def test_model_that_was_to_leave_stays_if_another_one_left_before_it():
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        await fleet.use("b")
+        for name in "ab":
+            fleet.engines[name].num_unfinished = 1
+        fleet.now += 100
+        third = await fleet.loading("c")
+        assert fleet.models["a"].is_draining
+        fleet.engines["b"].num_unfinished = 0
+        await third
+        assert not fleet.models["a"].is_draining
+        assert await fleet.use("a")
+        assert fleet.events == ["load a", "load b", "unload b", "load c"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["keep_alive", "unload"])
+def test_model_that_waits_for_its_own_requests_does_not_delay_others(how):
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        fleet.engines["a"].num_unfinished = 1
+        if how == "unload":
+            leaving = asyncio.create_task(fleet.registry.unload(fleet.models["a"]))
+        else:
+            fleet.registry.keep(fleet.models["a"], 0.0)
+            leaving = asyncio.create_task(asyncio.sleep(0))
+            fleet.now += 100
+            fleet.registry.unload_expired()
+        await fleet.turns()
+        await fleet.use("b")
+        assert fleet.loaded == {"a", "b"}
+        again = await fleet.loading("a")
+        fleet.engines["a"].num_unfinished = 0
+        await asyncio.gather(again, leaving)
+        expected = ["unload a", "load a"] if how == "unload" else []
+        assert fleet.events[2:] == expected
+
+    run(test())
+
+
+def test_expired_model_that_gets_a_request_while_another_one_leaves_stays():
+    async def test():
+        fleet = Fleet(a={"keep_alive": 1.0}, b={"keep_alive": 1.0})
+        await fleet.use("a")
+        await fleet.use("b")
+        fleet.now += 100
+        fleet.registry.unload_expired()  # begins to unload both
+        await fleet.use("b")
+        await fleet.turns()
+        assert fleet.loaded == {"b"}
+        assert "unload b" not in fleet.events
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [StartupError("damaged"), OSError("cannot fork")])
+def test_requests_that_wait_for_an_engine_end_if_it_cannot_be_started(error):
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        await fleet.registry.unload(fleet.models["a"])
+        fleet.engines["a"].error = error
+        fleet.engines["a"].on_wanted()
+        await fleet.turns()
+        assert isinstance(fleet.engines["a"].ended_with, LoadFailed)
+        assert fleet.events.count("load a") == 2
+
+    run(test())
+
+
+def test_requests_that_wait_for_an_engine_end_if_there_is_no_memory():
+    async def test():
+        fleet = Fleet("ab", 15, b={"pinned": True})
+        await fleet.use("a")
+        await fleet.registry.unload(fleet.models["a"])
+        await fleet.use("b")
+        fleet.engines["a"].on_wanted()
+        await fleet.turns()
+        assert "10.0 MB" in str(fleet.engines["a"].ended_with)
+
+    run(test())
+
+
+def test_engine_that_is_killed_while_it_loads_is_started_again():
+    async def test():
+        fleet = Fleet()
+        engine, starts = fleet.engines["a"], []
+
+        async def start(max_bytes):
+            starts.append(max_bytes)
+            if len(starts) <= registry_module.MAX_KILLS:
+                raise KilledWhileLoading("SIGKILL")
+            await StubEngine.start(engine, max_bytes)
+
+        engine.start = start
+        await fleet.use("a")
+        assert len(starts) == 1 + registry_module.MAX_KILLS
+
+    run(test())
+
+
+def test_models_made_from_others_take_no_memory_and_leave_with_them():
+    async def test():
+        fleet = Fleet("ab", 15)
+        child = ServedModel(name="child", parent=fleet.models["a"])
+        fleet.registry.add(child)
+        derived = await fleet.registry.load(child)
+        assert derived is await fleet.registry.load(child)
+        assert derived.model_name == "child"
+        fleet.now += 100
+        await fleet.use("b")
+        assert not child.is_loaded
+        fleet.now += 100
+        await fleet.registry.load(child)
+        assert fleet.events == ["load a", "unload a", "load b", "unload b", "load a"]
+        fleet.registry.remove("a")
+        assert [model.name for model in fleet.registry.models] == ["b"]
+        with pytest.raises(UnknownModel):
+            fleet.registry.find("child")
+
+    run(test())
+
+
+def test_shutdown_does_not_wait_for_loads():
+    async def test():
+        fleet = Fleet()
+        fleet.engines["a"].gate.clear()
+        waiting = await fleet.loading("a")
+        fleet.registry.drain()
+        with pytest.raises(EngineError, match="shutting down"):
+            await waiting
+
+    run(test())
+
+
+def test_removed_model_ends_after_its_requests():
+    async def test():
+        fleet = Fleet()
+        await fleet.use("a")
+        fleet.engines["a"].num_unfinished = 1
+        ending = asyncio.create_task(fleet.registry.discard(fleet.models["a"]))
+        await fleet.turns()
+        assert "close a" not in fleet.events
+        with pytest.raises(UnknownModel):
+            fleet.registry.find("a")
+        fleet.engines["a"].num_unfinished = 0
+        await ending
+        assert fleet.events == ["load a", "unload a", "close a"]
+        with pytest.raises(UnknownModel):
+            await fleet.registry.load(fleet.models["a"])
+
+    run(test())
+
+
+def test_folder_is_scanned_for_new_moved_and_missing_files(caplog):
+    def found(**paths):
+        return [ServedModel(name=name, path=path, is_found=True) for name, path in paths.items()]
+
+    async def test():
+        scans = [found(a="1", b="1"), found(a="2"), StartupError("no folder"), found(a="2", c="1")]
+
+        def scan():
+            result = scans.pop(0)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        registry = Registry([ServedModel(name="own")], scan=scan)
+        for expected in ({"a": "1", "b": "1"}, {"a": "2"}, {"a": "2"}, {"a": "2", "c": "1"}):
+            await registry.rescan()
+            assert {model.name: model.path for model in registry.models[1:]} == expected
+        await registry.rescan(min_age=1000)
+        assert not scans
+
+    run(test())
+    assert "the folder of models cannot be read: no folder" in caplog.text

@@ -234,7 +234,7 @@ class Collector:
                 f"{place}: {MODELS}.{name} must be a mapping with the model's path, not {found}"
             )
         if not NAME.fullmatch(name):
-            raise StartupError(f"{place}: a model's name must be one line of text")
+            raise StartupError(f"{place}: a model's name must be one line of up to 300 characters")
         if name in self.models:
             raise StartupError(f"{place}: {MODELS}.{name} is given twice")
         title = f"{MODELS}.{name}: "

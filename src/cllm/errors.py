@@ -18,6 +18,10 @@ class StartupError(CLLMError):
     """
 
 
+class KilledWhileLoading(StartupError):
+    """The engine was ended from outside while it loaded a model, so the next one may load it."""
+
+
 class BadRequest(CLLMError):
     """The request cannot be served as it is.
 

@@ -19,20 +19,31 @@ from typing import Literal
 from cllm.backends.registry import BACKENDS
 from cllm.config import Sampling
 from cllm.core.model_info import ModelInfo
-from cllm.errors import CLLMError, EngineError, LoadFailed, StartupError, UnknownModel
+from cllm.errors import (
+    CLLMError,
+    EngineError,
+    KilledWhileLoading,
+    LoadFailed,
+    StartupError,
+    UnknownModel,
+)
 from cllm.models.gguf import format_size
 from cllm.models.memory import weigh
 from cllm.observe.metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
+from cllm.process.pool import Pool
 from cllm.service import Service
 
 log = logging.getLogger("cllm.registry")
 
 MAX_NAME = 300  # characters of a model's name
+MAX_SHOWN = 8  # models in an error
 # A model stays at least for MIN_STAY seconds, and for STAY_FACTOR times what its load took, so that
 # two models that are both wanted do not spend their time with loading.
 MIN_STAY, STAY_FACTOR = 2.0, 2.0
+GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
 LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
+MAX_KILLS = 3  # of an engine while it loads, before that is an error
 RETRY_SECONDS = 5.0  # after a load that failed
 
 
@@ -46,8 +57,7 @@ class ServedModel:
     pinned: never unloaded to make room. is_found: by the scan of a folder.
     parent: the model that computes for it, if it differs from that one only in its name, its
     system message and its defaults of sampling parameters.
-    min_bytes: the memory that must be free for it. num_bytes: the memory that it takes while it is
-    loaded. path: of its file, "" if unknown.
+    min_bytes: the memory that must be free for it. path: of its file, "" if unknown.
     """
 
     name: str
@@ -63,7 +73,6 @@ class ServedModel:
     system: str = ""
     sampling: Sampling = field(default_factory=Sampling)
     min_bytes: int = 0
-    num_bytes: int = 0
     path: str = ""
     backend: str = BACKENDS[0]
     created: int = field(default_factory=lambda: int(time.time()))
@@ -72,7 +81,9 @@ class ServedModel:
     stays_until: float = 0.0
     is_draining: bool = False  # it is to be unloaded, and gets no further requests until then
     failure: tuple[float, CLLMError] | None = None  # when a load failed, and why
+    is_removed: bool = False
     loading: asyncio.Task[Service] | None = field(default=None, repr=False)
+    _derived: Service | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.stay = self.keep_alive
@@ -113,9 +124,16 @@ class ServedModel:
         return service is not None and not service.engine.unloaded and not service.engine.ready
 
     @property
-    def num_unfinished(self) -> int:
+    def is_busy(self) -> bool:
+        """Whether it has requests, or texts to tokenize for them."""
         service = self.origin.service
-        return 0 if service is None else service.engine.num_unfinished
+        return service is not None and service.engine.has_requests
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes while it is loaded; 0 if unknown."""
+        service = self.origin.service
+        return 0 if service is None else service.engine.num_bytes
 
     @property
     def expires_at(self) -> float | None:
@@ -127,7 +145,9 @@ class ServedModel:
         """Return the service of ``origin`` as this model uses it."""
         if self.parent is None:
             return service
-        return service.derive(self.name, self.system, self.sampling)
+        if self._derived is None or self._derived.engine is not service.engine:
+            self._derived = service.derive(self.name, self.system, self.sampling)
+        return self._derived
 
     def is_named(self, name: str) -> bool:
         """Return whether this is its own name, with or without :latest."""
@@ -154,8 +174,10 @@ class Registry:
         self.draining = False
         self._max_bytes = max_bytes
         self._recorder = recorder
+        self.on_rescan: Callable[[], None] = lambda: None
         self._scan = scan
         self._scanned = clock()
+        self._scanning = asyncio.Lock()
         self._clock = clock
         self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
         self._tasks: set[asyncio.Task[object]] = set()
@@ -204,6 +226,10 @@ class Registry:
         """Return when ``ready`` is expected to be true, in seconds."""
         return min((one.engine.seconds_until_ready() for one in self.services), default=0.0)
 
+    def get(self, name: str) -> ServedModel | None:
+        """Return the model of exactly this name, with or without :latest."""
+        return next((model for model in self.models if model.is_named(name)), None)
+
     def find(self, name: str | None = None) -> ServedModel:
         """Return the model ``name``: its name with or without :latest, or an alias.
 
@@ -211,32 +237,47 @@ class Registry:
         """
         if not name:
             return self.default
-        for model in self.models:
-            if model.is_named(name):
-                return model
+        if (own := self.get(name)) is not None:
+            return own
         if len(name) <= MAX_NAME:
             for model in self.models:
                 if any(fnmatchcase(name, alias) for alias in model.aliases):
                     return model
-        raise UnknownModel(name, self.default.name)
+        raise UnknownModel(name, self.describe())
+
+    def describe(self) -> str:
+        """Return the names of the models, as far as they fit into an error."""
+        names = [model.name for model in self.models]
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        return ", ".join(names[:MAX_SHOWN]) + more
 
     async def rescan(self, min_age: float = 0.0) -> None:
         """Add the files that are new in the folder of models, and forget those that are gone and
         not loaded, unless the last scan is less than ``min_age`` seconds old.
         """
-        if self._scan is None or self._clock() - self._scanned < min_age:
+        if self._scan is None:
             return
-        self._scanned = self._clock()
-        found = {model.name: model for model in await asyncio.to_thread(self._scan)}
-        self.models = [
-            model
-            for model in self.models
-            if not model.is_found or model.name in found or model.is_loaded or model.is_loading
-        ]
-        for model in self.models:
-            if model.is_found and model.name in found:
-                model.aliases = found[model.name].aliases
-        self.models = [model for model in self.models if model.origin in self.models]
+        async with self._scanning:
+            if self._clock() - self._scanned < min_age:
+                return
+            try:
+                found = await asyncio.to_thread(self._scan)
+            except (StartupError, OSError) as error:
+                log.error("the folder of models cannot be read: %s", error)
+                return
+            self._scanned = self._clock()
+            await self._use_found({model.name: model for model in found})
+        self.on_rescan()
+
+    async def _use_found(self, found: dict[str, ServedModel]) -> None:
+        for model in [model for model in self.models if model.is_found]:
+            new = found.get(model.name)
+            if new is not None:
+                model.aliases = new.aliases
+            if model.is_loaded or model.is_loading:
+                continue
+            if new is None or new.path != model.path:
+                await self.discard(model)
         known = {model.name for model in self.models}
         self.models += [model for name, model in found.items() if name not in known]
 
@@ -247,9 +288,21 @@ class Registry:
 
     def remove(self, name: str) -> None:
         """Forget the model ``name``, and those that it computes for."""
-        self.models = [
-            model for model in self.models if name not in (model.name, model.origin.name)
-        ]
+        for model in self.models:
+            model.is_removed |= name in (model.name, model.origin.name)
+        self.models = [model for model in self.models if not model.is_removed]
+
+    async def discard(self, model: ServedModel) -> None:
+        """Forget a model, and end its engine once its requests have ended."""
+        self.remove(model.name)
+        if model.is_loading:
+            await asyncio.wait([model.loading] if model.loading else [])
+        if model.is_loaded:
+            await self.unload(model)
+        if model.parent is None and model.service is not None:
+            service, model.service = model.service, None
+            await service.engine.close()
+            await service.close()
 
     def use(self, model: ServedModel) -> Service | None:
         """Return the service of a model for a request, None if it must be loaded first."""
@@ -272,46 +325,70 @@ class Registry:
             failed_at, error = model.origin.failure
             if self._clock() - failed_at < RETRY_SECONDS:
                 raise error
-        return model.view(await asyncio.shield(self._begin_load(model.origin)))
+        loading = self._begin_load(model.origin)
+        try:
+            return model.view(await asyncio.shield(loading))
+        except asyncio.CancelledError:
+            if loading.cancelled():
+                raise shutting_down() from None
+            raise
 
     def _want(self, model: ServedModel) -> None:
         """Load a model because requests wait for its engine, which was unloaded."""
-        if not self.draining:
+        if not model.is_removed:
             self._begin_load(model)
 
     def _begin_load(self, model: ServedModel) -> asyncio.Task[Service]:
         """Begin to load a model, unless that has begun."""
+        if model.is_removed:
+            raise UnknownModel(model.name, self.describe())
         if model.loading is None or not model.is_loading:
             model.loading = asyncio.create_task(self._load(model))
             model.loading.add_done_callback(take_exception)
         return model.loading
 
     async def _load(self, model: ServedModel) -> Service:
-        async with self._turn:
-            if self.draining:
-                raise EngineError("The server is shutting down.")
-            try:
-                service = await self._open(model)
-                room = await self._make_room(model)
-                begun = self._clock()
-                await service.engine.start(room or 0)
-            except StartupError as error:
-                log.error("the model %s cannot be loaded: %s", model.name, error)
-                failed = LoadFailed(f"The model {model.name!r} cannot be loaded.")
-                model.failure = self._clock(), failed
-                if model.service is not None:  # requests may wait for it
-                    model.service.engine.end_all(failed)
-                raise failed from error
-            self.note_loaded(model, self._clock() - begun)
-            return service
+        """Load a model, and end the requests that wait for it if that fails."""
+        try:
+            return await self._open_and_start(model)
+        except EngineError as error:  # no memory, or the server shuts down
+            failed: CLLMError = error
+        except Exception as error:
+            known = isinstance(error, StartupError)
+            log.error(
+                "the model %s cannot be loaded: %s", model.name, error, exc_info=not known and error
+            )
+            failed = LoadFailed(f"The model {model.name!r} cannot be loaded.")
+            failed.__cause__ = error
+            model.failure = self._clock(), failed
+        if model.service is not None:
+            model.service.engine.end_all(failed)
+        raise failed
 
-    async def _open(self, model: ServedModel) -> Service:
+    async def _open_and_start(self, model: ServedModel) -> Service:
         if model.service is None:
             assert model.open is not None
             service = await model.open(model)
             service.engine.set_unloaded()
             model.service = service
-        return model.service
+        while model.is_draining:  # until it has been unloaded  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        async with self._turn:
+            if self.draining and not model.is_busy:
+                raise shutting_down()
+            if not model.is_loaded:
+                room = await self._make_room(model)
+                begun = self._clock()
+                await start(model.service.engine, room or 0)
+                self.note_loaded(model, self._clock() - begun)
+            return model.service
+
+    async def adopt(self, model: ServedModel, start: Awaitable[None]) -> None:
+        """Wait until ``start`` has started the engine of a model, which was begun outside."""
+        async with self._turn:
+            begun = self._clock()
+            await start
+            self.note_loaded(model, self._clock() - begun)
 
     def note_loaded(self, model: ServedModel, seconds: float) -> None:
         """Note that the engine of a model is ready after ``seconds`` of loading."""
@@ -320,11 +397,11 @@ class Registry:
         service.engine.on_wanted = partial(self._want, model)
         model.failure = None
         model.num_loads += 1
-        model.num_bytes, info = service.engine.num_bytes, service.info
+        info = service.info
         # the next load must have room for a sequence as long as this one
         kv_bytes = info.context_length * info.kv_bytes_per_token
         needed = weigh(info.model_bytes, kv_bytes, in_ram=not info.on_gpu)
-        model.min_bytes = max(model.min_bytes, needed)
+        model.min_bytes = max(model.min_bytes, min(needed, model.num_bytes))
         model.last_used = now
         model.stays_until = now + max(MIN_STAY, STAY_FACTOR * seconds)
         if service.vocabulary.chat_template:
@@ -335,7 +412,11 @@ class Registry:
         """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
         if self._max_bytes is None:
             return None
-        others = (one.num_bytes for one in self.models if one.is_loaded and one is not model)
+        others = (
+            one.num_bytes
+            for one in self.models
+            if one.parent is None and one.is_loaded and one is not model
+        )
         return self._max_bytes - sum(others)
 
     async def _make_room(self, model: ServedModel) -> int | None:
@@ -345,7 +426,11 @@ class Registry:
         Raises EngineError if it can never fit.
         """
         while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
-            others = [one for one in self.models if one.is_loaded and one is not model]
+            others = [
+                one
+                for one in self.models
+                if one.parent is None and one.is_loaded and one is not model
+            ]
             movable = [one for one in others if not one.pinned]
             most = free + sum(one.num_bytes for one in movable)
             if most < model.min_bytes:
@@ -361,26 +446,28 @@ class Registry:
         """Unload the model that was used the longest ago, of those that are idle if there are any,
         as soon as it may leave and its requests have ended.
         """
-        while True:
-            now = self._clock()
-            idle = [one for one in models if not one.num_unfinished and one.stays_until <= now]
-            if idle:
-                await self._unload(min(idle, key=lambda one: one.last_used))
-                return
-            oldest = min(models, key=lambda one: one.last_used)
-            draining = next((one for one in models if one.is_draining), None)
-            if draining is None and oldest.stays_until <= now:
-                oldest.is_draining = True
-            await asyncio.sleep(LOOK_SECONDS)
+        drained: ServedModel | None = None
+        try:
+            while True:
+                now = self._clock()
+                idle = [one for one in models if not one.is_busy and one.stays_until <= now]
+                if idle:
+                    await self._unload(min(idle, key=lambda one: one.last_used))
+                    return
+                oldest = min(models, key=lambda one: one.last_used)
+                if drained is None and oldest.stays_until <= now:
+                    drained = oldest
+                    drained.is_draining = True
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            if drained is not None:
+                drained.is_draining = False
 
     async def _unload(self, model: ServedModel) -> None:
         """End the engine of a model, which saves its prefixes if it has a disk cache."""
         assert model.service is not None
         log.info("the model %s is unloaded", model.name)
-        try:
-            await model.service.engine.unload()
-        finally:
-            model.is_draining = False
+        await model.service.engine.unload()
         model.service.renderer.end_idle()
         model.service.grammars.end_idle()
 
@@ -393,13 +480,17 @@ class Registry:
         await asyncio.shield(task)
 
     async def _drain_and_unload(self, model: ServedModel) -> None:
-        async with self._turn:
+        model.is_draining = True
+        try:
             while model.is_loaded:
-                if not model.num_unfinished:
-                    await self._unload(model)
-                    return
-                model.is_draining = True
-                await asyncio.sleep(LOOK_SECONDS)
+                if model.is_busy:  # without the turn: other models may be loaded meanwhile
+                    await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                async with self._turn:
+                    if model.is_loaded and not model.is_busy:
+                        await self._unload(model)
+        finally:
+            model.is_draining = False
 
     def keep(self, model: ServedModel, seconds: float | None) -> None:
         """Set how long a model stays after the last request until the next one; None: for ever."""
@@ -409,22 +500,29 @@ class Registry:
         """Begin to unload models that have been idle for their ``keep_alive``. To be called
         regularly.
         """
-        now = self._clock()
         for model in self.models:
-            if model.parent is not None:
-                continue
-            if model.num_unfinished:
-                model.last_used = now
-            expires_at = model.expires_at
-            is_due = expires_at is not None and expires_at <= now and not model.is_draining
-            if model.is_loaded and is_due and not self._turn.locked():
-                self._keep(asyncio.create_task(self._drain_and_unload(model)))
+            if model.parent is None and model.is_busy:
+                model.last_used = self._clock()
+            elif model.parent is None and self._has_expired(model) and not self._turn.locked():
+                self._keep(asyncio.create_task(self._unload_if_expired(model)))
+
+    def _has_expired(self, model: ServedModel) -> bool:
+        now, expires_at = self._clock(), model.expires_at
+        return model.is_loaded and expires_at is not None and expires_at + GRACE_SECONDS <= now
+
+    async def _unload_if_expired(self, model: ServedModel) -> None:
+        async with self._turn:
+            if self._has_expired(model) and not model.is_busy:
+                await self._unload(model)
 
     def drain(self) -> None:
-        """Accept no further requests."""
+        """Accept no further requests, and load no model for those that have not been accepted."""
         self.draining = True
         for service in self.services:
             service.engine.draining = True
+        for model in self.models:
+            if model.loading is not None and not model.is_busy:
+                model.loading.cancel()
 
     async def close(self) -> None:
         """End all engines and what waits for them."""
@@ -433,11 +531,13 @@ class Registry:
         for task in (*loading, *self._tasks):
             task.cancel()
         await asyncio.gather(*loading, *self._tasks, return_exceptions=True)
-        for service in self.services:
-            try:
-                await service.engine.close()
-            finally:
-                await service.close()
+        for ending in (
+            [service.engine.close() for service in self.services],
+            [service.close() for service in self.services],
+        ):
+            for result in await asyncio.gather(*ending, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.error("a model was not closed: %s", result)
         if self._recorder is not None:
             self._recorder.close()
 
@@ -445,6 +545,20 @@ class Registry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(take_exception)
+
+
+async def start(engine: Pool, max_bytes: int) -> None:
+    """Start an engine, again if it was killed from outside meanwhile. Raises StartupError."""
+    for _ in range(MAX_KILLS):
+        try:
+            return await engine.start(max_bytes)
+        except KilledWhileLoading as error:
+            log.warning("%s; starting it again", error)
+    return await engine.start(max_bytes)
+
+
+def shutting_down() -> EngineError:
+    return EngineError("The server is shutting down.")
 
 
 def take_exception(task: asyncio.Task[object]) -> None:

@@ -170,11 +170,13 @@ def test_system_without_control_groups_has_no_limit_of_them(groups):
 def test_beside_other_models_a_limit_replaces_the_available_memory():
     """And on GPUs, the cache of one model leaves room for those of others."""
     budget = memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=3 * GB)
-    assert budget == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
+    assert budget == (3 * GB - memory.weigh(GB, 0)) // 2
     with pytest.raises(StartupError, match=r"3\.0 GB are available"):
         memory.compute_kv_budget(GB, CELL, 4 * GB, None, max_bytes=3 * GB)
-    assert memory.compute_ram_cache_budget(GB, budget, 3 * GB) == budget // 4
-    assert memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=100 * GB) == memory.USUAL_KV_BYTES
+    left = 3 * GB - memory.weigh(GB, budget)
+    assert memory.compute_ram_cache_budget(GB, budget, 3 * GB) == left // 4
+    most = memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=100 * GB)
+    assert most == (10 * GB - memory.weigh(GB, 0)) // 2, "no more than what is available"
     on_gpus = memory.compute_kv_budget(GB, CELL, 0, None, gpu_bytes=50 * GB, max_bytes=100 * GB)
     assert on_gpus == memory.USUAL_KV_BYTES
 

@@ -31,7 +31,10 @@ from cllm.store.keys import (
 )
 
 FAKE = ("--backend.name", "fake", "--context", "4096", "--kv.max-memory-mb", "64")
-ADMIN = {"/scheduler", "/benchmark", "/faults", "/api/pull"}
+ADMIN = {
+    *("/scheduler", "/benchmark", "/faults", "/models/load", "/models/unload"),
+    *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
+}
 PUBLIC = {"/", "/health", "/ready"}
 OBJECTS = ("{file_id}", "{batch_id}", "{response_id}")
 
@@ -727,3 +730,57 @@ def test_connections_of_one_address_are_limited(start_server):
         assert time.monotonic() < end
     assert server.log.count("127.0.0.1 has 5 connections") == 1
     server.client = httpx2.Client(base_url=server.url)
+
+
+def test_account_sees_and_loads_only_its_models(start_server, tmp_path):
+    """In a server of several models: lists, metrics, batches, the default model and errors."""
+    path, config = tmp_path / "keys.json", tmp_path / "c.yaml"
+    accounts = {"root": record("root", admin=True), "bob": record("bob", models=("small",))}
+    write_key_file(path, KeyFile(accounts=accounts))
+    config.write_text("models: {secret: {preload: true}, small: {}}\nbackend: {name: fake}\n")
+    server = start_server("--config", str(config), CLLM_SERVER_KEYS_FILE=str(path))
+
+    def get(name, where):
+        return server.client.get(where, headers=bearer(name))
+
+    def names(name):
+        return [model["id"] for model in get(name, "/v1/models").json()["data"]]
+
+    assert (names("root"), names("bob")) == (["secret", "small"], ["small"])
+    assert [model["name"] for model in get("bob", "/api/tags").json()["models"]] == ["small:latest"]
+    assert get("bob", "/api/ps").json()["models"] == []
+    assert complete(server, "bob").json()["model"] == "small", "it is the default for this account"
+    for asked in ("secret", "nothing"):
+        refused = complete(server, "bob", model=asked)
+        assert refused.status_code == 404
+        message = f"The model {asked!r} does not exist; this server has 'small'."
+        assert refused.json()["error"]["message"] == message
+    assert "secret" in get("root", "/metrics").text
+    page = get("bob", "/metrics").text
+    assert 'model_name="small"' in page
+    assert "secret" not in page
+    for where in ("/model/info", "/props", "/v1/models/small"):
+        assert "secret" not in get("bob", where).text
+        assert get("bob", f"{where.replace('small', 'secret')}?model=secret").status_code == 404
+    lines = [
+        {"custom_id": model, "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+        for model in ("small", "secret")
+    ]
+    lines[1]["body"]["model"] = "secret"
+    content = "\n".join(map(json.dumps, lines)).encode()
+    headers = bearer("bob")
+    file = server.client.post(
+        "/v1/files", files={"file": ("in", content)}, data={"purpose": "batch"}, headers=headers
+    ).json()
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    batch = server.client.post("/v1/batches", json=body, headers=headers).json()
+    end = time.monotonic() + PATIENCE
+    while batch["status"] not in ("completed", "failed"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+        batch = get("bob", f"/v1/batches/{batch['id']}").json()
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}

@@ -1,11 +1,13 @@
 """Models that clients create, copy, delete and find in the hub's cache, with Ollama's own client."""
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import ollama
 import pytest
 
-from cllm.errors import StartupError
+from cllm.errors import BadRequest, StartupError
 from cllm.models.catalog import BUILTIN
 from cllm.server.ollama.modelfile import read_modelfile
 from cllm.store.created import FILE, CreatedModel, CreatedModels
@@ -165,7 +167,7 @@ def test_deleting_a_cached_model_removes_its_files(server):
         ),
         ("POST", "create", {"model": "x", "modelfile": "FRM x"}, 400, "FRM x"),
         ("POST", "create", {"model": "x", "modelfile": "SYSTEM x"}, 400, "FROM"),
-        ("POST", "create", {"model": "x\n", "from": "base"}, 400, "control"),
+        ("POST", "create", {"model": "x\n", "from": "base"}, 400, "a word"),
         ("POST", "copy", {"source": "base"}, 400, "destination"),
         ("POST", "copy", {"source": "nothing", "destination": "x"}, 404, "not found"),
         ("DELETE", "delete", {"model": "base"}, 400, "settings"),
@@ -230,7 +232,100 @@ def test_file_that_cannot_be_used_is_kept(tmp_path, content, words):
 def test_created_models_are_in_a_private_file(tmp_path):
     created = CreatedModels(tmp_path / "new")
     created.put("x", CreatedModel("base", "Be brief.", {"top_k": 3}))
-    assert CreatedModels(tmp_path / "new").models == created.models
+    assert CreatedModels(tmp_path / "new").read() == created.read()
     assert (tmp_path / "new" / FILE).stat().st_mode & 0o77 == 0
     created.remove("x")
-    assert CreatedModels(tmp_path / "new").models == {}
+    assert CreatedModels(tmp_path / "new").read() == {}
+
+
+def test_parallel_changes_are_all_kept(server):
+    def copy(number):
+        body = {"source": "base", "destination": f"copy-{number}"}
+        return server.client.post("/api/copy", json=body).status_code
+
+    with ThreadPoolExecutor(16) as threads:
+        assert {*threads.map(copy, range(32))} == {200}
+        wanted = {f"copy-{number}" for number in range(32)}
+        assert wanted <= CreatedModels(server.folder / "state").read().keys()
+        assert {f"{name}:latest" for name in wanted} <= names(server)
+
+        def delete(name):
+            return server.client.request("DELETE", "/api/delete", json={"model": name}).status_code
+
+        assert {*threads.map(delete, wanted)} == {200}
+    assert not wanted & CreatedModels(server.folder / "state").read().keys()
+
+
+@pytest.mark.parametrize("name", [":latest", " ", "a b", "*", "[a]", "a?", "x" * 400])
+def test_names_that_could_not_be_asked_for_are_refused(server, name):
+    body = {"source": "base", "destination": name}
+    assert server.client.post("/api/copy", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": "abc"},
+        {"temperature": -5},
+        {"top_k": "x"},
+        {"num_predict": 2**70},
+        {"num_predict": "x"},
+        {"seed": 2**70},
+    ],
+)
+def test_parameters_that_no_request_could_have_are_refused(server, parameters):
+    body = {"model": "faulty", "from": "base", "parameters": parameters, "stream": False}
+    assert server.client.post("/api/create", json=body).status_code == 400
+    assert "faulty:latest" not in names(server)
+
+
+def test_parameters_mean_what_they_mean_in_a_request(server):
+    parameters = {"top_k": -1, "repeat_penalty": 1.5, "repeat_last_n": 0, "num_predict": -1}
+    server.ollama.create("plain", from_="base", parameters=parameters)
+    own = CreatedModels(server.folder / "state").read()["plain"].sampling
+    assert own["top_k"] == 0
+    assert own.get("repetition_penalty", 1.0) == 1.0
+    assert "max_tokens" not in own
+    assert ask(server, "plain") == "72"
+
+
+def test_created_model_without_its_base_can_be_deleted(start, server):
+    created = CreatedModels(server.folder / "state")
+    created.put("orphan", CreatedModel("nothing"))
+    created.put("base", CreatedModel("o/r:Q8_0"))
+    created.put("hot", CreatedModel("base", sampling={"temperature": "hot", "nosuch": 1}))
+    again = start()
+    assert not {"orphan:latest", "hot:latest"} & names(again)
+    assert ask(again, "base") == "72"
+    assert again.ollama.show("base").details.parent_model == "", "it is the model in the settings"
+    for line in (
+        "orphan is not served: nothing is not",
+        "base is not served: another",
+        "hot is not",
+    ):
+        assert line in again.log
+    for name in ("orphan", "hot"):
+        again.ollama.delete(name)
+    assert not {"orphan", "hot"} & CreatedModels(server.folder / "state").read().keys()
+    created.remove("base")
+    again.stop()
+
+
+def test_huge_keep_alive_is_for_ever(server):
+    for value in (1e300, "999999999999999h", "9" * 400 + "h"):
+        body = {"model": "base", "keep_alive": value}
+        assert server.client.post("/api/generate", json=body).status_code == 200
+        assert server.ollama.ps().models[0].expires_at.year == 2999
+
+
+def test_long_modelfile_is_read_quickly():
+    lines = "FROM a\n" + 'SYSTEM "x\n' * 6000
+    begun = time.process_time()
+    assert read_modelfile(lines)["system"] == '"x'
+    assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize("text", ['FROM a\nSYSTEM """x', 'FROM a\nSYSTEM """x""" y'])
+def test_unclosed_text_is_refused(text):
+    with pytest.raises(BadRequest, match="not closed"):
+        read_modelfile(text)

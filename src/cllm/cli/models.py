@@ -134,7 +134,7 @@ def cp(source: Name, destination: Name, /, *, config: ConfigFlag = None) -> None
     other = find(entries, destination)
     if other is not None and other.kind != "created":
         raise StartupError(f"{destination} is the name of another model")
-    model = created.models.get(entry.name) or CreatedModel(entry.name)
+    model = created.read().get(entry.name) or CreatedModel(entry.name)
     created.put(destination, model)
     print(f"{destination} is {model.base}")
 
@@ -221,7 +221,7 @@ def list_entries(loaded: LoadedConfig) -> list[Entry]:
             for name, path in catalog.list_folder(folder).items()
         ]
     entries += [Entry(name, files, "hub") for name, files in hub.list_cached().items()]
-    for name, model in created_models(loaded).models.items():
+    for name, model in created_models(loaded).read().items():
         base = find(entries, model.base)
         entries.append(Entry(name, base.files if base else [], "created", model.base))
     return entries

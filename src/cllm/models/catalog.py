@@ -51,11 +51,16 @@ def list_folder(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise StartupError(f"models.folder: there is no folder {folder}")
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*.gguf")):
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() != ".gguf" or NOT_MODELS.search(path.name) or not path.is_file():
+            continue
         match = SPLIT.search(path.name)
-        is_part = match is not None and int(match["part"]) > 1
-        if not (is_part or NOT_MODELS.search(path.name)):
-            found.setdefault(derive_model_name(path), path)
+        if match is not None and int(match["part"]) > 1:
+            continue
+        name = derive_model_name(path)
+        if name in found:  # in another folder
+            name = str(path.relative_to(folder).with_name(name))
+        found[name] = path
     return found
 
 
@@ -86,7 +91,8 @@ def derive_model_name(path: Path) -> str:
     for folder in path.parts:
         if folder.startswith("models--") and "snapshots" in path.parts:
             return folder.removeprefix("models--").replace("--", "/")
-    return SPLIT.sub("", path.name).removesuffix(".gguf")
+    name = SPLIT.sub("", path.name)
+    return name[:-5] if name.lower().endswith(".gguf") else name
 
 
 def _find_builtin() -> Path:

@@ -217,9 +217,11 @@ def remove_cached(files: Iterable[Path]) -> int:
     freed = 0
     for file in files:
         stored, folder = file.resolve(), file.parent
-        freed += stored.stat().st_size
-        file.unlink()
-        stored.unlink(missing_ok=True)
+        repo = next(each for each in file.parents if each.name.startswith("models--"))
+        if stored.parent == (repo / "blobs").resolve() or not file.is_symlink():
+            freed += stored.stat().st_size
+            stored.unlink()
+        file.unlink(missing_ok=True)
         while folder.parent.name == "snapshots" or folder.name == "snapshots":
             if any(folder.iterdir()):
                 break

@@ -148,7 +148,7 @@ def compute_kv_budget(
         return wanted_bytes or (usual * 2 // 3 if draft_weight_bytes else usual)
     if available is None:
         return wanted_bytes or USUAL_KV_BYTES
-    without_kv = weight_bytes + COMPUTE_BYTES
+    without_kv = weigh(weight_bytes, 0) if max_bytes else weight_bytes + COMPUTE_BYTES
     one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
     need = without_kv + (wanted_bytes or one_sequence)
     models = ""
@@ -180,7 +180,8 @@ def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int, max_bytes: int = 
     available = measure_room(max_bytes)
     if available is None:
         return 0
-    left = available - weight_bytes - COMPUTE_BYTES - kv_bytes
+    taken = weigh(weight_bytes, kv_bytes) if max_bytes else weight_bytes + COMPUTE_BYTES + kv_bytes
+    left = available - taken
     return max(0, min(USUAL_RAM_CACHE_BYTES, left // 4))
 
 

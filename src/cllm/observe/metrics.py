@@ -358,9 +358,9 @@ class ServerMetrics:
     def count_unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)
 
-    def count_rejection(self, reason: str, model_name: str = "") -> None:
+    def count_rejection(self, reason: str) -> None:
         """Count a request that was rejected before its model was known, or loaded."""
-        self._refused.labels(model_name, reason).inc()
+        self._refused.labels("", reason).inc()
 
     def update(self, usage: Mapping[str, Used], num_failed_writes: int) -> CollectorRegistry:
         """Return the metrics. ``usage``: of each account that is shown. ``num_failed_writes`` must

@@ -157,6 +157,11 @@ class Pool:
         """
         return len(self._in_flight) + len(self._embeddings)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests or texts to tokenize wait for the engine or are in it."""
+        return bool(self.num_unfinished or self._pending_tokens)
+
     def _has_work(self) -> bool:
         return self.num_unfinished > len(self._held)
 

@@ -15,7 +15,7 @@ from cllm.core.model_info import ModelInfo
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import Close
 from cllm.engine.params import EngineParams
-from cllm.errors import StartupError
+from cllm.errors import KilledWhileLoading, StartupError
 from cllm.models.memory import count_oom_kills
 from cllm.process.launch import Popen
 from cllm.process.messages import Failed, FromChild, Loading, Ready, Start, frame
@@ -115,6 +115,8 @@ class Supervisor:
 
         Raises StartupError if it cannot load the model.
         """
+        if self._serving is not None and not self._serving.done():
+            raise RuntimeError("the engine has been started")
         self._params = msgspec.structs.replace(self._params, max_bytes=max_bytes)
         await self._spawn()
         self.unloaded = False
@@ -207,6 +209,9 @@ class Supervisor:
             if not done:
                 raise StartupError(f"the engine was not ready after {limit:.0f} s")
             if not self._loaded.done():
+                if process.was_ended_from_outside:
+                    how = f"the engine was ended while loading ({process.describe_end()})"
+                    raise KilledWhileLoading(how)
                 raise StartupError(
                     f"the engine died ({process.describe_end()}) while loading "
                     f"{self._params.path or 'the model'}: "

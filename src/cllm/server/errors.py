@@ -180,7 +180,9 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %r failed", request.method, request.scope["path"], exc_info=error)
-        return answer(request, describe(error))
+        response = answer(request, describe(error))
+        response.headers["connection"] = "close"  # uvicorn will close it
+        return response
 
     async def http(request: Request, error: Exception) -> Response:
         fault = describe(error)

@@ -6,12 +6,15 @@ Importing this module and opening both takes a second.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar, cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -21,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.batches import Batches
 from cllm.config import Settings
-from cllm.errors import EngineError, UnknownModel
+from cllm.errors import EngineError, StartupError
 from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -33,7 +36,7 @@ from cllm.server.auth import Guard
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.errors import describe, make_answer
 from cllm.server.http_protocol import Protocol
-from cllm.server.ollama.manage import add_created
+from cllm.server.ollama.manage import add_all_created
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
 from cllm.server.sources import Source, is_growing, list_found
@@ -166,10 +169,15 @@ def open_server(
         )
 
     async def open_service(source: Source, model: ServedModel) -> Service:
-        params = await asyncio.to_thread(source.read_params)
+        params = await in_daemon(lambda: source.read_params(check_going_on))
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, memory // MIN_KV_SHARE)
         model.path, model.min_bytes = params.path, weigh(params.weight_bytes, kv_bytes)
         return make_service(source, make_pool(settings, params))
+
+    def check_going_on(*_: object) -> None:
+        """End a download when the server shuts down."""
+        if registry.draining:
+            raise StartupError("the server shuts down")
 
     def make_model(source: Source) -> ServedModel:
         own = source.settings.model
@@ -186,8 +194,10 @@ def open_server(
             path=str(source.path or ""),
         )
 
+    configured = [source for source in sources if not source.is_found]
+
     def scan() -> list[ServedModel]:
-        return [make_model(source) for source in list_found(settings)]
+        return [make_model(source) for source in list_found(settings, configured)]
 
     registry = Registry((), memory or None, recorder, scan if is_growing(settings) else None)
     for source in sources:
@@ -196,7 +206,10 @@ def open_server(
             model.service = make_service(source, first)
         registry.models.append(model)
     app = create_app(registry, settings, access)
-    app.state.created = add_all_created(registry, settings)
+    folder = settings.storage.folder
+    app.state.created = CreatedModels(None if folder is None else Path(folder))
+    registry.on_rescan = partial(add_all_created, registry, app.state.created)
+    registry.on_rescan()
     config = uvicorn.Config(
         guard(heads_as_gets(app), access, settings),
         http=Protocol,
@@ -213,20 +226,6 @@ def open_server(
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
     return HttpServer(config, registry, app.state.batches, access, settings)
-
-
-def add_all_created(registry: Registry, settings: Settings) -> CreatedModels:
-    """Add the models that were created earlier, as far as their bases are served. Raises
-    StartupError if their file cannot be used.
-    """
-    folder = settings.storage.folder
-    created = CreatedModels(None if folder is None else Path(folder))
-    for name, model in created.models.items():
-        try:
-            add_created(registry, name, model)
-        except UnknownModel:
-            log.warning("the model %s is not served, because %s is not", name, model.base)
-    return created
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
@@ -269,3 +268,30 @@ def make_recorder(settings: Settings) -> Recorder | None:
     """Return the recorder of the trace file, or None if no file is set. Raises StartupError."""
     path = settings.scheduler.trace_file
     return None if path is None else Recorder(Path(path).expanduser())
+
+
+T = TypeVar("T")
+
+
+async def in_daemon(work: Callable[[], T]) -> T:
+    """Return the result of ``work``, computed in a thread that does not keep the process from
+    ending: it may wait for another server.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def resolve(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(cast("T", result))
+
+    def run() -> None:
+        outcome: tuple[T | None, BaseException | None]
+        try:
+            outcome = work(), None
+        except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(resolve, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done

@@ -33,14 +33,34 @@ def model_for(request: Request, name: str | None = None, message: str = "") -> S
     request's account may not use.
     """
     try:
-        return allowed(registry_of(request).find(name), call_of(request), name)
+        return find_allowed(registry_of(request), call_of(request).account(), name)
     except UnknownModel as error:
-        account, served = call_of(request).account(), error.served
-        if account.has_key and not account.may_use_model(served):
-            served = ", ".join(account.models)
-        if not message:
-            raise UnknownModel(error.asked, served) from None
-        raise UnknownModel(error.asked, served, message) from None
+        if message:
+            raise UnknownModel(error.asked, error.served, message) from None
+        raise
+
+
+def find_allowed(registry: Registry, account: Account, name: str | None) -> ServedModel:
+    """Return the model ``name``; without a name the default model, or else the first one that the
+    account may use. Raises UnknownModel, also for one that it may not use.
+    """
+    if not account.has_key:
+        return registry.find(name)
+    usable = [model for model in registry.models if account.may_use_model(model.name)]
+    unknown = UnknownModel(name or "default", ", ".join(account.models))
+    if not name:
+        if registry.models and registry.default in usable:
+            return registry.default
+        if usable:
+            return usable[0]
+        raise unknown
+    try:
+        model = registry.find(name)
+    except UnknownModel as error:
+        raise unknown if account.models else error from None
+    if model in usable or account.may_use_model(name):
+        return model
+    raise unknown
 
 
 async def service_for(request: Request, name: str | None = None, message: str = "") -> Service:
@@ -82,26 +102,8 @@ async def load(registry: Registry, model: ServedModel, call: Call) -> Service:
     except TimeoutError:
         raise first.error if first else took_too_long(0) from None
     except EngineError as error:
-        registry.metrics.count_rejection(error.reason, model.name)
+        registry.metrics.count_rejection(error.reason)
         raise
-
-
-def allowed(model: ServedModel, call: Call, name: str | None) -> ServedModel:
-    """Return ``model``. Raises UnknownModel if the account may not use it; the request calls it
-    ``name``.
-    """
-    account = call.account()
-    names = (model.name, name or model.name)
-    if account.has_key and not any(map(account.may_use_model, names)):
-        raise unknown_model(account, name)
-    return model
-
-
-def unknown_model(account: Account, name: str | None) -> UnknownModel:
-    """Return the error for a model that the account may not use, which names only those that it
-    may.
-    """
-    return UnknownModel(name or "default", ", ".join(account.models))
 
 
 def check_route(account: Account, path: str) -> None:

@@ -11,7 +11,6 @@ import errno
 import gc
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -95,10 +94,10 @@ async def run(
     engine, loading = None, None
     if params is not None:
         engine = make_pool(settings, params, on_loading, launched)
-        loading = asyncio.create_task(engine.start(memory))
+        # a model that is alone, so far, may use all memory
+        loading = asyncio.create_task(engine.start(memory if len(sources) > 1 else 0))
     elif launched is not None:
         launched.kill()
-    begun = time.monotonic()
     server: HttpServer | None = None
     starting: asyncio.Task[None] | None = None
     try:
@@ -110,9 +109,9 @@ async def run(
         async def load() -> None:
             """Load what is to be loaded at the start."""
             for model in opened.registry.models:
-                if model.service is not None and loading is not None:
-                    await loading
-                    opened.registry.note_loaded(model, time.monotonic() - begun)
+                if model.service is not None and model.service.engine is engine:
+                    assert loading is not None
+                    await opened.registry.adopt(model, loading)
             for model in opened.registry.models:
                 if model.preload and not model.num_loads:
                     await opened.registry.load(model)

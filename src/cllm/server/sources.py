@@ -5,9 +5,13 @@ It imports little, because ``cllm serve`` needs it before everything else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from cllm.backends.registry import import_loader
 from cllm.config import Model, Settings
@@ -17,6 +21,8 @@ from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.hub import Progress
+
+log = logging.getLogger("cllm.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +63,17 @@ def list_sources(loaded: LoadedConfig, progress: Progress | None = None) -> list
         Source(name, own, None if catalog.is_on_hub(own.model.path) else resolve(own))
         for name, own in loaded.models.items()
     ]
-    known = {source.name for source in sources}
-    sources += [source for source in list_found(settings) if source.name not in known]
     names_models = loaded.models or settings.models.folder or settings.models.hub_cache
     if settings.model.path is not None or not names_models:
         path = resolve(settings, progress)
         name = settings.model.name or (
             catalog.derive_model_name(path) if path else settings.backend.name
         )
-        if any(source.name == name for source in sources):
-            raise StartupError(f"two models have the name {name}: set model.name")
         sources.insert(0, Source(name, settings, path, is_first=True))
-    return put_default_first(sources, settings.models.default)
+    names = Counter(source.name.removesuffix(":latest") for source in sources)
+    if doubles := [name for name, count in names.items() if count > 1]:
+        raise StartupError(f"two models have the name {doubles[0]}")
+    return put_default_first(sources + list_found(settings, sources), settings.models.default)
 
 
 def put_default_first(sources: list[Source], default: str | None) -> list[Source]:
@@ -90,27 +95,41 @@ def serves_hub_cache(settings: Settings) -> bool:
     return settings.models.hub_cache or settings.server.allow_pull
 
 
-def list_found(settings: Settings) -> list[Source]:
+def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
     """Return the models in the folder models.folder and the folders below it, and those in the
-    hub's cache, as far as the settings want them. Raises StartupError if there is no such folder.
+    hub's cache, as far as the settings want them, without ``others``. Raises StartupError if there
+    is no such folder.
     """
     found: list[Source] = []
     if settings.models.folder is not None:
         folder = Path(settings.models.folder).expanduser()
-        found += [
-            make_found(settings, name, path) for name, path in catalog.list_folder(folder).items()
-        ]
+        found += make_found(settings, catalog.list_folder(folder))
     if serves_hub_cache(settings):
-        repos: set[str] = set()
-        for name, files in hub.list_cached().items():
-            repo = name.partition(":")[0]
-            names = (name, repo) if repo not in repos else (name,)
-            repos.add(repo)
+        cached = {name: files[0] for name, files in hub.list_cached().items()}
+        repos = {name.partition(":")[0]: name for name in reversed(cached)}
+        for source in make_found(settings, cached):
+            repo = source.name.partition(":")[0]
+            names = [source.name, *([repo] if repos[repo] == source.name else [])]
             forms = [prefix + each for prefix in ("hf.co/", "hf:") for each in names]
-            found.append(make_found(settings, name, files[0], [*names[1:], *forms]))
-    return found
+            model = source.settings.model.model_copy(update={"aliases": [*names[1:], *forms]})
+            own = source.settings.model_copy(update={"model": model})
+            found.append(replace(source, settings=own))
+    taken = {source.name.removesuffix(":latest") for source in others}
+    files = {source.path.resolve() for source in others if source.path is not None}
+    return [
+        source
+        for source in found
+        if source.name not in taken and source.path and source.path.resolve() not in files
+    ]
 
 
-def make_found(settings: Settings, name: str, path: Path, aliases: Sequence[str] = ()) -> Source:
-    model = Model(path=str(path), name=name, aliases=list(aliases))
-    return Source(name, settings.model_copy(update={"model": model}), path, is_found=True)
+def make_found(settings: Settings, paths: Mapping[str, Path]) -> Iterator[Source]:
+    """Yield the models of these files, without those whose names cannot be used."""
+    for name, path in paths.items():
+        try:
+            model = Model(path=str(path), name=name)
+        except ValidationError:
+            log.warning("%r is not served: its name cannot be a model's", str(path))
+        else:
+            own = settings.model_copy(update={"model": model})
+            yield Source(name, own, path, is_found=True)

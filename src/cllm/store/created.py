@@ -5,6 +5,7 @@ defaults of sampling parameters. One JSON file has them.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +40,46 @@ class CreatedModels:
     def __init__(self, folder: Path | None) -> None:
         """Raises StartupError if the file cannot be used."""
         self._path = None if folder is None else folder.expanduser() / FILE
-        self.models: dict[str, CreatedModel] = {}
+        self._lock = threading.Lock()
+        self._models: dict[str, CreatedModel] = {}
+        self.read()
+
+    def read(self) -> dict[str, CreatedModel]:
+        """Return the models, which a command may have changed. Raises StartupError."""
         if self._path is not None and self._path.exists():
-            self.models = read(self._path)
+            self._models = read(self._path)
+        return self._models
 
     def put(self, name: str, model: CreatedModel) -> None:
-        """Add or replace a model. Raises OSError, and ValueError if there are too many."""
-        if name not in self.models and len(self.models) >= MAX_MODELS:
-            raise ValueError(f"at most {MAX_MODELS} models can be created")
-        self._write({**self.models, name: model})
+        """Add or replace a model. Raises OSError and StartupError, and ValueError if there are too
+        many.
+        """
+        with self._lock:
+            models = self.read()
+            if name not in models and len(models) >= MAX_MODELS:
+                raise ValueError(f"at most {MAX_MODELS} models can be created")
+            self._write({**models, name: model})
 
     def remove(self, name: str) -> None:
-        """Remove a model. Raises OSError, and KeyError if there is none of that name."""
-        models = dict(self.models)
-        del models[name]
-        self._write(models)
+        """Remove a model. Raises OSError and StartupError, and KeyError if there is none of that
+        name.
+        """
+        with self._lock:
+            models = dict(self.read())
+            del models[name]
+            self._write(models)
 
     def _write(self, models: dict[str, CreatedModel]) -> None:
         if self._path is not None:
             data = msgspec.json.format(msgspec.json.encode(Content(FORMAT, models)))
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            new = self._path.with_suffix(".new")
+            new = self._path.with_suffix(f".{os.getpid()}")
             with open_private(new, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             new.replace(self._path)
-        self.models = models
+        self._models = models
 
 
 def read(path: Path) -> dict[str, CreatedModel]:

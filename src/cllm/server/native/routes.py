@@ -185,9 +185,11 @@ async def model_info(request: Request, model: str | None = None) -> dict[str, An
 async def metrics(request: Request) -> Response:
     """Return metrics for Prometheus. Administrators see the usage of each account too."""
     registry, ledger = registry_of(request), request.app.state.access.ledger
-    usage = ledger.totals() if call_of(request).account().is_admin else {}
+    account = call_of(request).account()
+    usage = ledger.totals() if account.is_admin else {}
+    models = served_models(request) if account.has_key else registry.models
     pages = [registry.metrics.update(usage, ledger.num_failed_writes)]
-    pages += [update_metrics(model) for model in registry.models if model.service is not None]
+    pages += [update_metrics(model) for model in models if model.service is not None]
     return Response(render(pages), media_type=CONTENT_TYPE_LATEST)
 
 

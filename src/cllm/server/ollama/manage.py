@@ -6,10 +6,12 @@ All of them need server.allow_model_changes, and with API keys an administrator'
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,8 +21,8 @@ from cllm.errors import BadRequest, StartupError
 from cllm.models import hub
 from cllm.models.gguf import read_header
 from cllm.registry import MAX_NAME, Registry, ServedModel
-from cllm.server.body import describe_route, read_body, read_value
-from cllm.server.call import call_of
+from cllm.server.body import describe_route, first_fault, read_body, read_value
+from cllm.server.call import Call, call_of
 from cllm.server.ollama.answers import Error, PullStatus
 from cllm.server.ollama.modelfile import read_modelfile
 from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, Options
@@ -31,6 +33,7 @@ from cllm.store.created import CreatedModel, CreatedModels
 
 UNKNOWN = "model {asked!r} not found; this server has {served!r}"
 OPTION = "allow_model_changes"
+log = logging.getLogger("cllm.server")
 router = APIRouter(prefix="/api", tags=["Ollama"])
 
 
@@ -50,7 +53,7 @@ async def create(request: Request) -> Response:
     body.check()
     source = model_for(request, body.source, UNKNOWN)
     await check_template(source, body.template)
-    own = {**own_sampling(request, source), **sampling_of(body.parameters or {})}
+    own = {**own_sampling(request, source), **sampling_of(call_of(request), body.parameters or {})}
     model = CreatedModel(source.origin.name, body.system or source.system, own)
     await put(request, body.wanted(), model)
     statuses = ("reading model metadata", "creating system layer", "writing manifest", "success")
@@ -79,20 +82,24 @@ async def delete(request: Request) -> Response:
     """
     check_enabled(request, OPTION)
     body = await read_body(request, DeleteBody, any_type=True)
-    registry, model = registry_of(request), model_for(request, body.wanted(), UNKNOWN)
-    call_of(request).audit("delete", model=model.name)
-    if model.parent is not None:
-        await asyncio.to_thread(created_of(request).remove, model.name)
-        registry.remove(model.name)
+    registry, created = registry_of(request), created_of(request)
+    name = body.wanted().removesuffix(":latest")
+    own = registry.get(name)
+    is_created = own is None or own.parent is not None  # else its base is gone
+    if is_created and name in await asyncio.to_thread(created.read):
+        call_of(request).audit("delete", model=name)
+        await asyncio.to_thread(created.remove, name)
+        registry.remove(name)
         return Response()
-    files = await asyncio.to_thread(hub.list_cached)
-    if not model.is_found or model.name not in files:
+    model = model_for(request, name, UNKNOWN).origin
+    files = (await asyncio.to_thread(hub.list_cached)).get(model.name, [])
+    configured = {one.path for one in registry.models if not one.is_found and one.parent is None}
+    if not model.is_found or not files or not configured.isdisjoint(map(str, files)):
         message = f"{model.name!r} is in the settings of this server, so it cannot be deleted."
         raise BadRequest(message, param="model", code="invalid_value")
-    if model.is_loaded:
-        await registry.unload(model)
-    registry.remove(model.name)
-    await asyncio.to_thread(hub.remove_cached, files[model.name])
+    call_of(request).audit("delete", model=model.name)
+    await registry.discard(model)
+    await asyncio.to_thread(hub.remove_cached, files)
     await registry.rescan()
     return Response()
 
@@ -104,17 +111,19 @@ def created_of(request: Request) -> CreatedModels:
 
 def own_sampling(request: Request, model: ServedModel) -> dict[str, Any]:
     """Return the defaults that a created model has itself."""
-    created = created_of(request).models.get(model.name)
+    created = created_of(request).read().get(model.name)
     return {} if created is None else created.sampling
 
 
 async def put(request: Request, name: str, model: CreatedModel) -> None:
-    """Add a created model. Raises BadRequest if the name belongs to another kind of model."""
-    registry = registry_of(request)
-    name = name.removesuffix(":latest")
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise BadRequest("The model's name is too long, or has control characters.", param="model")
-    if any(one.is_named(name) and one.parent is None for one in registry.models):
+    """Add a created model. Raises BadRequest if the name is not valid, or belongs to another kind
+    of model.
+    """
+    registry, name = registry_of(request), name.removesuffix(":latest")
+    if not is_valid_name(name):
+        message = f"Invalid name {name[:40]!r}: it must be a word of at most {MAX_NAME} characters."
+        raise BadRequest(message, param="model", code="invalid_value")
+    if (other := registry.get(name)) is not None and other.parent is None:
         message = f"{name!r} is the name of a model that was not created here."
         raise BadRequest(message, param="model", code="invalid_value")
     call_of(request).audit("create", model=name, base=model.base)
@@ -125,35 +134,65 @@ async def put(request: Request, name: str, model: CreatedModel) -> None:
     add_created(registry, name, model)
 
 
+def is_valid_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME and name.isprintable() and not set(" *?[]") & set(name)
+
+
 def add_created(registry: Registry, name: str, created: CreatedModel) -> None:
-    """Add a created model to those that are served. Raises UnknownModel without its base."""
-    parent = registry.find(created.base)
-    defaults = parent.origin.sampling.model_copy(update=created.sampling)
+    """Add a created model to those that are served. Raises StartupError if its base is not, if the
+    name belongs to another model, or if its defaults are not valid.
+    """
+    parent, other = registry.get(created.base), registry.get(name)
+    if parent is None or parent.parent is not None:
+        raise StartupError(f"{created.base} is not served")
+    if other is not None and other.parent is None:
+        raise StartupError("another model has the name")
+    try:
+        sampling = Sampling.model_validate(parent.sampling.model_dump() | created.sampling)
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
+        raise StartupError(f"its {field} is not valid") from None
     registry.add(
         ServedModel(
             name=name,
-            parent=parent.origin,
+            parent=parent,
             system=created.system,
-            sampling=defaults,
+            sampling=sampling,
             backend=parent.backend,
             path=parent.path,
         )
     )
 
 
-def sampling_of(parameters: dict[str, Any]) -> dict[str, Any]:
+def add_all_created(registry: Registry, created: CreatedModels) -> None:
+    """Add the models that were created earlier, as far as that is possible."""
+    for name, model in created.read().items():
+        try:
+            add_created(registry, name, model)
+        except StartupError as error:
+            log.warning("the created model %s is not served: %s", name, error)
+
+
+def sampling_of(call: Call, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults that Ollama's parameters set. Others have no effect. Raises BadRequest
     for values out of range.
     """
-    options = Options.model_validate(parameters, strict=False)
-    options.params(Sampling(), None)  # checks the ranges
-    values = read_sampling_values(options, "ollama")
-    values["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
-    return {
-        name: value
-        for name, value in values.items()
+    options = read_value(parameters, Options, call)
+    params = options.params(Sampling(), None)  # with the values in range
+    given = read_sampling_values(options, "ollama")
+    given["max_tokens"] = params.max_tokens
+    if options.repeat_last_n == 0:
+        given["repetition_penalty"] = params.repetition_penalty
+    own = {
+        name: getattr(params, name)
+        for name, value in given.items()
         if value is not None and name in Sampling.model_fields
     }
+    try:
+        Sampling.model_validate(own)
+    except ValidationError as error:
+        raise first_fault(error) from None
+    return own
 
 
 async def check_template(model: ServedModel, template: str | None) -> None:

@@ -9,11 +9,12 @@ from cllm.errors import BadRequest
 
 WORDS = ("FROM", "PARAMETER", "TEMPLATE", "SYSTEM", "ADAPTER", "LICENSE", "MESSAGE", "REQUIRES")
 INSTRUCTION = re.compile(r"[ \t]*(?P<word>[A-Za-z]+)(?:[ \t]+|$)", re.MULTILINE)
-QUOTED = re.compile(r'("{3}|")(?P<text>.*?)\1[ \t]*(?:\n|$)', re.DOTALL)
+END_OF_LINE = re.compile(r"[ \t\r]*(?:\n|$)")
 
 
 def read_modelfile(text: str) -> dict[str, Any]:
     """Return the fields of POST /api/create that a Modelfile stands for. Raises BadRequest."""
+    text = text.removeprefix("\ufeff")
     fields: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     at = 0
@@ -42,8 +43,16 @@ def read_modelfile(text: str) -> dict[str, Any]:
 
 def read_value(text: str, at: int) -> tuple[str, int]:
     """Return the value of an instruction that begins at ``at``, and where the next one begins."""
-    if quoted := QUOTED.match(text, at):
-        return quoted["text"], quoted.end()
+    mark = next((mark for mark in ('"""', '"') if text.startswith(mark, at)), "")
+    if mark:
+        begin = at + len(mark)
+        close = text.find(mark, begin)
+        rest = END_OF_LINE.match(text, close + len(mark)) if close >= 0 else None
+        if rest is not None:
+            return text[begin:close], rest.end()
+        if mark == '"""':
+            line = text[at:].partition("\n")[0]
+            raise invalid(f"{line[:40]!r} is not closed with three quotes at the end of a line")
     end = text.find("\n", at) + 1 or len(text)
     return text[at:end].strip(), end
 

@@ -191,7 +191,8 @@ async def respond(
     """
     clock.submit()
     answer = service.submit(generation)
-    keep(request, body)
+    with contextlib.suppress(UnknownModel):  # it may have been deleted meanwhile
+        keep(request, body)
     headers = answer_headers(answer)
     if body.stream is not False:
         lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
@@ -276,7 +277,7 @@ async def running(request: Request) -> Response:
     now = time.monotonic()
     for model in served_models(request):
         info = model.info
-        if info is None or not model.is_loaded:
+        if info is None or model.parent is not None or not model.is_loaded:
             continue
         card = await card_of(model)
         cells = info.num_cells * info.kv_bytes_per_token
@@ -360,7 +361,7 @@ async def unload(request: Request, body: GenerationBody, *, chat: bool) -> Respo
     if may_change_models(request):
         call_of(request).audit("unload", model=model.name)
         registry.keep(model, 0.0)
-        if not model.num_unfinished:
+        if not model.is_busy:
             await registry.unload(model)
     return json_answer(no_prompt(body.model, "unload", chat=chat))
 

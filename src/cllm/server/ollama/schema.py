@@ -109,6 +109,7 @@ class Options(Body):
 
 
 DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+FOR_EVER = 1e9  # seconds, 31 years
 UNITS = {
     "ns": 1e-9,
     "us": 1e-6,
@@ -156,7 +157,7 @@ class LoadingBody(TermsBody):
     def stay(self) -> float | None:
         """``keep_alive`` in seconds; None for ever, or if it is not given."""
         seconds = -1.0 if self.keep_alive is None else parse_duration(self.keep_alive)
-        return None if seconds < 0 else seconds
+        return None if seconds < 0 or seconds > FOR_EVER else seconds
 
 
 class GenerationBody(LoadingBody):
@@ -423,6 +424,9 @@ class PullBody(NameBody):
     stream: bool | None = None
 
 
+MAX_MODELFILE = 65_536  # characters
+
+
 class CreateBody(NameBody):
     """POST /api/create: a model made from another one of this server."""
 
@@ -439,10 +443,10 @@ class CreateBody(NameBody):
     }
 
     source: str = Field(default="", alias="from", description="The model that computes.")
-    modelfile: str | None = Field(
+    modelfile: Annotated[str, Field(max_length=MAX_MODELFILE)] | None = Field(
         default=None, description="The same fields as lines; the earlier form of this request."
     )
-    system: str | None = Field(
+    system: Annotated[str, Field(max_length=MAX_MODELFILE)] | None = Field(
         default=None, description="System message of conversations that have none."
     )
     template: str | None = Field(default=None, description="Only the model's own is accepted.")

@@ -28,7 +28,7 @@ from cllm.server.openai.responses import complete_response, response_generation
 from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
-from cllm.server.resolve import allowed, check_route, load
+from cllm.server.resolve import check_route, find_allowed, load
 from cllm.service import Service
 from cllm.store.batches import BatchRecord
 
@@ -118,9 +118,8 @@ class OpenAILines:
         admit(call, body.num_bytes)
         asked: Any = await off_loop(call, lambda: read_value(body.value, kind, call))
         registry: Registry = self._state.registry
-        if asked.model:
-            model = registry.find(asked.model)
-        service = await load(registry, allowed(model, call, asked.model), call)
+        model = find_allowed(registry, call.account(), asked.model or model.name)
+        service = await load(registry, model, call)
         name, content = await compute(call, service, asked)
         return answer_line(custom_id, 200, name, content)
 
