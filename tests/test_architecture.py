@@ -22,6 +22,7 @@ LAYERS = [
     {"server"},
     {"batches"},
     {"registry", "embedding"},
+    {"served_model"},
     {"service"},
     {"answer"},
     {"text", "process", "llm"},

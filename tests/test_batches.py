@@ -19,7 +19,8 @@ from cllm.answer import RequestTimeout
 from cllm.batches import Batches
 from cllm.errors import BadRequest, EngineError, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.store import batches as store_module
 from cllm.store.batches import BatchRecord
 from cllm.store.files import new_file

@@ -15,7 +15,8 @@ from cllm.errors import (
     StartupError,
     UnknownModel,
 )
-from cllm.registry import MAX_NAME, Registry, ServedModel
+from cllm.registry import MAX_NAME, Registry
+from cllm.served_model import ServedModel
 
 MB = 1_000_000
 ALIASES = ["gpt-4o", "claude-*", "org/m", "v[12]", "q?", "gpt-4o"]

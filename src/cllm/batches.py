@@ -29,7 +29,8 @@ from cllm.errors import (
     UnknownModel,
 )
 from cllm.process.backlog import QueueFull
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.store.batches import FINAL, BatchRecord, Status
 from cllm.store.files import new_id
 from cllm.store.store import Store

@@ -11,14 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal
 
-from cllm.backends.registry import BACKENDS
-from cllm.config import Sampling
-from cllm.core.model_info import ModelInfo
 from cllm.errors import (
     CLLMError,
     EngineError,
@@ -32,6 +27,7 @@ from cllm.models.memory import weigh
 from cllm.observe.metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
+from cllm.served_model import ServedModel
 from cllm.service import Service
 
 log = logging.getLogger("cllm.registry")
@@ -45,113 +41,6 @@ GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
 LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
 MAX_KILLS = 3  # of an engine while it loads, before that is an error
 RETRY_SECONDS = 5.0  # after a load that failed
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class ServedModel:
-    """A model that the server has under ``name``, loaded or not.
-
-    aliases: other names, or patterns of names. open: makes its service, whose engine is not
-    started, and sets min_bytes. keep_alive: seconds without a request after which it is unloaded,
-    None for never. stay: the same after the last request, which may have asked for another time.
-    pinned: never unloaded to make room. is_found: by the scan of a folder.
-    parent: the model that computes for it, if it differs from that one only in its name, its
-    system message and its defaults of sampling parameters.
-    min_bytes: the memory that must be free for it. path: of its file, "" if unknown.
-    """
-
-    name: str
-    aliases: Sequence[str] = ()
-    open: Callable[[ServedModel], Awaitable[Service]] | None = None
-    service: Service | None = None
-    keep_alive: float | None = None
-    stay: float | None = field(init=False)
-    pinned: bool = False
-    preload: bool = False
-    is_found: bool = False
-    parent: ServedModel | None = None
-    system: str = ""
-    sampling: Sampling = field(default_factory=Sampling)
-    min_bytes: int = 0
-    path: str = ""
-    backend: str = BACKENDS[0]
-    created: int = field(default_factory=lambda: int(time.time()))
-    num_loads: int = 0
-    last_used: float = 0.0
-    stays_until: float = 0.0
-    is_draining: bool = False  # it is to be unloaded, and gets no further requests until then
-    failure: tuple[float, CLLMError] | None = None  # when a load failed, and why
-    is_removed: bool = False
-    loading: asyncio.Task[Service] | None = field(default=None, repr=False)
-    _derived: Service | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        self.stay = self.keep_alive
-
-    @property
-    def origin(self) -> ServedModel:
-        """The model that computes, which has the engine."""
-        return self.parent or self
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it takes memory: its engine runs, or is being restarted."""
-        service = self.origin.service
-        return service is not None and self.origin.num_loads > 0 and not service.engine.unloaded
-
-    @property
-    def info(self) -> ModelInfo | None:
-        """What is known about it; None until it has been loaded for the first time."""
-        service = self.origin.service
-        return None if service is None else service.engine.info
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether requests wait for its load."""
-        loading = self.origin.loading
-        return loading is not None and not loading.done()
-
-    @property
-    def status(self) -> Literal["loaded", "loading", "unloaded"]:
-        if self.is_loading:
-            return "loading"
-        return "loaded" if self.is_loaded else "unloaded"
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether its engine is being started or restarted, and requests would be rejected."""
-        service = self.origin.service
-        return service is not None and not service.engine.unloaded and not service.engine.ready
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it has requests, or texts to tokenize for them."""
-        service = self.origin.service
-        return service is not None and service.engine.has_requests
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that it takes while it is loaded; 0 if unknown."""
-        service = self.origin.service
-        return 0 if service is None else service.engine.num_bytes
-
-    @property
-    def expires_at(self) -> float | None:
-        """When it is unloaded if no request comes, None for never."""
-        origin = self.origin
-        return None if origin.stay is None else origin.last_used + origin.stay
-
-    def view(self, service: Service) -> Service:
-        """Return the service of ``origin`` as this model uses it."""
-        if self.parent is None:
-            return service
-        if self._derived is None or self._derived.engine is not service.engine:
-            self._derived = service.derive(self.name, self.system, self.sampling)
-        return self._derived
-
-    def is_named(self, name: str) -> bool:
-        """Return whether this is its own name, with or without :latest."""
-        return name.removesuffix(":latest") == self.name.removesuffix(":latest")
 
 
 class Registry:

@@ -763,10 +763,9 @@ def test_account_sees_and_loads_only_its_models(start_server, tmp_path):
         assert "secret" not in get("bob", where).text
         assert get("bob", f"{where.replace('small', 'secret')}?model=secret").status_code == 404
     lines = [
-        {"custom_id": model, "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
-        for model in ("small", "secret")
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate([{"prompt": "x"}, {"prompt": "x", "model": "secret"}])
     ]
-    lines[1]["body"]["model"] = "secret"
     content = "\n".join(map(json.dumps, lines)).encode()
     headers = bearer("bob")
     file = server.client.post(

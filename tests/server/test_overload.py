@@ -27,7 +27,8 @@ from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.pool import Pool
 from cllm.process.tokenizing import LONG
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.server import off_loop
 from cllm.server.app import create_app
 from cllm.service import MANY_FENCES, Service

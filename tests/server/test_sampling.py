@@ -14,7 +14,8 @@ from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.process.pool import Pool
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.app import create_app
 from cllm.server.body import Body

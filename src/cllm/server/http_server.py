@@ -29,7 +29,8 @@ from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.server.access import Access, expand
 from cllm.server.app import DIALECTS, create_app
 from cllm.server.auth import Guard

@@ -12,7 +12,8 @@ from cllm.answer import list_limits, took_too_long
 from cllm.config import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, UnknownModel
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.server.auth import route_not_allowed
 from cllm.server.call import Call, call_of
 from cllm.server.sse import until_disconnect

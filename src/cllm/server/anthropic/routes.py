@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from cllm.answer import Generation
 from cllm.errors import BadRequest
-from cllm.registry import ServedModel
+from cllm.served_model import ServedModel
 from cllm.server import resolve
 from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic

@@ -21,8 +21,8 @@ from cllm.answer import Answer, Generation
 from cllm.core.account import ANONYMOUS
 from cllm.errors import BadRequest, EngineError
 from cllm.observe.metrics import render
-from cllm.registry import ServedModel
 from cllm.scheduler.trace import MAX_STEPS
+from cllm.served_model import ServedModel
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of

@@ -20,7 +20,8 @@ from cllm.config import Sampling
 from cllm.errors import BadRequest, StartupError
 from cllm.models import hub
 from cllm.models.gguf import read_header
-from cllm.registry import MAX_NAME, Registry, ServedModel
+from cllm.registry import MAX_NAME, Registry
+from cllm.served_model import ServedModel
 from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, call_of
 from cllm.server.ollama.answers import Error, PullStatus

@@ -18,7 +18,7 @@ from cllm.answer import Generation, SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, StartupError, UnknownModel
-from cllm.registry import ServedModel
+from cllm.served_model import ServedModel
 from cllm.server import resolve
 from cllm.server.body import Model, describe_route, read_body
 from cllm.server.call import call_of

@@ -15,7 +15,8 @@ from pydantic_core import from_json, to_json
 from starlette.datastructures import State
 
 from cllm.errors import BadRequest
-from cllm.registry import Registry, ServedModel
+from cllm.registry import Registry
+from cllm.served_model import ServedModel
 from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
-from cllm.registry import ServedModel
+from cllm.served_model import ServedModel
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.off_loop import in_thread, off_loop
