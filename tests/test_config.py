@@ -652,9 +652,11 @@ def test_models_have_their_own_settings_and_those_of_the_file(file) -> None:
 
 
 def test_shown_models_are_read_as_the_same(file) -> None:
-    loaded = load_settings(file(MODELS), {}, {})
+    adapters = "adapters: {poet: {path: a.gguf, base: b}}\n"
+    loaded = load_settings(file(MODELS + adapters), {}, {})
     again = load_settings(file(as_lines(loaded)), {}, {})
-    assert again.models == loaded.models
+    assert (again.models, again.adapters) == (loaded.models, loaded.adapters)
+    assert loaded.adapters
     assert '"keep_alive": 60' in as_json(loaded)
 
 
@@ -662,8 +664,8 @@ def test_shown_models_are_read_as_the_same(file) -> None:
     ("text", "message"),
     [
         ("a: {pth: x}", "c.yaml:1: models.a: pth is not a setting; did you mean path?"),
-        ("a: 3", "c.yaml:1: models.a must be a mapping with the model's path, not 3"),
-        ("a:", "c.yaml:1: models.a must be a mapping with the model's path, not null"),
+        ("a: 3", "c.yaml:1: models.a must be a mapping with a path, not 3"),
+        ("a:", "c.yaml:1: models.a must be a mapping with a path, not null"),
         ("a: {path: [1]}", "c.yaml:1: models.a.path must be one line of text or null, not a list"),
         ("a: {kv: {type: x}}", 'c.yaml:1: models.a.kv.type must be f16, q8_0 or q4_0, not "x"'),
         ("a: {}, a: {}", "c.yaml:1: models.a is given twice"),
@@ -673,9 +675,33 @@ def test_shown_models_are_read_as_the_same(file) -> None:
             "folder: {path: x}",
             "c.yaml:1: models.folder must be one line of text or null, not a map",
         ),
-        ("[1]: {path: x}", "c.yaml:1: a model's name must be a word, not a list"),
-        ('"a\\nb": {}', "c.yaml:1: a model's name must be one line of text"),
+        ("[1]: {path: x}", "c.yaml:1: a name must be a word, not a list"),
+        ('"a\\nb": {}', "c.yaml:1: a name must be one line of up to 300"),
     ],
 )
 def test_faulty_model_is_refused(file, text, message) -> None:
     assert refusal(file(f"models: {{{text}}}")).startswith(message)
+
+
+def test_adapters_are_read(file) -> None:
+    text = "adapters:\n  poet: {path: a.gguf, base: b, scale: 0.5}\n  plain: {path: c.gguf}\n"
+    loaded = load_settings(file(text), {}, {})
+    poet, plain = loaded.adapters.values()
+    assert (poet.path, poet.base, poet.scale) == ("a.gguf", "b", 0.5)
+    assert (plain.base, plain.scale) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {}", "adapters.a needs a path"),
+        ("a: {path: x, scale: y}", "c.yaml:1: adapters.a.scale must be a number from -100 up to"),
+        ("a: {path: x, sale: 1}", "c.yaml:1: adapters.a: sale is not a setting"),
+        ("a: x", 'c.yaml:1: adapters.a must be a mapping with a path, not "x"'),
+        ("x", "c.yaml:1: adapters must be a mapping, not"),
+    ],
+)
+def test_faulty_adapter_is_refused(file, text, message) -> None:
+    assert refusal(file(f"adapters: {{{text}}}" if ":" in text else "adapters: x")).startswith(
+        message
+    )

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from cllm.core.account import ANONYMOUS, Account
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.core.request import Priority, Request
+from cllm.core.request import Adapters, Priority, Request
 from cllm.core.vocabulary import Pieces
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
@@ -345,8 +345,35 @@ def grammar_error() -> BadRequest:
     )
 
 
+class AdapterUse(NamedTuple):
+    """How a model computes with adapters. identity: of their scales and files."""
+
+    adapters: Adapters = ()
+    identity: str = ""
+
+    @classmethod
+    def of(cls, scales: Mapping[str, float], hashes: Mapping[str, str]) -> AdapterUse:
+        """Return the use of adapters with these scales by name; ``hashes``: of their files."""
+        adapters = tuple(sorted((name, scale) for name, scale in scales.items() if scale))
+        identity = [f"{name}\0{scale!r}\0{hashes[name]}" for name, scale in adapters]
+        return cls(adapters, "\0".join(identity))
+
+    def salt(self, salt: str) -> str:
+        """Return the cache salt of a request that asks for ``salt``, which has no zero byte at its
+        begin but that of a tenant.
+        """
+        return f"\0\0{self.identity}\0{salt}" if self.adapters else salt
+
+
+NO_ADAPTERS = AdapterUse()
+
+
 def make_request(
-    request_id: str, prompt: list[int], params: SamplingParams, scheduling: SchedulingOptions
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams,
+    scheduling: SchedulingOptions,
+    use: AdapterUse = NO_ADAPTERS,
 ) -> Request:
     return Request(
         request_id,
@@ -356,5 +383,6 @@ def make_request(
         scheduling.priority,
         scheduling.left_of(scheduling.deadline),
         scheduling.left_of(scheduling.queue_timeout),
-        scheduling.cache_salt,
+        use.salt(scheduling.cache_salt),
+        use.adapters,
     )

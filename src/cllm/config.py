@@ -218,6 +218,16 @@ class Models(Section):
     )
 
 
+class Adapter(Section):
+    """A LoRA adapter, which is served as a model."""
+
+    path: Text = Field(description="A GGUF file with the adapter.")
+    base: Name | None = Field(
+        default=None, description="The model that it changes; null is the default model."
+    )
+    scale: float = Field(default=1.0, ge=-100, le=100, description="Factor of the change.")
+
+
 class Scheduler(Section):
     """How requests are scheduled."""
 
@@ -248,27 +258,23 @@ class Scheduler(Section):
     policy: Text = Field(
         default="fair",
         description="Order of service: fair (by class, then the account with the least service), "
-        "priority (by class, "
-        "then by arrival), fcfs, or package.module:Class.",
+        "priority (by class, then by arrival), fcfs, or package.module:Class.",
     )
     weights: dict[Name, Weight] = Field(
         default={},
         description="Shares of accounts, e.g. {user-alice: 2}; the default is 1. An account is "
-        "user- and the body's "
-        "user, or key- and the first 16 hex digits of the API key's SHA-256. Use JSON in a "
-        "variable or a flag.",
+        "user- and the body's user, or key- and the first 16 hex digits of the API key's SHA-256. "
+        "Use JSON in a variable or a flag.",
     )
     priorities: dict[Name, PriorityName] = Field(
         default={},
         description="Highest classes of accounts, e.g. {user-nightly: batch}; a request may name "
-        "a lower one. Use JSON "
-        "in a variable or a flag.",
+        "a lower one. Use JSON in a variable or a flag.",
     )
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         default="prompt_lookup",
         description="Draft tokens and verify them in one step while that saves time: "
-        "prompt_lookup takes them from the "
-        "text so far, draft_model from model.draft_path.",
+        "prompt_lookup takes them from the text so far, draft_model from model.draft_path.",
     )
     max_draft_tokens: int = Field(
         default=8,
@@ -307,8 +313,7 @@ class Scheduler(Section):
     trace_file: Text | None = Field(
         default=None,
         description="File to record requests for cllm simulate: times, lengths, accounts and "
-        "shared prefixes, but no "
-        "text; null records nothing.",
+        "shared prefixes, but no text; null records nothing.",
     )
 
 
@@ -325,8 +330,7 @@ class KV(Section):
     type: Literal["f16", "q8_0", "q4_0"] = Field(
         default="f16",
         description="Type of keys and values: q8_0 needs half of f16's memory, q4_0 a quarter; "
-        "both change the answers "
-        "slightly and may be slower.",
+        "both change the answers slightly and may be slower.",
     )
     max_memory_mb: int | None = Field(
         default=None,
@@ -493,3 +497,4 @@ MODEL_KEYS = {
     if key.startswith(("model.", "kv.", "backend.", "sampling.")) and key != "model.name"
 }
 """Maps the keys that a file may have for one of several models to those of the options."""
+ADAPTER_OPTIONS = {option.key: option for option in options_of(Adapter)}

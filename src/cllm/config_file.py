@@ -118,7 +118,7 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-MODELS = "models"  # the section that also has a mapping for each model, by its name
+NO_KEYS: Mapping[str, Collection[str]] = {}
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,300}")
 
 
@@ -127,16 +127,16 @@ def read_yaml(
     keys: Collection[str],
     mappings: Collection[str] = (),
     lists: Collection[str] = (),
-    model_keys: Collection[str] = (),
-) -> tuple[dict[str, Given], dict[str, dict[str, Given]]]:
-    """Return the leaves of the file, and those of each model in the section models. Raises
-    StartupError if it cannot be read or has an error.
+    named_keys: Mapping[str, Collection[str]] = NO_KEYS,
+) -> tuple[dict[str, Given], dict[str, dict[str, dict[str, Given]]]]:
+    """Return the leaves of the file, and those of each name in the sections of ``named_keys``.
+    Raises StartupError if it cannot be read or has an error.
 
     keys: the dotted keys that it may contain. Values of those in ``mappings`` are mappings; values
-    of those in ``lists`` may be lists. model_keys: the dotted keys of a model.
+    of those in ``lists`` may be lists. named_keys: the dotted keys under a name, by section.
     """
     text = read_text(path)
-    collector = Collector(path, keys, mappings, lists, model_keys)
+    collector = Collector(path, keys, mappings, lists, named_keys)
     try:
         root = yaml.compose(text, Loader=Loader)
         if root is not None and value_of(root, f"{path}:1") is not None:
@@ -151,7 +151,7 @@ def read_yaml(
         ) from None
     except RecursionError:
         raise StartupError(f"{path}: nested too deeply") from None
-    return collector.entries, collector.models
+    return collector.entries, collector.named
 
 
 def read_text(path: Path) -> str:
@@ -172,7 +172,7 @@ def read_text(path: Path) -> str:
 
 
 class Collector:
-    """Walks the nodes of one file and fills ``entries`` and ``models``."""
+    """Walks the nodes of one file and fills ``entries`` and ``named``."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Collector:
         keys: Collection[str],
         mappings: Collection[str],
         lists: Collection[str],
-        model_keys: Collection[str] = (),
+        named_keys: Mapping[str, Collection[str]] = NO_KEYS,
         title: str = "",
     ) -> None:
         """``title`` begins the errors about unknown keys."""
@@ -190,9 +190,10 @@ class Collector:
         self.mappings = mappings
         self.lists = lists
         self.sections = {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
-        self.model_keys = model_keys
+        self.sections |= named_keys.keys()
+        self.named_keys = named_keys
         self.entries: dict[str, Given] = {}
-        self.models: dict[str, dict[str, Given]] = {}
+        self.named: dict[str, dict[str, dict[str, Given]]] = {name: {} for name in named_keys}
         self.seen: set[str] = set()
 
     def collect(self, node: yaml.Node, section: str) -> None:
@@ -208,8 +209,8 @@ class Collector:
                 f"{show(value_of(node, place))}"
             )
         for key_node, value_node in node.value:
-            if section == MODELS and f"{MODELS}.{key_node.value}" not in self.keys:
-                self.collect_model(key_node, value_node)
+            if section in self.named and f"{section}.{key_node.value}" not in self.keys:
+                self.collect_named(section, key_node, value_node)
                 continue
             key = self.key(key_node, section)
             value = value_of(value_node, self.place(key_node))
@@ -226,21 +227,22 @@ class Collector:
             elif value is not None:  # null is a mapping whose keys are all commented out
                 self.collect(value_node, key)
 
-    def collect_model(self, name_node: yaml.Node, node: yaml.Node) -> None:
-        name, place = self.word(name_node, "a model's name"), self.place(name_node)
+    def collect_named(self, section: str, name_node: yaml.Node, node: yaml.Node) -> None:
+        """Add what stands under a name that the user chose."""
+        name, place = self.word(name_node, "a name"), self.place(name_node)
         if not isinstance(node, yaml.MappingNode):
             found = show(value_of(node, place))
             raise StartupError(
-                f"{place}: {MODELS}.{name} must be a mapping with the model's path, not {found}"
+                f"{place}: {section}.{name} must be a mapping with a path, not {found}"
             )
         if not NAME.fullmatch(name):
-            raise StartupError(f"{place}: a model's name must be one line of up to 300 characters")
-        if name in self.models:
-            raise StartupError(f"{place}: {MODELS}.{name} is given twice")
-        title = f"{MODELS}.{name}: "
-        model = Collector(self.path, self.model_keys, (), {"aliases"}, title=title)
-        model.collect(node, "")
-        self.models[name] = model.entries
+            raise StartupError(f"{place}: a name must be one line of up to 300 characters")
+        if name in self.named[section]:
+            raise StartupError(f"{place}: {section}.{name} is given twice")
+        title = f"{section}.{name}: "
+        inner = Collector(self.path, self.named_keys[section], (), {"aliases"}, title=title)
+        inner.collect(node, "")
+        self.named[section][name] = inner.entries
 
     def mapping(self, node: yaml.MappingNode, key: str, origin: str) -> Given:
         values: dict[str, object] = {}

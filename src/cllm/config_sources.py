@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cllm.config import (
+    ADAPTER_OPTIONS,
     FILE_KEYS,
     LISTS,
     MAPPINGS,
@@ -24,6 +25,7 @@ from cllm.config import (
     OPTIONS,
     OTHER_VARIABLES,
     VARIABLES,
+    Adapter,
     Settings,
 )
 from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
@@ -51,6 +53,7 @@ class LoadedConfig:
     origins: dict[str, str]
     notes: list[str]
     models: dict[str, Settings] = field(default_factory=dict)
+    adapters: dict[str, Adapter] = field(default_factory=dict)
 
 
 def load_settings(
@@ -64,7 +67,7 @@ def load_settings(
     """
     named = environ.get("CLLM_CONFIG")
     path = Path(named) if config is None and named else config
-    given, models, notes = from_file(path) if path is not None else ({}, {}, [])
+    given, models, adapters, notes = from_file(path) if path is not None else ({}, {}, {}, [])
     from_variables, more_notes = from_environment(environ)
     given |= from_variables | from_flags(flags)
     origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
@@ -73,7 +76,7 @@ def load_settings(
         name: settings_of(shared | own | {"model.name": Given(name, "")})
         for name, own in models.items()
     }
-    return LoadedConfig(settings_of(given), origins, notes + more_notes, of_models)
+    return LoadedConfig(settings_of(given), origins, notes + more_notes, of_models, adapters)
 
 
 def settings_of(given: Mapping[str, Given]) -> Settings:
@@ -128,13 +131,14 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
 
 def from_file(
     path: Path,
-) -> tuple[dict[str, Given], dict[str, dict[str, Given]], list[str]]:
-    """Return the settings of a YAML file under their own names, those of each model in it, and a
-    note for each key that is not used as written.
+) -> tuple[dict[str, Given], dict[str, dict[str, Given]], dict[str, Adapter], list[str]]:
+    """Return the settings of a YAML file under their own names, those of each model in it, its
+    adapters, and a note for each key that is not used as written.
     """
     entries: dict[str, Given] = {}
     notes = []
-    found, models = read_yaml(path, FILE_KEYS, MAPPINGS, LISTS, MODEL_KEYS)
+    keys: dict[str, Collection[str]] = {"models": MODEL_KEYS, "adapters": ADAPTER_OPTIONS}
+    found, named = read_yaml(path, FILE_KEYS, MAPPINGS, LISTS, keys)
     for key, entry in found.items():
         if key in NOT_NEEDED:
             notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
@@ -165,9 +169,25 @@ def from_file(
             MODEL_KEYS[key]: checked(OPTIONS[MODEL_KEYS[key]], entry, f"models.{name}.{key}")
             for key, entry in own.items()
         }
-        for name, own in models.items()
+        for name, own in named["models"].items()
     }
-    return entries, of_models, notes
+    adapters = {name: adapter_of(name, own) for name, own in named["adapters"].items()}
+    return entries, of_models, adapters, notes
+
+
+def adapter_of(name: str, given: Mapping[str, Given]) -> Adapter:
+    """Return the settings of an adapter. Raises StartupError."""
+    try:
+        return Adapter.model_validate({key: one.value for key, one in given.items()})
+    except ValidationError as error:
+        key = str(error.errors(include_url=False)[0]["loc"][0])
+    if key not in given:
+        raise StartupError(f"adapters.{name} needs a {key}")
+    one = given[key]
+    expects = ADAPTER_OPTIONS[key].expects
+    raise StartupError(
+        f"{one.origin}: adapters.{name}.{key} must be {expects}, not {show(one.value)}"
+    )
 
 
 def as_limit(value: object) -> float:

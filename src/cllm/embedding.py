@@ -98,6 +98,8 @@ async def embed(
     and for a model without embeddings. Also raises QueueFull, EngineError and RequestTimeout. If
     the call is cancelled, the engine aborts the request.
     """
+    if service.adapter_use.adapters:
+        raise unfit("has an adapter, with which no embeddings are computed")
     if service.info.pooling == "rank":
         raise unfit("ranks documents (/v1/rerank); it does not compute embeddings")
     rows, num_tokens = await compute(service, texts, params, scheduling)

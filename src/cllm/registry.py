@@ -140,6 +140,10 @@ class Registry:
         more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
         return ", ".join(names[:MAX_SHOWN]) + more
 
+    def list_adapters(self, model: ServedModel) -> list[ServedModel]:
+        """Return the adapters of a model, which are models too."""
+        return [one for one in self.models if one.adapter_hash and one.origin is model.origin]
+
     async def rescan(self, min_age: float = 0.0) -> None:
         """Add the files that are new in the folder of models, and forget those that are gone and
         not loaded, unless the last scan is less than ``min_age`` seconds old.

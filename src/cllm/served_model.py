@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cllm.answer import NO_ADAPTERS, AdapterUse
 from cllm.backends.registry import BACKENDS
 from cllm.config import Sampling
 from cllm.core.model_info import ModelInfo
@@ -24,8 +25,9 @@ class ServedModel:
     None for never. stay: the same after the last request, which may have asked for another time.
     pinned: never unloaded to make room. is_found: by the scan of a folder.
     parent: the model that computes for it, if it differs from that one only in its name, its
-    system message and its defaults of sampling parameters.
-    min_bytes: the memory that must be free for it. path: of its file, "" if unknown.
+    system message, its defaults of sampling parameters, and its adapters. is_created: by a client.
+    adapter_hash: of the file of its adapter, "" if it is not one. min_bytes: the memory that must
+    be free for it. path: of its file, "" if unknown.
     """
 
     name: str
@@ -38,8 +40,11 @@ class ServedModel:
     preload: bool = False
     is_found: bool = False
     parent: ServedModel | None = None
+    is_created: bool = False
     system: str = ""
     sampling: Sampling = field(default_factory=Sampling)
+    adapter_use: AdapterUse = NO_ADAPTERS
+    adapter_hash: str = ""
     min_bytes: int = 0
     path: str = ""
     backend: str = BACKENDS[0]
@@ -114,7 +119,7 @@ class ServedModel:
         if self.parent is None:
             return service
         if self._derived is None or self._derived.engine is not service.engine:
-            self._derived = service.derive(self.name, self.system, self.sampling)
+            self._derived = service.derive(self.name, self.system, self.sampling, self.adapter_use)
         return self._derived
 
     def is_named(self, name: str) -> bool:

@@ -17,6 +17,8 @@ from operator import attrgetter
 from typing import Any
 
 from cllm.answer import (
+    NO_ADAPTERS,
+    AdapterUse,
     Answer,
     Generation,
     SchedulingOptions,
@@ -79,6 +81,7 @@ class Service:
         self.metrics = metrics
         self.model_name = model_name
         self.system = ""
+        self.adapter_use = NO_ADAPTERS
         self.dry_breakers = DryBreakers(lambda: self.vocabulary.pieces)
         self.renderer = Renderer(lambda: self.vocabulary)
         self.grammars = GrammarProcess(
@@ -91,12 +94,15 @@ class Service:
         self.ledger = ledger or Ledger()
         self.sampling = sampling or Sampling()
 
-    def derive(self, model_name: str, system: str, sampling: Sampling) -> Service:
+    def derive(
+        self, model_name: str, system: str, sampling: Sampling, adapter_use: AdapterUse
+    ) -> Service:
         """Return this service under another name, with a system message for conversations that
-        have none, and other defaults of sampling parameters. Both have the same engine.
+        have none, other defaults of sampling parameters, and adapters. Both have the same engine.
         """
         derived = copy.copy(self)
         derived.model_name, derived.system, derived.sampling = model_name, system, sampling
+        derived.adapter_use = adapter_use
         return derived
 
     async def close(self) -> None:
@@ -411,7 +417,11 @@ class Service:
         self._check(generation)
         requests = [
             make_request(
-                f"{generation.request_id}-{i}", prompt, generation.params, generation.scheduling
+                f"{generation.request_id}-{i}",
+                prompt,
+                generation.params,
+                generation.scheduling,
+                self.adapter_use,
             )
             for i, prompt in enumerate(generation.prompts)
         ]

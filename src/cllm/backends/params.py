@@ -13,7 +13,7 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
     path: the model's file, or "". context_length None means what the model and the memory allow.
     max_num_seqs is a limit; a backend may choose fewer. layout and kv_type: the settings kv.layout
     and kv.type. kv_bytes_per_token 0 means unknown. options: the fields of the backend's
-    ``options.py``, all of them, or {} for the defaults.
+    ``options.py``, all of them, or {} for the defaults. adapters: files of LoRA adapters, by name.
     """
 
     path: str = ""
@@ -25,6 +25,7 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: int = 1 << 31
     kv_bytes_per_token: int = 0
     options: dict[str, Any] = {}
+    adapters: dict[str, str] = {}
 
 
 class ModelSize(NamedTuple):

@@ -64,6 +64,7 @@ def as_json(loaded: LoadedConfig) -> str:
     content = {
         "settings": settings,
         "models": {name: own_settings(loaded, name) for name in loaded.models},
+        "adapters": adapters_of(loaded),
         "origins": loaded.origins,
         "notes": loaded.notes,
     }
@@ -76,14 +77,21 @@ def as_lines(loaded: LoadedConfig) -> str:
     return "\n".join(
         [
             *(f"{line:{width}}  # {loaded.origins[key]}" for key, line in lines.items()),
-            *(["models:"] if loaded.models else []),
-            *(
-                f"  {shown(name)}: {shown(own_settings(loaded, name), width=30_000)}"
-                for name in loaded.models
-            ),
+            *named_lines("models", {name: own_settings(loaded, name) for name in loaded.models}),
+            *named_lines("adapters", adapters_of(loaded)),
             *(f"# note: {note}" for note in loaded.notes),
         ]
     )
+
+
+def named_lines(section: str, named: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a section of what the user has named as lines of YAML; none if there is nothing."""
+    lines = [f"  {shown(name)}: {shown(values, width=30_000)}" for name, values in named.items()]
+    return [f"{section}:", *lines] if lines else []
+
+
+def adapters_of(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
+    return {name: adapter.model_dump() for name, adapter in loaded.adapters.items()}
 
 
 def own_settings(loaded: LoadedConfig, name: str) -> dict[str, Any]:
@@ -125,6 +133,9 @@ server:
 or a value out of range stops the start with one line that names its source. An unknown environment variable that
 begins with `CLLM_` is ignored with a warning. The variables that Kubernetes sets for a service named `cllm` or
 `cllm-...` (`CLLM_SERVICE_HOST`, `CLLM_PORT=tcp://...`, also `CLLM_SERVER_PORT=tcp://...`) are ignored without one.
+
+In the file, the sections `models` and `adapters` also have a mapping for each model and each LoRA adapter, by the name
+that you choose: [several models](models.md).
 """
 
 OTHER_NAMES = """\

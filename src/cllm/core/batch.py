@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Run
 from typing import NamedTuple
 
+from cllm.core.request import Adapters
 from cllm.core.sequence import Sequence
 
 
@@ -122,10 +123,13 @@ Operation = Trim | Copy | Swap | Save | Load | Drop
 
 
 class Batch(NamedTuple):
-    """The KV operations to run, in order, and then the rows to compute, sorted by seq_id."""
+    """The KV operations to run, in order, and then the rows to compute, sorted by seq_id, with
+    ``adapters``.
+    """
 
     rows: list[Row]
     operations: Run[Operation]
+    adapters: Adapters = ()
 
     @property
     def num_tokens(self) -> int:

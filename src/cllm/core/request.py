@@ -19,13 +19,18 @@ class Priority(enum.IntEnum):
     BATCH = 2
 
 
+Adapters = tuple[tuple[str, float], ...]
+"""LoRA adapters, by name, each with the scale of its change to the model."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; it becomes ``params.n`` sequences.
 
     prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. account:
     the name of its account; accounts within one priority class are served fairly. queue_timeout and
     deadline: seconds from arrival within which the request must start and finish. cache_salt:
-    requests share cached prefixes only if their salts are equal.
+    requests share cached prefixes only if their salts are equal. adapters: with which it is
+    computed; requests with others have other salts.
     """
 
     request_id: str
@@ -36,6 +41,7 @@ class Request(msgspec.Struct, frozen=True):
     deadline: float | None = None
     queue_timeout: float | None = None
     cache_salt: str = ""
+    adapters: Adapters = ()
 
     @property
     def key(self) -> str:

@@ -162,6 +162,7 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     draft_params = msgspec.structs.replace(
         params,
         path=params.draft_path,
+        adapters={},
         max_num_seqs=num_seqs,
         max_num_batched_tokens=min(MAX_DRAFT_BATCH, params.max_num_batched_tokens),
         kv_type=DRAFT_KV_TYPE,

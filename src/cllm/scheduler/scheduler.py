@@ -84,14 +84,14 @@ class Scheduler(Sequences):
         separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
         if not separates:
-            decoding = self.pacing.select(self.running)
+            decoding = self._select()
             rows = self._decode(decoding, operations)
         self._admit_waiting(now, operations)
         if separates:  # those admitted now that lack one token decode with the others
-            decoding = self.pacing.select(self.running)
+            decoding = self._select()
         self._suspects = self.running
         others = {*decoding} | self.pacing.paused
-        lacking = [seq for seq in self.running if seq not in others]
+        lacking = [seq for seq in self.running if seq not in others and self.turns.includes(seq)]
         self._prompt_order.sort(lacking, self.waiting.policy, now)
         if self.pacing.allows_prompts(decoding, lacking):
             self.step.prefill_budget = self.pacing.compute_budget(
@@ -109,7 +109,12 @@ class Scheduler(Sequences):
             decoding = [seq for seq in decoding if seq.seq_id >= 0]
             operations += arrange(rows, len(decoding), self.running, self.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
-        return Batch(rows, operations)
+        return Batch(rows, operations, self.turns.current)
+
+    def _select(self) -> list[Sequence]:
+        """Return the sequences that decode in the next step that decodes."""
+        decoding = self.pacing.select(self.running)
+        return self.turns.select(decoding, self.running, self.pacing.paused)
 
     @property
     def target_itl(self) -> float:
@@ -431,6 +436,8 @@ class Scheduler(Sequences):
         step.num_running = len(self.running)
         step.num_waiting = len(self.waiting) + len(self.deferred)
         self.pacing.observe(step, batch.rows)
+        only_decodes = not step.num_prefill_tokens
+        self.turns.observe(batch.adapters, step.seconds, only_decodes=only_decodes)
         self.statistics.add(step)
         self._suspects = ()
         return self.take_outputs()

@@ -18,6 +18,7 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache
 from cllm.kv_cache.tiers import Snapshot, StorageTier
+from cllm.scheduler.adapter_turns import AdapterTurns
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expiries import Expiries
 from cllm.scheduler.policy import Policy
@@ -54,6 +55,7 @@ class Sequences:
         self.waiting = Waiting(policy)
         self.running = Running()
         self.deferred = Deferred()
+        self.turns = AdapterTurns()
         self.statistics = Statistics()
         self.step = Step(0.0)  # the current or last one
         self._speculation = speculation
@@ -88,6 +90,7 @@ class Sequences:
         if seq.num_prompt_tokens >= self.kv_cache.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.kv_cache.cells_per_seq} cells")
         seq.arrived = seq.waits_since = now
+        self.turns.is_used |= bool(seq.request.adapters)
         seq.effective_priority = self._choose_priority(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
         match = self.kv_cache.find(seq)

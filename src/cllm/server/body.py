@@ -229,7 +229,7 @@ def read_value(value: dict[str, Any], model: type[Model], call: Call) -> Model:
         body = model.model_validate(value)
     except pydantic.ValidationError as error:
         raise first_fault(error) from None
-    call.time_limits = body.time_limits()
+    call.time_limits, call.lora = body.time_limits(), getattr(body, "lora", None)
     return body
 
 

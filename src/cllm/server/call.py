@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.datastructures import State
@@ -26,7 +28,7 @@ class Call:
     account of a batch; for an HTTP request, by its credentials, "" without. request: None for a
     batch, else the HTTP request, whose client may disconnect. num_bytes: of the body, and of stored
     responses that it continues. body_hash: the same for the same body. time_limits: those in the
-    body, which count from its arrival.
+    body, which count from its arrival. lora: the adapters that the body names.
     """
 
     state: State
@@ -35,6 +37,7 @@ class Call:
     num_bytes: int = 0
     body_hash: int = 0
     time_limits: SchedulingOptions = field(default_factory=SchedulingOptions)
+    lora: Sequence[Any] | None = None
 
     def account(self, user: str | None = None) -> Account:
         """Return the account: by the credentials, else of ``user``, else the anonymous one.

@@ -22,9 +22,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cllm.answer import AdapterUse
 from cllm.batches import Batches
-from cllm.config import Settings
+from cllm.config import Adapter, Settings
 from cllm.errors import EngineError, StartupError
+from cllm.models.gguf import compute_fingerprint
 from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -40,7 +42,7 @@ from cllm.server.http_protocol import Protocol
 from cllm.server.ollama.manage import add_all_created
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sources import Source, is_growing, list_found
+from cllm.server.sources import Source, adapter_path, is_growing, list_found
 from cllm.server.sse import streaming
 from cllm.service import Service
 from cllm.store.created import CreatedModels
@@ -206,6 +208,8 @@ def open_server(
         if source.is_first and first is not None:
             model.service = make_service(source, first)
         registry.models.append(model)
+    for model, source in zip([*registry.models], sources, strict=True):
+        registry.models += [make_adapter(model, *named) for named in source.adapters.items()]
     app = create_app(registry, settings, access)
     folder = settings.storage.folder
     app.state.created = CreatedModels(None if folder is None else Path(folder))
@@ -227,6 +231,20 @@ def open_server(
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
     return HttpServer(config, registry, app.state.batches, access, settings)
+
+
+def make_adapter(parent: ServedModel, name: str, adapter: Adapter) -> ServedModel:
+    """Return the model that ``parent`` becomes by an adapter. Raises StartupError."""
+    found = compute_fingerprint(adapter_path(adapter))
+    return ServedModel(
+        name=name,
+        parent=parent,
+        sampling=parent.sampling,
+        adapter_use=AdapterUse.of({name: adapter.scale}, {name: found}),
+        adapter_hash=found,
+        backend=parent.backend,
+        path=parent.path,
+    )
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:

@@ -44,7 +44,9 @@ class TermsBody(Body):
         description="The request gets 504 if it has waited this many milliseconds in the queue.",
     )
 
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    cache_salt: (
+        Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00]*$")] | None
+    ) = Field(
         default=None,
         description="Cached prefixes and results are shared only among requests with the same "
         "salt.",

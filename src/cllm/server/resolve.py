@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from starlette.requests import Request
 
-from cllm.answer import list_limits, took_too_long
+from cllm.answer import AdapterUse, list_limits, took_too_long
 from cllm.config import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, UnknownModel
@@ -76,9 +76,26 @@ async def service_for(request: Request, name: str | None = None, message: str = 
     except UnknownModel:
         await registry.rescan(MIN_SCAN_AGE)  # its file may be new
         model = model_for(request, name, message)
-    if (service := registry.use(model)) is not None:
+    call = call_of(request)
+    if (service := registry.use(model)) is None:
+        service = await until_disconnect(request, load(registry, model, call))
+    return with_adapters(registry, model, service, call)
+
+
+def with_adapters(registry: Registry, model: ServedModel, service: Service, call: Call) -> Service:
+    """Return ``service`` with the adapters that the request names, if it names any. Raises
+    BadRequest.
+    """
+    if call.lora is None:
         return service
-    return await until_disconnect(request, load(registry, model, call_of(request)))
+    adapters, scales = registry.list_adapters(model), {}
+    for entry in call.lora:
+        if entry.id >= len(adapters):
+            message = f"Invalid 'lora': there is no adapter {entry.id} among {len(adapters)}."
+            raise BadRequest(message, param="lora", code="invalid_value")
+        scales[adapters[entry.id].name] = entry.scale
+    use = AdapterUse.of(scales, {one.name: one.adapter_hash for one in adapters})
+    return service.derive(service.model_name, service.system, service.sampling, use)
 
 
 async def known_service_for(request: Request, name: str | None = None) -> Service:

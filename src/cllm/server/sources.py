@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 from pydantic import ValidationError
 
 from cllm.backends.registry import import_loader
-from cllm.config import Model, Settings
+from cllm.config import Adapter, Model, Settings
 from cllm.config_sources import LoadedConfig
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
@@ -28,13 +29,14 @@ log = logging.getLogger("cllm.server")
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model's name, its settings, and its file; None if the file is still to be resolved, or if
-    the backend needs none. is_first: its engine is started with the server. is_found: it was found
-    in a folder or a cache.
+    the backend needs none. adapters: that change it. is_first: its engine is started with the
+    server. is_found: it was found in a folder or a cache.
     """
 
     name: str
     settings: Settings
     path: Path | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     is_first: bool = False
     is_found: bool = False
 
@@ -43,7 +45,8 @@ class Source:
         downloaded if necessary. Raises StartupError.
         """
         path = self.path or resolve(self.settings, progress)
-        return engine_params(self.settings, path)
+        files = {name: str(adapter_path(adapter)) for name, adapter in self.adapters.items()}
+        return msgspec.structs.replace(engine_params(self.settings, path), adapters=files)
 
 
 def resolve(settings: Settings, progress: Progress | None = None) -> Path | None:
@@ -73,7 +76,38 @@ def list_sources(loaded: LoadedConfig, progress: Progress | None = None) -> list
     names = Counter(source.name.removesuffix(":latest") for source in sources)
     if doubles := [name for name, count in names.items() if count > 1]:
         raise StartupError(f"two models have the name {doubles[0]}")
-    return put_default_first(sources + list_found(settings, sources), settings.models.default)
+    sources += list_found(settings, sources)
+    return add_adapters(put_default_first(sources, settings.models.default), loaded.adapters)
+
+
+def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list[Source]:
+    """Return the models with their adapters. Raises StartupError for adapters that change no model
+    here, or have a model's name or no file.
+    """
+    names = {source.name for source in sources}
+    for name, adapter in adapters.items():
+        base = adapter.base or (sources[0].name if sources else "")
+        if name in names:
+            raise StartupError(f"adapters.{name} has the name of a model")
+        if base not in names:
+            raise StartupError(f"adapters.{name}.base: there is no model {base or 'yet'}")
+        if not adapter_path(adapter).is_file():
+            raise StartupError(f"adapters.{name}: there is no file {adapter.path}")
+    return [
+        replace(
+            source,
+            adapters={
+                name: adapter
+                for name, adapter in adapters.items()
+                if (adapter.base or sources[0].name) == source.name
+            },
+        )
+        for source in sources
+    ]
+
+
+def adapter_path(adapter: Adapter) -> Path:
+    return Path(adapter.path).expanduser()
 
 
 def put_default_first(sources: list[Source], default: str | None) -> list[Source]:

@@ -1,7 +1,8 @@
 """A backend without a model, with simulated costs and faults, for tests and simulations.
 
 ``cllm serve --backend.name fake`` serves it. The text continues the prompt by counting: after token
-t comes t + 1, and END after ``length`` tokens, so every answer can be checked. The vector of a text
+t comes t + 1, and END after ``length`` tokens, so every answer can be checked. An adapter adds its
+scale to each token. The vector of a text
 is the mean of its tokens' vectors, so texts are similar to the extent that they share tokens.
 """
 
@@ -17,6 +18,7 @@ from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.fake.vocabulary import END, VOCABULARY_SIZE, FakeVocabulary
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.core.model_info import ModelInfo
+from cllm.core.request import Adapters
 from cllm.errors import EngineError
 
 TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).astype(np.float32)
@@ -24,13 +26,15 @@ TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).asty
 
 class Costs(msgspec.Struct, frozen=True):
     """Seconds of a step: a fixed part, a part for each position of decoding rows, a part for each
-    other token, and a part for each token before a decoding row (its attention).
+    other token, a part for each token before a decoding row (its attention), and the change to
+    other adapters.
     """
 
     step: float = 0.0
     row: float = 0.0
     token: float = 0.0
     context: float = 0.0
+    switch: float = 0.0
 
     def of(self, batch: Batch) -> float:
         rows = sum(row.size for row in batch.rows if row.num_tokens == 1)
@@ -110,6 +114,7 @@ class FakeBackend:
         self._cells: dict[int, list[Cell]] = {}
         self._snapshots: dict[int, bytes] = {}
         self._embedded = 0, 0  # last text of the last ``embed``: tokens computed, and its length
+        self._adapters: Adapters = ()
         self.num_steps = 0
 
     def forward(self, batch: Batch) -> Logits:
@@ -127,15 +132,16 @@ class FakeBackend:
         for row in batch.rows:
             self._store(row.seq.seq_id, row.start, row.tokens)
         self._check_num_cells()
-        self._sleep(self._costs.of(batch))
+        switch = self._costs.switch if batch.adapters != self._adapters else 0.0
+        self._adapters = batch.adapters
+        self._sleep(self._costs.of(batch) + switch)
         logits = np.zeros((batch.num_samples, VOCABULARY_SIZE), np.float32)
-        at = 0
+        at, shift = 0, round(sum(scale for _, scale in batch.adapters))
         for row in batch.rows:
             cells = self._cells[row.seq.seq_id]
             for length in range(len(cells) - row.num_samples + 1, len(cells) + 1):
-                logits[
-                    at, self._next(row.seq.num_prompt_tokens, length, cells[length - 1].token)
-                ] = 20
+                token = self._next(row.seq.num_prompt_tokens, length, cells[length - 1].token)
+                logits[at, token if token == END else (token + shift) % 256] = 20
                 at += 1
         return logits
 

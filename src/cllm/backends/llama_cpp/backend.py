@@ -23,6 +23,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
+from cllm.backends.llama_cpp.adapters import LoadedAdapters
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.cells import Cells, PagedCells
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
@@ -121,6 +122,7 @@ class LlamaCppBackend:
         self._check_architecture()
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
+        self._adapters = LoadedAdapters(self._model, params.adapters)
         self._context: Any = None
         self._addresses: KVAddresses | None = None
         self._pages: PagedMemory | None = None
@@ -258,6 +260,7 @@ class LlamaCppBackend:
     def _close_context(self) -> None:
         lib.llama_free(self._context)
         self._context = None  # so it is not freed again
+        self._adapters.reset()
         for each in (self._pages, self._addresses):
             if each:
                 each.close()
@@ -402,6 +405,7 @@ class LlamaCppBackend:
         if not batch.rows:
             return []
         self._check(batch)
+        self._adapters.use(self._context, batch.adapters)
         if not self._in_passes:
             return self._decode(Pass(batch.rows))
         passes = plan_passes(
@@ -431,10 +435,7 @@ class LlamaCppBackend:
         return list(self._read_logits()[: sum(row.num_samples for row in rows.rows)])
 
     def _read_logits(self) -> npt.NDArray[np.float32]:
-        """Return a view of llama.cpp's whole logits buffer.
-
-        It is kept until the buffer moves: making one is slow.
-        """
+        """Return a view of llama.cpp's whole logits buffer, kept until that moves."""
         pointer = lib.llama_get_logits(self._context)
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
@@ -448,10 +449,8 @@ class LlamaCppBackend:
         """Raises EngineError for what would abort the process."""
         for row in batch.rows:
             self._cells.check_row(row.seq.seq_id)
-        if batch.num_tokens > self._batch_size:
-            raise EngineError(f"a batch of more than {self._batch_size} tokens")
-        if batch.num_tokens == 0:
-            raise EngineError("an empty batch")
+        if not 0 < batch.num_tokens <= self._batch_size:
+            raise EngineError(f"a batch of {batch.num_tokens} tokens, not 1 to {self._batch_size}")
         if batch.num_samples > self.info.max_num_samples:
             raise EngineError(f"a batch of more than {self.info.max_num_samples} samples")
 

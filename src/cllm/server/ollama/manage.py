@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm.config import Sampling
 from cllm.errors import BadRequest, StartupError
@@ -55,7 +55,7 @@ async def create(request: Request) -> Response:
     source = model_for(request, body.source, UNKNOWN)
     await check_template(source, body.template)
     own = {**own_sampling(request, source), **sampling_of(call_of(request), body.parameters or {})}
-    model = CreatedModel(source.origin.name, body.system or source.system, own)
+    model = CreatedModel(base_of(request, source), body.system or source.system, own)
     await put(request, body.wanted(), model)
     statuses = ("reading model metadata", "creating system layer", "writing manifest", "success")
     if body.stream is False:
@@ -64,18 +64,27 @@ async def create(request: Request) -> Response:
     return Response(lines, media_type=MEDIA_TYPE)
 
 
-@router.post("/copy", openapi_extra=describe_route(CopyBody, error=Error))
+@router.post(
+    "/copy",
+    response_class=PlainTextResponse,
+    openapi_extra=describe_route(CopyBody, error=Error),
+)
 async def copy(request: Request) -> Response:
     """Give a model another name. It survives a restart."""
     check_enabled(request, OPTION)
     body = await read_body(request, CopyBody, any_type=True)
     source = model_for(request, body.source, UNKNOWN)
     own = own_sampling(request, source)
-    await put(request, body.destination, CreatedModel(source.origin.name, source.system, own))
+    model = CreatedModel(base_of(request, source), source.system, own)
+    await put(request, body.destination, model)
     return Response()
 
 
-@router.delete("/delete", openapi_extra=describe_route(DeleteBody, error=Error))
+@router.delete(
+    "/delete",
+    response_class=PlainTextResponse,
+    openapi_extra=describe_route(DeleteBody, error=Error),
+)
 async def delete(request: Request) -> Response:
     """Delete a model that was created or copied, or that is in the hub's cache: then its files.
 
@@ -86,13 +95,13 @@ async def delete(request: Request) -> Response:
     registry, created = registry_of(request), created_of(request)
     name = body.wanted().removesuffix(":latest")
     own = registry.get(name)
-    is_created = own is None or own.parent is not None  # else its base is gone
+    is_created = own is None or own.is_created  # without one, its base may be gone
     if is_created and name in await asyncio.to_thread(created.read):
         call_of(request).audit("delete", model=name)
         await asyncio.to_thread(created.remove, name)
         registry.remove(name)
         return Response()
-    model = model_for(request, name, UNKNOWN).origin
+    model = model_for(request, name, UNKNOWN)
     files = (await asyncio.to_thread(hub.list_cached)).get(model.name, [])
     configured = {one.path for one in registry.models if not one.is_found and one.parent is None}
     if not model.is_found or not files or not configured.isdisjoint(map(str, files)):
@@ -110,6 +119,12 @@ def created_of(request: Request) -> CreatedModels:
     return created
 
 
+def base_of(request: Request, model: ServedModel) -> str:
+    """Return the name of the model, not a created one, that ``model`` is made from."""
+    created = created_of(request).read().get(model.name) if model.is_created else None
+    return model.name if created is None else created.base
+
+
 def own_sampling(request: Request, model: ServedModel) -> dict[str, Any]:
     """Return the defaults that a created model has itself."""
     created = created_of(request).read().get(model.name)
@@ -124,7 +139,7 @@ async def put(request: Request, name: str, model: CreatedModel) -> None:
     if not is_valid_name(name):
         message = f"Invalid name {name[:40]!r}: it must be a word of at most {MAX_NAME} characters."
         raise BadRequest(message, param="model", code="invalid_value")
-    if (other := registry.get(name)) is not None and other.parent is None:
+    if (other := registry.get(name)) is not None and not other.is_created:
         message = f"{name!r} is the name of a model that was not created here."
         raise BadRequest(message, param="model", code="invalid_value")
     call_of(request).audit("create", model=name, base=model.base)
@@ -143,24 +158,26 @@ def add_created(registry: Registry, name: str, created: CreatedModel) -> None:
     """Add a created model to those that are served. Raises StartupError if its base is not, if the
     name belongs to another model, or if its defaults are not valid.
     """
-    parent, other = registry.get(created.base), registry.get(name)
-    if parent is None or parent.parent is not None:
+    base, other = registry.get(created.base), registry.get(name)
+    if base is None or base.is_created:
         raise StartupError(f"{created.base} is not served")
-    if other is not None and other.parent is None:
+    if other is not None and not other.is_created:
         raise StartupError("another model has the name")
     try:
-        sampling = Sampling.model_validate(parent.sampling.model_dump() | created.sampling)
+        sampling = Sampling.model_validate(base.sampling.model_dump() | created.sampling)
     except ValidationError as error:
         field = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
         raise StartupError(f"its {field} is not valid") from None
     registry.add(
         ServedModel(
             name=name,
-            parent=parent,
+            parent=base.origin,
+            is_created=True,
             system=created.system,
             sampling=sampling,
-            backend=parent.backend,
-            path=parent.path,
+            adapter_use=base.adapter_use,
+            backend=base.backend,
+            path=base.path,
         )
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import pydantic
+
 from cllm.server.body import ResponseModel, example
 from cllm.server.timings import Timings
 
@@ -121,6 +123,7 @@ class ModelObject(ResponseModel):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     loaded: bool
     status: ModelStatus
     context_length: int | None
@@ -205,6 +208,18 @@ class InfillAnswer(ResponseModel):
     truncated: bool = False
     generation_settings: InfillSettings | None = None
     timings: Timings | None = None
+
+
+class AdapterEntry(ResponseModel):
+    """path: the adapter's name."""
+
+    id: int
+    path: str
+    scale: float
+
+
+class AdapterList(pydantic.RootModel[list[AdapterEntry]]):
+    pass
 
 
 class Done(ResponseModel):

@@ -29,7 +29,7 @@ from cllm.server.openai.responses import complete_response, response_generation
 from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
-from cllm.server.resolve import check_route, find_allowed, load
+from cllm.server.resolve import check_route, find_allowed, load, with_adapters
 from cllm.service import Service
 from cllm.store.batches import BatchRecord
 
@@ -120,7 +120,7 @@ class OpenAILines:
         asked: Any = await off_loop(call, lambda: read_value(body.value, kind, call))
         registry: Registry = self._state.registry
         model = find_allowed(registry, call.account(), asked.model or model.name)
-        service = await load(registry, model, call)
+        service = with_adapters(registry, model, await load(registry, model, call), call)
         name, content = await compute(call, service, asked)
         return answer_line(custom_id, 200, name, content)
 

@@ -104,6 +104,7 @@ def model_object(model: ServedModel, name: str) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "cllm",
         "root": model.name,
+        "parent": model.parent.name if model.parent else None,
         "loaded": model.is_loaded,
         "status": {"value": model.status},  # as in llama-server
         "context_length": info.context_length if info else None,

@@ -58,6 +58,15 @@ Metadata = Annotated[
     limit_entries(MAX_METADATA),
 ]
 
+MAX_ADAPTERS = 64  # of one request
+
+
+class AdapterScale(Body):
+    """An adapter by its number, and the factor of its change."""
+
+    id: Annotated[int, Field(ge=0)]
+    scale: Annotated[float, Field(ge=-100, le=100)] = 1.0
+
 
 class StreamOptions(Body):
     ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are not padded"}
@@ -95,6 +104,11 @@ class GenerationBody(TermsBody, ConstrainedBody):
     )
     repeat_penalty: float | None = Field(
         default=None, description="The name of repetition_penalty in llama-server."
+    )
+    lora: Annotated[list[AdapterScale], Field(max_length=MAX_ADAPTERS)] | None = Field(
+        default=None,
+        description="llama-server's choice of adapters, in place of those of the model; GET "
+        "/lora-adapters lists them.",
     )
     logit_bias: Annotated[dict[str, float] | None, limit_entries(MAX_LOGIT_BIAS)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None

@@ -1,0 +1,121 @@
+"""Measure what adapters cost: 16 of them with 4 clients each, beside one with 4 clients.
+
+    uv run python -m benchmarks.adapters [MODEL] [--adapters 16] [--seconds 60] [--rounds 3]
+
+Without MODEL, the built-in model. The clients of each adapter send one request after the other.
+Printed are the tokens per second of both, in turn, their ratio, and Jain's index of the adapters'
+shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx2
+
+from cllm.bench.make_adapter import write_adapter
+from cllm.cli.doctor import describe_cpu
+from cllm.models.catalog import BUILTIN
+
+CLIENTS = 4
+MAX_TOKENS = 48
+
+
+async def talk(url: str, model: str, client: int, end: float, tokens: Counter[str]) -> None:
+    """Send unique requests until ``end``, and count the tokens that arrive before it."""
+    async with httpx2.AsyncClient(base_url=url, timeout=600) as http:
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            body = {
+                "model": model,
+                "prompt": f"{time.monotonic_ns()} Client {client} asks {model} number {number}:",
+                "max_tokens": MAX_TOKENS,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            async with http.stream("POST", "/v1/completions", json=body) as stream:
+                async for line in stream.aiter_lines():
+                    if line.startswith("data: {") and time.monotonic() < end:
+                        tokens[model] += 1
+
+
+async def measure(url: str, models: list[str], seconds: float) -> Counter[str]:
+    """Return how many tokens each model's clients get."""
+    tokens: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    await asyncio.gather(
+        *(talk(url, model, i, end, tokens) for model in models for i in range(CLIENTS))
+    )
+    return tokens
+
+
+def jain(shares: list[float]) -> float:
+    """Return Jain's index of fairness: 1 if all are equal."""
+    return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", type=Path, default=BUILTIN)
+    parser.add_argument("--adapters", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"adapter-{i}" for i in range(options.adapters)]
+        lines = [f"model: {{path: {options.model}, name: base}}", "adapters:"]
+        for i, name in enumerate(names):
+            path = write_adapter(Path(folder) / f"{name}.gguf", options.model, seed=i, rank=16)
+            lines.append(f"  {name}: {{path: {path}}}")
+        config = Path(folder) / "c.yaml"
+        config.write_text("\n".join(lines))
+        command = [sys.executable, "-m", "cllm", "serve", "--config", str(config)]
+        process = subprocess.Popen([*command, "--port", "8765", "--storage.folder", folder])
+        try:
+            run_rounds("http://127.0.0.1:8765", names, options.seconds, options.rounds)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def run_rounds(url: str, names: list[str], seconds: float, rounds: int) -> None:
+    wait_until_ready(url)
+    asyncio.run(measure(url, names[:1], 2.0))
+    ratios, indexes = [], []
+    for _ in range(rounds):
+        one = asyncio.run(measure(url, names[:1], seconds)).total() / seconds
+        tokens = asyncio.run(measure(url, names, seconds))
+        many = tokens.total() / seconds
+        ratios.append(many / one)
+        indexes.append(jain([tokens[name] for name in names]))
+        print(
+            f"one adapter {one:.1f} tokens/s, {len(names)} adapters {many:.1f} tokens/s: "
+            f"{ratios[-1]:.3f}, Jain's index {indexes[-1]:.4f}"
+        )
+    print(
+        f"{describe_cpu()}: median {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f}-{max(ratios):.3f}), Jain's index at least {min(indexes):.4f}"
+    )
+
+
+def wait_until_ready(url: str) -> None:
+    while True:
+        try:
+            if httpx2.get(f"{url}/ready").status_code == 200:
+                return
+        except httpx2.HTTPError:
+            pass
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

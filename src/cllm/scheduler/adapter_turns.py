@@ -1,0 +1,91 @@
+"""Which LoRA adapters the next step computes with: a batch cannot mix them, and changing them costs
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import cycle, islice
+
+from cllm.core.request import Adapters
+from cllm.core.sequence import Sequence
+
+SWITCH_SECONDS = 0.01  # assumed cost of a change, until it is measured
+SWITCH_SHARE = 0.05  # of the time, at most, for changes
+MIN_TURN = 0.05  # seconds
+SMOOTHING = 0.2  # weight of the last measurement
+
+
+class AdapterTurns:
+    """Divides the steps among groups of sequences with the same adapters, in equal shares of the
+    time.
+
+    Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995), with seconds in place of bytes: a
+    group keeps its turn until it has used what it may use, and begins its next turn with what it
+    has used too much. So it waits at most for one turn of each other group.
+    """
+
+    def __init__(self) -> None:
+        self.current: Adapters = ()
+        self.switch_seconds = SWITCH_SECONDS
+        self.is_used = False  # whether there has been a request with adapters
+        self._left: dict[Adapters, float] = {}  # seconds of each group, in the order of the turns
+        self._first = 0.0  # seconds of the first step of this turn; 0 if it is not comparable
+        self._others: list[float] = []  # of the next ones
+
+    @property
+    def turn_seconds(self) -> float:
+        return max(MIN_TURN, self.switch_seconds / SWITCH_SHARE)
+
+    def includes(self, seq: Sequence) -> bool:
+        """Return whether ``seq`` may be in this step."""
+        return not self.is_used or seq.request.adapters == self.current
+
+    def select(
+        self, decoding: list[Sequence], running: Iterable[Sequence], paused: Collection[Sequence]
+    ) -> list[Sequence]:
+        """Choose whose turn it is among ``running`` without ``paused``, and return those of
+        ``decoding`` that may be in this step.
+        """
+        if not self.is_used:
+            return decoding
+        groups = dict.fromkeys(seq.request.adapters for seq in running if seq not in paused)
+        over = self._left.get(self.current, 0.0) <= 0 and len(groups) > 1
+        if groups and (self.current not in groups or over):
+            self._begin_turn(groups)
+        return [seq for seq in decoding if self.includes(seq)]
+
+    def _begin_turn(self, groups: Mapping[Adapters, None]) -> None:
+        self._learn()
+        order = [group for group in self._left if group in groups or group == self.current]
+        order += [group for group in groups if group not in self._left]
+        begin = order.index(self.current) + 1 if self.current in order else 0
+        self._left = {group: self._left.get(group, 0.0) for group in order}
+        for group in islice(cycle(order), begin, None):
+            if group not in groups:
+                continue
+            self._left[group] += self.turn_seconds
+            if self._left[group] > 0:
+                break
+        self.current = group
+        self._left = {group: left for group, left in self._left.items() if group in groups}
+
+    def observe(self, adapters: Adapters, seconds: float, *, only_decodes: bool) -> None:
+        """Count the time of a step."""
+        if not self.is_used:
+            return
+        if adapters in self._left:
+            self._left[adapters] -= seconds
+        if not only_decodes:
+            self._first = 0.0
+        elif not self._first:
+            self._first = seconds
+        else:
+            self._others.append(seconds)
+
+    def _learn(self) -> None:
+        """Learn what a change costs: the first step takes longer than the others of a turn."""
+        if self._first and self._others:
+            found = max(0.0, self._first - sum(self._others) / len(self._others))
+            self.switch_seconds += SMOOTHING * (found - self.switch_seconds)
+        self._first, self._others = 0.0, []

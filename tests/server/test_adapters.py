@@ -1,0 +1,184 @@
+"""LoRA adapters as models, with requests for several at once."""
+
+import concurrent.futures
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cllm.bench.make_adapter import write_adapter
+from cllm.models.catalog import BUILTIN
+
+QUESTION = [{"role": "user", "content": "What is 27 plus 45?"}]
+LONG = "Tell me a story about a fox. " * 20
+SETTINGS = """
+model: {{path: cllm-builtin, name: base}}
+models: {{other: {{path: cllm-builtin}}}}
+adapters:
+  one: {{path: {folder}/one.gguf}}
+  half: {{path: {folder}/one.gguf, base: base, scale: 0.5}}
+  two: {{path: {folder}/two.gguf}}
+  elsewhere: {{path: {folder}/two.gguf, base: other}}
+  nothing: {{path: {folder}/zero.gguf}}
+kv: {{max_memory_mb: 100}}
+server: {{allow_model_changes: true, enable_faults: true}}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(start_server_once, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "one.gguf", BUILTIN, seed=1)
+    write_adapter(folder / "two.gguf", BUILTIN, seed=2)
+    write_adapter(folder / "zero.gguf", BUILTIN, seed=3, strength=0.0)
+    (folder / "c.yaml").write_text(SETTINGS.format(folder=folder))
+    return start_server_once("--config", str(folder / "c.yaml"))
+
+
+def complete(server, model, prompt=LONG, **more):
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def scores(server, model, prompt=LONG, **more):
+    """Return the logprobs of the most probable first tokens."""
+    found = complete(server, model, prompt, max_tokens=1, logprobs=10, **more)
+    return found["choices"][0]["logprobs"]["top_logprobs"][0]
+
+
+def same(first, second):
+    """Whether these are the scores of the same model, which depend slightly on the batch."""
+    common = first.keys() & second.keys()
+    return len(common) >= 7 and all(abs(first[token] - second[token]) < 0.2 for token in common)
+
+
+def test_adapters_are_listed_with_the_model_that_they_change(server):
+    models = server.client.get("/v1/models").json()["data"]
+    parents = {model["id"]: model["parent"] for model in models}
+    assert parents == {
+        "base": None,
+        "other": None,
+        "elsewhere": "other",
+        **dict.fromkeys(("one", "half", "two", "nothing"), "base"),
+    }
+    listed = server.client.get("/lora-adapters", params={"model": "half"}).json()
+    assert [entry["path"] for entry in listed] == ["one", "half", "two", "nothing"]
+    assert [entry["scale"] for entry in listed] == [0, 0.5, 0, 0]
+
+
+def test_each_adapter_has_its_own_answers_and_the_base_is_unchanged(server):
+    """In any order, and with nothing shared by mistake."""
+    names = ["base", "one", "half", "two", "nothing", "elsewhere", "other"]
+    before = {name: scores(server, name) for name in names}
+    for name in reversed(names):
+        assert same(scores(server, name), before[name]), name
+    for name in ("nothing", "other"):
+        assert same(before[name], before["base"])
+    assert same(before["two"], before["elsewhere"])
+    different = [before[name] for name in ("base", "one", "half", "two")]
+    assert not any(same(*pair) for pair in itertools.combinations(different, 2))
+    assert complete(server, "one")["model"] == "one"
+    chat = {"model": "nothing", "messages": QUESTION, "temperature": 0}
+    answer = server.client.post("/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["message"]["content"] == "72"
+
+
+def test_prefixes_are_shared_among_requests_with_the_same_adapter_only(server):
+    prompt = "Once there was a clever mouse who lived in the wall. " * 10
+
+    def cached(model):
+        usage = complete(server, model, prompt)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("one") == 0
+    assert cached("two") == 0
+    assert cached("base") == 0
+    assert cached("one") > 50
+    assert cached("half") == 0
+
+
+def test_requests_with_different_adapters_run_at_the_same_time(server):
+    """Each gets what it gets alone, also after the engine has died."""
+    names = ["base", "one", "half", "two"]
+    alone = {(name, i): scores(server, name, f"{LONG}{i}") for name in names for i in range(4)}
+    ask = {"messages": QUESTION, "temperature": 0, "max_tokens": 300, "min_tokens": 100}
+
+    def talk(model):
+        answer = server.client.post("/v1/chat/completions", json={"model": model, **ask})
+        return answer.json()["choices"][0]["message"]["content"]
+
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(24) as threads:
+            talks = [threads.submit(talk, name) for name in ("nothing", "base") * 4]
+            found = {
+                key: threads.submit(scores, server, key[0], f"{LONG}{key[1]}") for key in alone
+            }
+            for key, each in found.items():
+                assert same(each.result(), alone[key]), key
+            assert {each.result()[:2] for each in talks} == {"72"}
+        fault = {"model": "base", "faults": [{"kind": "crash", "after_steps": 6}]}
+        assert server.client.post("/faults", json=fault).status_code == 200
+
+
+def test_request_chooses_adapters_by_their_numbers(server):
+    def chosen(model, *lora):
+        return scores(server, model, lora=[*lora])
+
+    one, two = {"id": 0}, {"id": 2}
+    assert same(chosen("base", one), scores(server, "one"))
+    assert same(chosen("one", {"id": 0, "scale": 0.5}), scores(server, "half"))
+    assert same(chosen("one"), scores(server, "base"))
+    both = chosen("base", one, two)
+    assert same(both, chosen("base", two, one))
+    assert not same(both, scores(server, "one"))
+    assert not same(both, scores(server, "two"))
+    body = {"model": "base", "prompt": "x", "lora": [{"id": 4}]}
+    refused = server.client.post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "lora"
+
+
+def test_created_model_keeps_the_adapter(server):
+    body = {"model": "poet", "from": "one", "system": "Be brief.", "stream": False}
+    assert server.client.post("/api/create", json=body).json() == {"status": "success"}
+    assert same(scores(server, "poet"), scores(server, "one"))
+    assert server.client.request("DELETE", "/api/delete", json={"model": "poet"}).is_success
+    assert server.client.request("DELETE", "/api/delete", json={"model": "one"}).status_code == 400
+
+
+def test_adapters_have_no_embeddings(server):
+    body = {"model": "one", "input": "x"}
+    answer = server.client.post("/v1/embeddings", json=body)
+    assert answer.status_code == 400
+    assert "adapter" in answer.json()["error"]["message"]
+    assert server.client.post("/v1/embeddings", json={**body, "model": "base"}).is_success
+
+
+def test_salt_cannot_reach_the_prefixes_of_an_adapter(server):
+    body = {"model": "base", "prompt": "x", "cache_salt": "\0\0one"}
+    assert server.client.post("/v1/completions", content=json.dumps(body)).status_code in (400, 415)
+    assert server.client.post("/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adapters: {a: {path: /nowhere.gguf}}", "adapters.a: there is no file /nowhere.gguf"),
+        ("adapters: {a: {path: c.yaml, base: x}}", "adapters.a.base: there is no model x"),
+        ("adapters: {a: {path: c.yaml}}\nmodel: {name: a}", "adapters.a has the name of a model"),
+        ("adapters: {a: {path: c.yaml}}", "the adapter a cannot be loaded"),
+    ],
+)
+def test_start_with_a_faulty_adapter_fails_with_one_line(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text.replace("c.yaml", str(tmp_path / "c.yaml")))
+    command = [sys.executable, "-m", "cllm", "serve", "--port", "0", "--config"]
+    done = subprocess.run(
+        [*command, tmp_path / "c.yaml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
