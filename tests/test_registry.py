@@ -127,7 +127,7 @@ class StubService:
         )
         self.model_name = engine._name
 
-    def derive(self, name, system, sampling):
+    def derive(self, name, system, sampling, adapter_use):
         derived = StubService(self.engine)
         derived.model_name = name
         return derived

@@ -68,6 +68,7 @@ class Registry:
         self._scanned = clock()
         self._scanning = asyncio.Lock()
         self._clock = clock
+        self._leaving: list[ServedModel] = []  # that have been removed and are not closed yet
         self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -88,7 +89,8 @@ class Registry:
     @property
     def services(self) -> list[Service]:
         """The services of the models that have been loaded since the start."""
-        return [model.service for model in self.models if model.service is not None]
+        models = (*self.models, *self._leaving)
+        return [model.service for model in models if model.service is not None]
 
     @property
     def num_unfinished(self) -> int:
@@ -172,7 +174,11 @@ class Registry:
             if new is None or new.path != model.path:
                 await self.discard(model)
         known = {model.name for model in self.models}
-        self.models += [model for name, model in found.items() if name not in known]
+        for model in found.values():
+            if model.name not in known:
+                if model.parent is not None:  # an adapter of a model that may be there already
+                    model.parent = self.get(model.parent.name) or model.parent
+                self.models.append(model)
 
     def add(self, model: ServedModel) -> None:
         """Add a model, in place of one with the same name."""
@@ -188,14 +194,20 @@ class Registry:
     async def discard(self, model: ServedModel) -> None:
         """Forget a model, and end its engine once its requests have ended."""
         self.remove(model.name)
-        if model.is_loading:
-            await asyncio.wait([model.loading] if model.loading else [])
-        if model.is_loaded:
-            await self.unload(model)
-        if model.parent is None and model.service is not None:
-            service, model.service = model.service, None
-            await service.engine.close()
-            await service.close()
+        if model.parent is not None:
+            return
+        self._leaving.append(model)
+        try:
+            if model.loading is not None and model.is_loading:
+                await asyncio.wait([model.loading])
+            if model.is_loaded:
+                await self.unload(model)
+        finally:
+            self._leaving.remove(model)
+            if model.service is not None:
+                service, model.service = model.service, None
+                await service.engine.close()
+                await service.close()
 
     def use(self, model: ServedModel) -> Service | None:
         """Return the service of a model for a request, None if it must be loaded first."""
@@ -276,10 +288,11 @@ class Registry:
                 self.note_loaded(model, self._clock() - begun)
             return model.service
 
-    async def adopt(self, model: ServedModel, start: Awaitable[None]) -> None:
-        """Wait until ``start`` has started the engine of a model, which was begun outside."""
+    async def adopt(self, model: ServedModel, start: Awaitable[None], begun: float) -> None:
+        """Wait until ``start`` has started the engine of a model, which was begun outside, at the
+        time ``begun``.
+        """
         async with self._turn:
-            begun = self._clock()
             await start
             self.note_loaded(model, self._clock() - begun)
 

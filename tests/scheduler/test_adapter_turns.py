@@ -11,9 +11,11 @@ import pytest
 from cllm.scheduler.adapter_turns import SWITCH_SECONDS, SWITCH_SHARE, AdapterTurns
 
 
-def sequences(*names: str) -> list[Any]:
+def sequences(*names: str, account: str = "") -> list[Any]:
     return [
-        SimpleNamespace(request=SimpleNamespace(adapters=((name, 1.0),) if name else ()))
+        SimpleNamespace(
+            request=SimpleNamespace(adapters=((name, 1.0),) if name else (), account=account)
+        )
         for name in names
     ]
 
@@ -101,3 +103,24 @@ def test_cost_of_a_change_is_learned() -> None:
     run(made, seqs, 3000, lambda _, switched: 0.02 + (0.05 if switched else 0.0))
     assert made.switch_seconds == pytest.approx(0.05, rel=0.1)
     assert made.turn_seconds == pytest.approx(1.0, rel=0.1)
+
+
+def test_group_that_was_alone_for_long_is_not_made_to_wait() -> None:
+    made, base, other = turns(), sequences("", ""), sequences("a")
+    run(made, [*base, *other], 100, lambda *_: 0.05)
+    run(made, base, 10_000, lambda *_: 0.05)
+    found = run(made, [*base, *other], 400, lambda *_: 0.05)
+    assert 180 <= found.count("") <= 220
+    assert "" in found[:20]
+
+
+def test_account_with_many_adapters_gets_no_more_than_others() -> None:
+    """And its weight counts."""
+    greedy = sequences(*(f"a{i}" for i in range(15)), account="greedy")
+    others = [seq for i in range(4) for seq in sequences("", account=f"user{i}")]
+    for weight in (1.0, 4.0):
+        made = turns()
+        made.weights = {"greedy": weight}
+        found = run(made, [*greedy, *others], 8000, lambda *_: 0.05)
+        share = sum(name != "" for name in found) / len(found)
+        assert share == pytest.approx(weight / (weight + 4), abs=0.05)

@@ -783,3 +783,42 @@ def test_account_sees_and_loads_only_its_models(start_server, tmp_path):
         time.sleep(0.05)
         batch = get("bob", f"/v1/batches/{batch['id']}").json()
     assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+
+
+def test_account_uses_no_adapters_of_others(start_server, tmp_path):
+    """Neither by their names nor by their numbers, and the base only if it may."""
+    path, config = tmp_path / "keys.json", tmp_path / "c.yaml"
+    accounts = {
+        "root": record("root", admin=True),
+        "bob": record("bob", models=("base",)),
+        "cat": record("cat", models=("two",)),
+    }
+    write_key_file(path, KeyFile(accounts=accounts))
+    (tmp_path / "x").write_bytes(b"x")
+    config.write_text(
+        "model: {name: base}\nbackend: {name: fake}\n"
+        f"adapters: {{one: {{path: {tmp_path}/x}}, two: {{path: {tmp_path}/x, scale: 2}}}}\n"
+    )
+    server = start_server("--config", str(config), CLLM_SERVER_KEYS_FILE=str(path))
+
+    def text(name, model, **more):
+        answer = complete(server, name, [65], model=model, **more)
+        return answer.json()["choices"][0]["text"] if answer.is_success else answer.status_code
+
+    def listed(name, model):
+        where = f"/lora-adapters?model={model}"
+        return [entry["path"] for entry in server.client.get(where, headers=bearer(name)).json()]
+
+    assert (text("root", "base"), text("root", "one"), text("root", "two")) == (
+        *("BCDE", "CEGI", "DGJM"),
+    )
+    assert text("root", "base", lora=[{"id": 1, "scale": 2}]) == "DGJM"
+    assert text("bob", "base") == "BCDE"
+    assert text("cat", "two") == "DGJM"
+    assert text("bob", "one") == text("cat", "base") == 404
+    assert text("bob", "base", lora=[{"id": 0}]) == text("cat", "two", lora=[{"id": 0}]) == 400
+    assert text("cat", "two", lora=[]) == text("cat", "two", lora=[{"id": 1, "scale": 0}]) == 400
+    assert text("cat", "two", lora=[{"id": 1, "scale": 2}]) == "DGJM"
+    assert (listed("root", "base"), listed("bob", "base"), listed("cat", "two")) == (
+        *(["one", "two"], [], ["two"]),
+    )

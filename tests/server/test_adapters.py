@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 
@@ -182,3 +183,28 @@ def test_start_with_a_faulty_adapter_fails_with_one_line(tmp_path, text, message
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_adapter_of_a_found_model_comes_back_with_it(start_server, tmp_path):
+    folder, away = tmp_path / "models", tmp_path / "away.gguf"
+    folder.mkdir()
+    shutil.copy(BUILTIN, folder / "found.gguf")
+    write_adapter(tmp_path / "a.gguf", BUILTIN, strength=0.0)
+    (tmp_path / "c.yaml").write_text(
+        f"models: {{folder: {folder}}}\nkv: {{max_memory_mb: 100}}\n"
+        f"adapters: {{poet: {{path: {tmp_path}/a.gguf, base: found}}}}\n"
+    )
+    server = start_server("--config", str(tmp_path / "c.yaml"))
+
+    def names():
+        listed = server.client.get("/v1/models", params={"reload": True}).json()["data"]
+        return [model["id"] for model in listed]
+
+    assert names() == ["found", "poet"]
+    (folder / "found.gguf").rename(away)
+    assert names() == []
+    away.rename(folder / "found.gguf")
+    assert names() == ["found", "poet"]
+    chat = {"model": "poet", "messages": QUESTION, "temperature": 0}
+    answer = server.client.post("/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["message"]["content"] == "72"

@@ -287,3 +287,18 @@ def test_commands_for_a_running_server(start_server, tmp_path):
     assert json.loads(cllm("ps", "--json")) == []
     for words in (("run", "c", "Hi"), ("stop", "c")):
         assert "'c' does not exist" in cllm(*words, code=2)
+
+
+def test_signal_while_models_are_preloaded_ends_the_server_without_an_error(tmp_path):
+    lines = "".join(f"  m{i}: {{path: cllm-builtin, preload: true}}\n" for i in range(4))
+    (tmp_path / "c.yaml").write_text(f"kv: {{max_memory_mb: 100}}\nmodels:\n{lines}")
+    command = [sys.executable, "-m", "cllm", "serve", "--port", "0", "--config"]
+    process = subprocess.Popen([*command, tmp_path / "c.yaml"], stderr=subprocess.PIPE, text=True)
+    log = ""
+    while "m0 is loaded" not in log:
+        log += process.stderr.readline()
+        assert process.poll() is None, log
+    process.terminate()
+    log += process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 0, log
+    assert "Traceback" not in log

@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import cycle, islice
 
@@ -13,22 +14,24 @@ from cllm.core.sequence import Sequence
 SWITCH_SECONDS = 0.01  # assumed cost of a change, until it is measured
 SWITCH_SHARE = 0.05  # of the time, at most, for changes
 MIN_TURN = 0.05  # seconds
+MAX_DEBT = 100.0  # turns
 SMOOTHING = 0.2  # weight of the last measurement
 
 
 class AdapterTurns:
-    """Divides the steps among groups of sequences with the same adapters, in equal shares of the
-    time.
+    """Divides the steps among groups of sequences with the same adapters, by the shares of their
+    accounts: an account with several groups divides its share among them.
 
     Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995), with seconds in place of bytes: a
     group keeps its turn until it has used what it may use, and begins its next turn with what it
-    has used too much. So it waits at most for one turn of each other group.
+    has used too much.
     """
 
     def __init__(self) -> None:
         self.current: Adapters = ()
         self.switch_seconds = SWITCH_SECONDS
         self.is_used = False  # whether there has been a request with adapters
+        self.weights: Mapping[str, float] = {}  # of accounts; 1 for others
         self._left: dict[Adapters, float] = {}  # seconds of each group, in the order of the turns
         self._first = 0.0  # seconds of the first step of this turn; 0 if it is not comparable
         self._others: list[float] = []  # of the next ones
@@ -49,33 +52,51 @@ class AdapterTurns:
         """
         if not self.is_used:
             return decoding
-        groups = dict.fromkeys(seq.request.adapters for seq in running if seq not in paused)
-        over = self._left.get(self.current, 0.0) <= 0 and len(groups) > 1
-        if groups and (self.current not in groups or over):
+        groups: dict[Adapters, set[str]] = {}
+        for seq in running:
+            if seq not in paused:
+                groups.setdefault(seq.request.adapters, set()).add(seq.request.account)
+        if len(groups) == 1:  # it owes nobody anything
+            (self.current,) = groups
+            self._left = {self.current: 0.0}
+            self._first, self._others = 0.0, []
+        elif groups and (self.current not in groups or self._left.get(self.current, 0.0) <= 0):
             self._begin_turn(groups)
         return [seq for seq in decoding if self.includes(seq)]
 
-    def _begin_turn(self, groups: Mapping[Adapters, None]) -> None:
+    def _begin_turn(self, groups: Mapping[Adapters, set[str]]) -> None:
         self._learn()
         order = [group for group in self._left if group in groups or group == self.current]
         order += [group for group in groups if group not in self._left]
         begin = order.index(self.current) + 1 if self.current in order else 0
         self._left = {group: self._left.get(group, 0.0) for group in order}
+        shares = self._compute_shares(groups)
         for group in islice(cycle(order), begin, None):
             if group not in groups:
                 continue
-            self._left[group] += self.turn_seconds
-            if self._left[group] > 0:
+            self._left[group] += self.turn_seconds * shares[group]
+            if self._left[group] > self.turn_seconds / 2:
                 break
         self.current = group
         self._left = {group: left for group, left in self._left.items() if group in groups}
+
+    def _compute_shares(self, groups: Mapping[Adapters, set[str]]) -> dict[Adapters, float]:
+        """Return the share of each group; their mean is 1."""
+        num_groups = Counter(account for accounts in groups.values() for account in accounts)
+        shares = {
+            group: sum(self.weights.get(name, 1.0) / num_groups[name] for name in accounts)
+            for group, accounts in groups.items()
+        }
+        mean = sum(shares.values()) / len(shares)
+        return {group: share / mean for group, share in shares.items()}
 
     def observe(self, adapters: Adapters, seconds: float, *, only_decodes: bool) -> None:
         """Count the time of a step."""
         if not self.is_used:
             return
         if adapters in self._left:
-            self._left[adapters] -= seconds
+            least = -MAX_DEBT * self.turn_seconds
+            self._left[adapters] = max(least, self._left[adapters] - seconds)
         if not only_decodes:
             self._first = 0.0
         elif not self._first:

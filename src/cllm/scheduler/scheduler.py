@@ -60,6 +60,7 @@ class Scheduler(Sequences):
         self.pacing = Pacing(self.cost, params)
         self.length_estimates = LengthEstimates()
         self._prompt_order = PromptOrder(self.cost)
+        self.turns.weights = params.weights
 
     # --- one step --------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -81,6 +82,7 @@ class HttpServer(uvicorn.Server):
         registry.metrics.connections.set_function(lambda: len(self.server_state.connections))
         self._batches = batches
         self.early: list[int] = []
+        self.is_stopped_by_signal = False
         self._drain_timeout = settings.server.drain_timeout
         self._access = access
         self._last_tick = 0.0
@@ -123,6 +125,7 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # a signal handler can interrupt any code, so it must not write to streams itself
+        self.is_stopped_by_signal = True
         if self.should_exit:
             self._loop.call_soon_threadsafe(self._end_streams)
         self.registry.drain()
@@ -200,7 +203,13 @@ def open_server(
     configured = [source for source in sources if not source.is_found]
 
     def scan() -> list[ServedModel]:
-        return [make_model(source) for source in list_found(settings, configured)]
+        found = []
+        for source in list_found(settings, configured):
+            model = make_model(replace(source, adapters=adapters_of.get(source.name, {})))
+            found += [model, *make_adapters(model, adapters_of.get(source.name, {}))]
+        return found
+
+    adapters_of = {source.name: source.adapters for source in sources}
 
     registry = Registry((), memory or None, recorder, scan if is_growing(settings) else None)
     for source in sources:
@@ -209,7 +218,7 @@ def open_server(
             model.service = make_service(source, first)
         registry.models.append(model)
     for model, source in zip([*registry.models], sources, strict=True):
-        registry.models += [make_adapter(model, *named) for named in source.adapters.items()]
+        registry.models += make_adapters(model, source.adapters)
     app = create_app(registry, settings, access)
     folder = settings.storage.folder
     app.state.created = CreatedModels(None if folder is None else Path(folder))
@@ -233,18 +242,28 @@ def open_server(
     return HttpServer(config, registry, app.state.batches, access, settings)
 
 
-def make_adapter(parent: ServedModel, name: str, adapter: Adapter) -> ServedModel:
-    """Return the model that ``parent`` becomes by an adapter. Raises StartupError."""
-    found = compute_fingerprint(adapter_path(adapter))
-    return ServedModel(
-        name=name,
-        parent=parent,
-        sampling=parent.sampling,
-        adapter_use=AdapterUse.of({name: adapter.scale}, {name: found}),
-        adapter_hash=found,
-        backend=parent.backend,
-        path=parent.path,
-    )
+def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[ServedModel]:
+    """Return the models that ``parent`` becomes by adapters, without those whose files are gone."""
+    made = []
+    for name, adapter in adapters.items():
+        try:
+            found = compute_fingerprint(adapter_path(adapter))
+        except OSError as error:
+            log.warning("the adapter %s is not served: %s", name, error.strerror)
+            continue
+        use = AdapterUse.of({name: adapter.scale}, {name: found})
+        made.append(
+            ServedModel(
+                name=name,
+                parent=parent,
+                sampling=parent.sampling,
+                adapter_use=use,
+                adapter_hash=found,
+                backend=parent.backend,
+                path=parent.path,
+            )
+        )
+    return made
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:

@@ -82,18 +82,25 @@ async def service_for(request: Request, name: str | None = None, message: str = 
     return with_adapters(registry, model, service, call)
 
 
+def may_use(account: Account, model: ServedModel) -> bool:
+    return not account.has_key or account.may_use_model(model.name)
+
+
 def with_adapters(registry: Registry, model: ServedModel, service: Service, call: Call) -> Service:
     """Return ``service`` with the adapters that the request names, if it names any. Raises
     BadRequest.
     """
     if call.lora is None:
         return service
-    adapters, scales = registry.list_adapters(model), {}
+    adapters, scales, account = registry.list_adapters(model), {}, call.account()
     for entry in call.lora:
-        if entry.id >= len(adapters):
+        known = entry.id < len(adapters)
+        if not known or not may_use(account, adapters[entry.id]):
             message = f"Invalid 'lora': there is no adapter {entry.id} among {len(adapters)}."
             raise BadRequest(message, param="lora", code="invalid_value")
         scales[adapters[entry.id].name] = entry.scale
+    if not any(scales.values()) and not may_use(account, model.origin):
+        raise BadRequest("Invalid 'lora': it leaves no adapter.", param="lora")
     use = AdapterUse.of(scales, {one.name: one.adapter_hash for one in adapters})
     return service.derive(service.model_name, service.system, service.sampling, use)
 

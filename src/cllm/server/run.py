@@ -11,6 +11,7 @@ import errno
 import gc
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,7 @@ async def run(
         loading = asyncio.create_task(engine.start(memory if len(sources) > 1 else 0))
     elif launched is not None:
         launched.kill()
+    begun = time.monotonic()
     server: HttpServer | None = None
     starting: asyncio.Task[None] | None = None
     try:
@@ -111,7 +113,7 @@ async def run(
             for model in opened.registry.models:
                 if model.service is not None and model.service.engine is engine:
                     assert loading is not None
-                    await opened.registry.adopt(model, loading)
+                    await opened.registry.adopt(model, loading, begun)
             for model in opened.registry.models:
                 if model.preload and not model.num_loads:
                     await opened.registry.load(model)
@@ -128,7 +130,8 @@ async def run(
         starting = asyncio.create_task(load())
         starting.add_done_callback(started)
         await opened.serve(sockets=[listener])
-        if starting.done() and not starting.cancelled() and (error := starting.exception()):
+        error = None if not starting.done() or starting.cancelled() else starting.exception()
+        if error is not None and not (early or opened.is_stopped_by_signal):
             raise as_startup_error(error)
         return opened.registry.has_served and not early
     finally:

@@ -168,6 +168,9 @@ def add_created(registry: Registry, name: str, created: CreatedModel) -> None:
     except ValidationError as error:
         field = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
         raise StartupError(f"its {field} is not valid") from None
+    known = other is not None and other.parent is base.origin and other.sampling == sampling
+    if known and other is not None and other.system == created.system:
+        return
     registry.add(
         ServedModel(
             name=name,
@@ -184,7 +187,12 @@ def add_created(registry: Registry, name: str, created: CreatedModel) -> None:
 
 def add_all_created(registry: Registry, created: CreatedModels) -> None:
     """Add the models that were created earlier, as far as that is possible."""
-    for name, model in created.read().items():
+    try:
+        models = created.read()
+    except StartupError as error:
+        log.error("%s", error)
+        return
+    for name, model in models.items():
         try:
             add_created(registry, name, model)
         except StartupError as error:

@@ -24,6 +24,7 @@ from cllm.server.openai.schema import GenerationBody
 from cllm.server.resolve import (
     check_enabled,
     known_service_for,
+    may_use,
     model_for,
     registry_of,
     service_for,
@@ -276,5 +277,6 @@ async def adapters(request: Request, model: str | None = None) -> Response:
     entries = [
         {"id": i, "path": one.name, "scale": in_use.get(one.name, 0.0)}
         for i, one in enumerate(found)
+        if may_use(call_of(request).account(), one)
     ]
     return Response(to_json(entries), media_type="application/json")
