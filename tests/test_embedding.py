@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cllm.answer import RequestTimeout, SchedulingOptions
+from cllm.answer import NO_ADAPTERS, RequestTimeout, SchedulingOptions
 from cllm.backends.fake.vocabulary import END, FakeVocabulary
 from cllm.core.account import Account
 from cllm.core.model_info import ModelInfo
@@ -126,7 +126,7 @@ class FakeService:
         self.vocabulary = VocabularyTable.of(self.tokenizer)
         vars(self.vocabulary)["longest_piece"] = 4
         self.engine = Engine(answer)
-        self.metrics = Metrics()
+        self.metrics, self.adapter_use = Metrics(), NO_ADAPTERS
         self.num_admitted = 0
 
     async def tokenize(
