@@ -433,6 +433,7 @@ def test_simulate_prints_json(cllm, trace: Path) -> None:
         "row": 0.012,
         "token": 0.0066,
         "context": 0.0,
+        "switch": 0.0,
     }
     assert report["settings"]["ttft"] == 1000
     assert set(report["e2e_ms"]) == {"mean", "p50", "p95", "p99"}

@@ -264,9 +264,11 @@ def test_other_invalid_requests_have_the_dialects_form(fake_server):
     check_anthropic(
         client.get("/v1/nope", headers={"anthropic-version": "2023-06-01"}), 404, "not_found_error"
     )
-    for path in ("create", "push", "copy", "blobs/sha256:x", "me"):
+    for path in ("push", "blobs/sha256:x", "me"):
         check_ollama(client.post(f"/api/{path}", json={}), 404)
-    check_ollama(client.request("DELETE", "/api/delete", json={"model": "fake"}), 404)
+    for path in ("create", "copy"):  # not allowed here
+        check_ollama(client.post(f"/api/{path}", json={}), 403)
+    check_ollama(client.request("DELETE", "/api/delete", json={"model": "fake"}), 403)
     assert client.get("/apix").json()["error"]["code"] == "not_found"
     for name in ("../../etc/passwd", "http://x/y", "a\0b", "x" * 100_000, "other", "fake:8b"):
         message = check_anthropic(
