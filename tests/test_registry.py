@@ -176,6 +176,20 @@ class Fleet:
         return {name for name, model in self.models.items() if model.is_loaded}
 
 
+async def wait_for_room():
+    """Return a fleet whose two loaded models have a request each, and a request for a third one,
+    for which the older one is to leave.
+    """
+    fleet = Fleet()
+    for name in "ab":
+        await fleet.use(name)
+        fleet.engines[name].num_unfinished = 1
+    fleet.now += 100
+    third = await fleet.loading("c")
+    assert fleet.models["a"].is_draining
+    return fleet, third
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(registry_module, "LOOK_SECONDS", 0.0)
@@ -227,14 +241,7 @@ def test_least_recently_used_idle_model_makes_room():
 
 def test_model_with_requests_is_drained_and_never_unloaded_before():
     async def test():
-        fleet = Fleet()
-        await fleet.use("a")
-        await fleet.use("b")
-        for name in "ab":
-            fleet.engines[name].num_unfinished = 1
-        fleet.now += 100
-        third = await fleet.loading("c")
-        assert fleet.models["a"].is_draining
+        fleet, third = await wait_for_room()
         assert fleet.registry.use(fleet.models["a"]) is None, "it gets no further requests"
         assert fleet.registry.use(fleet.models["b"]) is not None
         again = await fleet.loading("a")  # waits for its turn, after c
@@ -399,14 +406,7 @@ def test_trace_of_zipf_requests_loads_hardly_more_than_lru():
 
 def test_model_that_was_to_leave_stays_if_another_one_left_before_it():
     async def test():
-        fleet = Fleet()
-        await fleet.use("a")
-        await fleet.use("b")
-        for name in "ab":
-            fleet.engines[name].num_unfinished = 1
-        fleet.now += 100
-        third = await fleet.loading("c")
-        assert fleet.models["a"].is_draining
+        fleet, third = await wait_for_room()
         fleet.engines["b"].num_unfinished = 0
         await third
         assert not fleet.models["a"].is_draining

@@ -88,7 +88,9 @@ class Registry:
 
     @property
     def services(self) -> list[Service]:
-        """The services of the models that have been loaded since the start."""
+        """The services of the models that have one: each load makes it, whether it succeeds or not,
+        and it stays when the model is unloaded.
+        """
         models = (*self.models, *self._leaving)
         return [model.service for model in models if model.service is not None]
 
@@ -285,7 +287,7 @@ class Registry:
                 room = await self._make_room(model)
                 begun = self._clock()
                 await start(model.service.engine, room or 0)
-                self.note_loaded(model, self._clock() - begun)
+                self._note_loaded(model, self._clock() - begun)
             return model.service
 
     async def adopt(self, model: ServedModel, start: Awaitable[None], begun: float) -> None:
@@ -294,9 +296,9 @@ class Registry:
         """
         async with self._turn:
             await start
-            self.note_loaded(model, self._clock() - begun)
+            self._note_loaded(model, self._clock() - begun)
 
-    def note_loaded(self, model: ServedModel, seconds: float) -> None:
+    def _note_loaded(self, model: ServedModel, seconds: float) -> None:
         """Note that the engine of a model is ready after ``seconds`` of loading."""
         now, service = self._clock(), model.service
         assert service is not None
@@ -318,12 +320,15 @@ class Registry:
         """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
         if self._max_bytes is None:
             return None
-        others = (
-            one.num_bytes
+        return self._max_bytes - sum(one.num_bytes for one in self._list_loaded(model))
+
+    def _list_loaded(self, without: ServedModel) -> list[ServedModel]:
+        """Return the other models that have an engine."""
+        return [
+            one
             for one in self.models
-            if one.parent is None and one.is_loaded and one is not model
-        )
-        return self._max_bytes - sum(others)
+            if one.parent is None and one.is_loaded and one is not without
+        ]
 
     async def _make_room(self, model: ServedModel) -> int | None:
         """Unload other models until ``model`` fits, and return the memory that it may take; None if
@@ -332,12 +337,7 @@ class Registry:
         Raises EngineError if it can never fit.
         """
         while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
-            others = [
-                one
-                for one in self.models
-                if one.parent is None and one.is_loaded and one is not model
-            ]
-            movable = [one for one in others if not one.pinned]
+            movable = [one for one in self._list_loaded(model) if not one.pinned]
             most = free + sum(one.num_bytes for one in movable)
             if most < model.min_bytes:
                 raise EngineError(

@@ -147,6 +147,8 @@ def test_created_model_keeps_the_adapter(server):
     body = {"model": "poet", "from": "one", "system": "Be brief.", "stream": False}
     assert server.client.post("/api/create", json=body).json() == {"status": "success"}
     assert same(scores(server, "poet"), scores(server, "one"))
+    assert server.client.post("/api/create", json={**body, "from": "base"}).is_success
+    assert same(scores(server, "poet"), scores(server, "base")), "it was made anew"
     assert server.client.request("DELETE", "/api/delete", json={"model": "poet"}).is_success
     assert server.client.request("DELETE", "/api/delete", json={"model": "one"}).status_code == 400
 

@@ -202,14 +202,15 @@ def open_server(
 
     configured = [source for source in sources if not source.is_found]
 
+    adapters_of = {source.name: source.adapters for source in sources}
+
     def scan() -> list[ServedModel]:
         found = []
         for source in list_found(settings, configured):
-            model = make_model(replace(source, adapters=adapters_of.get(source.name, {})))
-            found += [model, *make_adapters(model, adapters_of.get(source.name, {}))]
+            adapters = adapters_of.get(source.name, {})
+            model = make_model(replace(source, adapters=adapters))
+            found += [model, *make_adapters(model, adapters)]
         return found
-
-    adapters_of = {source.name: source.adapters for source in sources}
 
     registry = Registry((), memory or None, recorder, scan if is_growing(settings) else None)
     for source in sources:

@@ -9,6 +9,8 @@ from starlette.requests import Request
 
 from cllm.server.errors import Dialect, Fault, describe_in_stream
 
+UNKNOWN = "model {asked!r} not found; this server has {served!r}"
+
 
 def speaks_ollama(request: Request) -> bool:
     path: str = request.scope["path"]

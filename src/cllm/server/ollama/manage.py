@@ -25,6 +25,7 @@ from cllm.served_model import ServedModel
 from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, call_of
 from cllm.server.ollama.answers import Error, PullStatus
+from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.modelfile import read_modelfile
 from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, Options
 from cllm.server.ollama.stream import MEDIA_TYPE
@@ -32,7 +33,6 @@ from cllm.server.resolve import check_enabled, model_for, registry_of
 from cllm.server.sampling import read_sampling_values
 from cllm.store.created import CreatedModel, CreatedModels
 
-UNKNOWN = "model {asked!r} not found; this server has {served!r}"
 OPTION = "allow_model_changes"
 log = logging.getLogger("cllm.server")
 router = APIRouter(prefix="/api", tags=["Ollama"])
@@ -168,21 +168,19 @@ def add_created(registry: Registry, name: str, created: CreatedModel) -> None:
     except ValidationError as error:
         field = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
         raise StartupError(f"its {field} is not valid") from None
-    known = other is not None and other.parent is base.origin and other.sampling == sampling
-    if known and other is not None and other.system == created.system:
-        return
-    registry.add(
-        ServedModel(
-            name=name,
-            parent=base.origin,
-            is_created=True,
-            system=created.system,
-            sampling=sampling,
-            adapter_use=base.adapter_use,
-            backend=base.backend,
-            path=base.path,
-        )
+    new = ServedModel(
+        name=name,
+        parent=base.origin,
+        is_created=True,
+        system=created.system,
+        sampling=sampling,
+        adapter_use=base.adapter_use,
+        backend=base.backend,
+        path=base.path,
     )
+    same = ("parent", "system", "sampling", "adapter_use")
+    if other is None or any(getattr(other, each) != getattr(new, each) for each in same):
+        registry.add(new)
 
 
 def add_all_created(registry: Registry, created: CreatedModels) -> None:

@@ -38,6 +38,7 @@ from cllm.server.ollama.answers import (
     Version,
 )
 from cllm.server.ollama.card import Card, modelfile, read_card, time_text
+from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.schema import (
     MAX_TEXTS,
     ChatBody,
@@ -64,7 +65,6 @@ from cllm.service import Service
 from cllm.text.chat import Chat
 from cllm.text.grammar import FREE, CheckedGrammar
 
-UNKNOWN = "model {asked!r} not found; this server has {served!r}"
 service_for = partial(resolve.service_for, message=UNKNOWN)
 router = APIRouter(tags=["Ollama"])
 
