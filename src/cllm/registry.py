@@ -287,7 +287,9 @@ class Registry:
                 room = await self._make_room(model)
                 begun = self._clock()
                 await start(model.service.engine, room or 0)
-                self._note_loaded(model, self._clock() - begun)
+                seconds = self._clock() - begun
+                self._note_loaded(model, seconds)
+                log.info("the model %s is loaded, after %.1f s", model.name, seconds)
             return model.service
 
     async def adopt(self, model: ServedModel, start: Awaitable[None], begun: float) -> None:
@@ -314,7 +316,6 @@ class Registry:
         model.stays_until = now + max(MIN_STAY, STAY_FACTOR * seconds)
         if service.vocabulary.chat_template:
             self._keep(asyncio.create_task(service.renderer.start()))
-        log.info("the model %s is loaded, after %.1f s", model.name, seconds)
 
     def _num_free_bytes(self, model: ServedModel) -> int | None:
         """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
