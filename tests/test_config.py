@@ -9,10 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from cllm.cli.config import as_json, as_lines
-from cllm.config import OPTIONS, VARIABLES, Settings
+from cllm.config import OPTIONS, Settings
 from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
 from cllm.config_sources import (
     SERVICE_VARIABLE,
+    VARIABLES,
     LoadedConfig,
     is_from_kubernetes,
     load_settings,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import PATIENCE
 
-from cllm import registry as registry_module
+from cllm import loaded_models
 from cllm.errors import (
     EngineError,
     KilledWhileLoading,
@@ -164,7 +164,7 @@ class Fleet:
     async def turns(self):
         """Let everything happen that can happen now."""
         for _ in range(5):
-            await asyncio.sleep(registry_module.LOOK_SECONDS)
+            await asyncio.sleep(loaded_models.LOOK_SECONDS)
 
     async def pass_time(self, seconds):
         """Let time pass once the request beside this call waits."""
@@ -192,8 +192,8 @@ async def wait_for_room():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(registry_module, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(registry_module, "weigh", lambda *_, **__: 0)
+    monkeypatch.setattr(loaded_models, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(loaded_models, "weigh", lambda *_, **__: 0)
 
 
 def run(test):
@@ -268,10 +268,10 @@ def test_two_wanted_models_do_not_thrash():
                 await fleet.use("a")
                 fleet.now -= 1
             assert not any(task.done() for task in first)
-            fleet.now += registry_module.MIN_STAY
+            fleet.now += loaded_models.MIN_STAY
             await asyncio.gather(*first)
             second = [await fleet.loading("a") for _ in range(3)]
-            fleet.now += registry_module.MIN_STAY
+            fleet.now += loaded_models.MIN_STAY
             await asyncio.gather(*second)
         assert len(fleet.events) == 1 + 10 * 4
 
@@ -307,7 +307,7 @@ def test_idle_model_is_unloaded_after_its_keep_alive():
         fleet.registry.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"a", "b"}, "its time begins when its last request has ended"
-        fleet.now += 10 + registry_module.GRACE_SECONDS
+        fleet.now += 10 + loaded_models.GRACE_SECONDS
         fleet.registry.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"b"}
@@ -327,7 +327,7 @@ def test_failed_load_is_reported_and_tried_again_later():
         assert fleet.events == ["load a"]
         assert not fleet.loaded
         fleet.engines["a"].error = None
-        fleet.now += registry_module.RETRY_SECONDS
+        fleet.now += loaded_models.RETRY_SECONDS
         await fleet.use("a")
         assert fleet.loaded == {"a"}
 
@@ -491,13 +491,13 @@ def test_engine_that_is_killed_while_it_loads_is_started_again():
 
         async def start(max_bytes):
             starts.append(max_bytes)
-            if len(starts) <= registry_module.MAX_KILLS:
+            if len(starts) <= loaded_models.MAX_KILLS:
                 raise KilledWhileLoading("SIGKILL")
             await StubEngine.start(engine, max_bytes)
 
         engine.start = start
         await fleet.use("a")
-        assert len(starts) == 1 + registry_module.MAX_KILLS
+        assert len(starts) == 1 + loaded_models.MAX_KILLS
 
     run(test())
 
@@ -557,12 +557,17 @@ def test_removed_model_ends_after_its_requests():
 
 def test_folder_is_scanned_for_new_moved_and_missing_files(caplog):
     def found(**paths):
-        return [ServedModel(name=name, path=path, is_found=True) for name, path in paths.items()]
+        own = ServedModel(name="own")
+        return [own] + [
+            ServedModel(name=name, path=path, recipe=path, is_found=True)
+            for name, path in paths.items()
+        ]
 
     async def test():
         scans = [found(a="1", b="1"), found(a="2"), StartupError("no folder"), found(a="2", c="1")]
 
-        def scan():
+        def scan(reads_settings):
+            assert not reads_settings
             result = scans.pop(0)
             if isinstance(result, Exception):
                 raise result
@@ -577,3 +582,89 @@ def test_folder_is_scanned_for_new_moved_and_missing_files(caplog):
 
     run(test())
     assert "the folder of models cannot be read: no folder" in caplog.text
+
+
+def reloadable(fleet, **recipes):
+    """Let the settings of ``fleet`` be these models with these recipes, in a new engine each."""
+
+    def scan(reads_settings):
+        assert reads_settings
+        models = []
+        for name, recipe in recipes.items():
+            engine = StubEngine(10 * MB, fleet.events, f"{name}{recipe}")
+            engine.error = fleet.errors.get(name)
+            model = ServedModel(name=name, recipe=recipe, aliases=[f"{name}-alias"])
+
+            async def open_(model, engine=engine):
+                model.min_bytes = 10 * MB
+                return StubService(engine)
+
+            model.open = open_
+            models.append(model)
+        return models
+
+    fleet.registry._scan = scan
+    fleet.errors = {}
+    for model in fleet.models.values():
+        model.recipe = 1
+
+
+def test_reloaded_settings_add_remove_and_replace_models(monkeypatch):
+    """A loaded model with other settings is loaded beside the old one, which ends after its
+    requests; one with the same settings stays, and gets new aliases.
+    """
+    monkeypatch.setattr("cllm.registry.REPLACED_SECONDS", 0.0)
+
+    async def test():
+        fleet = Fleet(max_megabytes=100)
+        reloadable(fleet, b=1, a=2, d=1)
+        for name in "ab":
+            await fleet.use(name)
+        fleet.engines["a"].num_unfinished = 1
+        kept = fleet.registry.find("b")
+        await fleet.registry.reload()
+        assert [model.name for model in fleet.registry.models] == ["b", "a", "d"]
+        assert fleet.registry.find("b-alias") is kept
+        with pytest.raises(UnknownModel):
+            fleet.registry.find("c")
+        new = fleet.registry.find("a")
+        assert new.is_loaded
+        assert (await fleet.registry.load(new)).model_name == "a2"
+        await fleet.turns()
+        assert fleet.events == ["load a", "load b", "load a2"]
+        fleet.engines["a"].num_unfinished = 0
+        await fleet.turns()
+        await fleet.turns()
+        assert fleet.events[3:] == ["unload a", "close a"]
+
+    run(test())
+
+
+def test_model_that_cannot_be_loaded_again_stays(caplog):
+    async def test():
+        fleet = Fleet(max_megabytes=100)
+        reloadable(fleet, a=2)
+        fleet.errors["a"] = StartupError("damaged")
+        await fleet.use("a")
+        await fleet.registry.reload()
+        assert fleet.registry.find("a") is fleet.models["a"]
+        assert fleet.models["a"].is_loaded
+        assert fleet.events == ["load a", "load a2", "close a2"]
+
+    run(test())
+    assert "the model a stays as it was: damaged" in caplog.text
+
+
+def test_settings_with_a_fault_change_nothing():
+    async def test():
+        fleet = Fleet()
+
+        def scan(reads_settings):
+            raise StartupError("line 3: nonsense")
+
+        fleet.registry._scan = scan
+        with pytest.raises(StartupError, match="line 3"):
+            await fleet.registry.reload()
+        assert [model.name for model in fleet.registry.models] == ["a", "b", "c"]
+
+    run(test())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from cllm.backends.registry import BACKENDS, import_options
-from cllm.config_file import ALIASES, NOT_NEEDED, split_names
+from cllm.config_file import split_names
 from cllm.config_options import SECRET, options_of
 from cllm.core.params import PARAMETERS
 
@@ -191,9 +191,7 @@ class Model(Section):
 
 
 class Models(Section):
-    """Several models in one server. A YAML file names each one under models, see
-    [models](models.md).
-    """
+    """Several models in one server, see [models](models.md)."""
 
     folder: Text | None = Field(
         default=None,
@@ -215,6 +213,17 @@ class Models(Section):
         le=100_000_000,
         description="Memory for all loaded models together in MB, their KV caches included; null "
         "is what is free at the start.",
+    )
+
+
+class Engine(Section):
+    """The engines of a model."""
+
+    count: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Engines that share a model's requests; null is one per GPU or NUMA node.",
     )
 
 
@@ -472,6 +481,7 @@ class Settings(Section):
     server: Server = Server()
     model: Model = Model()
     models: Models = Models()
+    engine: Engine = Engine()
     scheduler: Scheduler = Scheduler()
     kv: KV = KV()
     cache: Cache = Cache()
@@ -481,20 +491,10 @@ class Settings(Section):
     log: Log = Log()
 
 
-# CLLM_ variables that are not settings: the config file, and how client commands reach a server.
-OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_URL"})
-
-
 OPTIONS = {option.key: option for option in options_of(Settings)}
-VARIABLES = {option.variable: option for option in OPTIONS.values()}
-VARIABLES["CLLM_API_KEY"] = OPTIONS["server.api_key"]  # also the key that client commands send
-MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
-LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
-FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
 MODEL_KEYS = {
     key.removeprefix("model."): key
     for key in OPTIONS
-    if key.startswith(("model.", "kv.", "backend.", "sampling.")) and key != "model.name"
+    if key.startswith(("model.", "kv.", "engine.", "backend.", "sampling.")) and key != "model.name"
 }
 """Maps the keys that a file may have for one of several models to those of the options."""
-ADAPTER_OPTIONS = {option.key: option for option in options_of(Adapter)}

@@ -16,22 +16,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cllm.config import (
-    ADAPTER_OPTIONS,
-    FILE_KEYS,
-    LISTS,
-    MAPPINGS,
-    MODEL_KEYS,
-    OPTIONS,
-    OTHER_VARIABLES,
-    VARIABLES,
-    Adapter,
-    Settings,
-)
+from cllm.config import MODEL_KEYS, OPTIONS, Adapter, Settings
 from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
-from cllm.config_options import Option
+from cllm.config_options import Option, options_of
 from cllm.errors import StartupError
 
+VARIABLES = {option.variable: option for option in OPTIONS.values()}
+VARIABLES["CLLM_API_KEY"] = OPTIONS["server.api_key"]  # also the key that client commands send
+# CLLM_ variables that are not settings: the config file, and how client commands reach a server.
+OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_URL"})
+MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
+LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
+FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
+ADAPTER_OPTIONS = {option.key: option for option in options_of(Adapter)}
 # Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its
 # value decides.
 SERVICE_VARIABLE = re.compile(

@@ -1,4 +1,4 @@
-"""The environment variables that child processes get."""
+"""What processes get from the system: environment variables and CPUs."""
 
 from __future__ import annotations
 
@@ -68,3 +68,10 @@ def child_environment() -> dict[str, str]:
         if (name in NAMES or name.startswith(PREFIXES))
         and not any(word in name for word in SECRETS)
     }
+
+
+def count_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

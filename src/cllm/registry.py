@@ -1,49 +1,26 @@
-"""The models of a server: which there are, which one a request means, and which are loaded.
-
-A model is loaded by the first request that needs it, and unloaded when it has been idle for its
-``keep_alive``, or when another model needs its memory: then the one whose last request is the
-longest ago leaves first, once its requests have ended.
-"""
+"""The models of a server: which there are, and which one a request means."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from functools import partial
 
-from cllm.errors import (
-    CLLMError,
-    EngineError,
-    KilledWhileLoading,
-    LoadFailed,
-    StartupError,
-    UnknownModel,
-)
-from cllm.models.gguf import format_size
-from cllm.models.memory import weigh
+from cllm.errors import CLLMError, StartupError, UnknownModel
+from cllm.loaded_models import LoadedModels
 from cllm.observe.metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
-from cllm.process.pool import Pool
 from cllm.served_model import ServedModel
-from cllm.service import Service
 
 log = logging.getLogger("cllm.registry")
 
 MAX_NAME = 300  # characters of a model's name
-MAX_SHOWN = 8  # models in an error
-# A model stays at least for MIN_STAY seconds, and for STAY_FACTOR times what its load took, so that
-# two models that are both wanted do not spend their time with loading.
-MIN_STAY, STAY_FACTOR = 2.0, 2.0
-GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
-LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
-MAX_KILLS = 3  # of an engine while it loads, before that is an error
-RETRY_SECONDS = 5.0  # after a load that failed
+REPLACED_SECONDS = 2.0  # that a replaced model stays for requests that are being prepared
 
 
-class Registry:
+class Registry(LoadedModels):
     """All models of a server. The first one is the default."""
 
     def __init__(
@@ -51,26 +28,21 @@ class Registry:
         models: Iterable[ServedModel],
         max_bytes: int | None = None,
         recorder: Recorder | None = None,
-        scan: Callable[[], list[ServedModel]] | None = None,
+        scan: Callable[[bool], list[ServedModel]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``max_bytes``: the memory for all loaded models together; None: as much as they take.
-        ``recorder``: of the trace file, closed with the registry. ``scan`` returns the models in a
-        folder; it is called in another thread. ``clock`` returns seconds.
+        ``recorder``: of the trace file, closed with the registry. ``scan`` returns all models
+        of the settings and the folder, and reads the settings again if its argument says so; it is
+        called in another thread. ``clock`` returns seconds.
         """
-        self.models = list(models)
+        super().__init__(models, max_bytes, clock)
         self.metrics = ServerMetrics()
-        self.draining = False
-        self._max_bytes = max_bytes
-        self._recorder = recorder
         self.on_rescan: Callable[[], None] = lambda: None
+        self._recorder = recorder
         self._scan = scan
         self._scanned = clock()
         self._scanning = asyncio.Lock()
-        self._clock = clock
-        self._leaving: list[ServedModel] = []  # that have been removed and are not closed yet
-        self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
-        self._tasks: set[asyncio.Task[object]] = set()
 
     @property
     def default(self) -> ServedModel:
@@ -85,39 +57,6 @@ class Registry:
         aliases = (alias for model in self.models for alias in model.aliases)
         plain = (alias for alias in aliases if not set("*?[") & set(alias))
         return list(dict.fromkeys([*(model.name for model in self.models), *plain]))
-
-    @property
-    def services(self) -> list[Service]:
-        """The services of the models that have one: each load makes it, whether it succeeds or not,
-        and it stays when the model is unloaded.
-        """
-        models = (*self.models, *self._leaving)
-        return [model.service for model in models if model.service is not None]
-
-    @property
-    def num_unfinished(self) -> int:
-        """The number of requests that have not been answered completely."""
-        return sum(service.engine.num_unfinished for service in self.services)
-
-    @property
-    def has_served(self) -> bool:
-        """Whether requests could be computed at some time."""
-        preloaded = [model for model in self.models if model.preload]
-        return all(model.num_loads for model in preloaded)
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are computed: all models that were to be loaded at the start have been,
-        and the engine of one works, unless none is loaded.
-        """
-        if self.draining or any(model.preload and not model.num_loads for model in self.models):
-            return False
-        loaded = [model.service for model in self.models if model.is_loaded and model.service]
-        return not loaded or any(service.engine.ready for service in loaded)
-
-    def seconds_until_ready(self) -> float:
-        """Return when ``ready`` is expected to be true, in seconds."""
-        return min((one.engine.seconds_until_ready() for one in self.services), default=0.0)
 
     def get(self, name: str) -> ServedModel | None:
         """Return the model of exactly this name, with or without :latest."""
@@ -138,49 +77,88 @@ class Registry:
                     return model
         raise UnknownModel(name, self.describe())
 
-    def describe(self) -> str:
-        """Return the names of the models, as far as they fit into an error."""
-        names = [model.name for model in self.models]
-        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-        return ", ".join(names[:MAX_SHOWN]) + more
-
     def list_adapters(self, model: ServedModel) -> list[ServedModel]:
         """Return the adapters of a model, which are models too."""
         return [one for one in self.models if one.adapter_hash and one.origin is model.origin]
 
     async def rescan(self, min_age: float = 0.0) -> None:
-        """Add the files that are new in the folder of models, and forget those that are gone and
-        not loaded, unless the last scan is less than ``min_age`` seconds old.
+        """Add the files that are new in the folder of models, forget those that are gone and not
+        loaded, and replace models whose files have changed, unless the last scan is less than
+        ``min_age`` seconds old.
         """
+        try:
+            await self._scan_again(min_age)
+        except (StartupError, OSError) as error:
+            log.error("the folder of models cannot be read: %s", error)
+
+    async def reload(self) -> None:
+        """Do what ``rescan`` does, and use the present settings of the models.
+
+        Raises StartupError if they cannot be used; then nothing has changed.
+        """
+        await self._scan_again(reads_settings=True)
+
+    async def _scan_again(self, min_age: float = 0.0, *, reads_settings: bool = False) -> None:
         if self._scan is None:
             return
         async with self._scanning:
             if self._clock() - self._scanned < min_age:
                 return
-            try:
-                found = await asyncio.to_thread(self._scan)
-            except (StartupError, OSError) as error:
-                log.error("the folder of models cannot be read: %s", error)
-                return
+            found = await asyncio.to_thread(self._scan, reads_settings)
             self._scanned = self._clock()
             await self._use_found({model.name: model for model in found})
         self.on_rescan()
 
     async def _use_found(self, found: dict[str, ServedModel]) -> None:
-        for model in [model for model in self.models if model.is_found]:
+        for model in [one for one in self.models if not one.is_created and one.parent is None]:
             new = found.get(model.name)
-            if new is not None:
-                model.aliases = new.aliases
-            if model.is_loaded or model.is_loading:
-                continue
-            if new is None or new.path != model.path:
-                await self.discard(model)
+            is_used = model.is_loaded or model.is_loading
+            if new is None or new.parent is not None:
+                if not (model.is_found and is_used):
+                    self.remove(model.name)
+                    self._keep(asyncio.create_task(self._end(model)))
+            elif new.recipe != model.recipe:
+                await self._replace(model, new)
+            else:
+                model.aliases, model.pinned, model.preload = new.aliases, new.pinned, new.preload
+                if model.keep_alive != new.keep_alive:
+                    model.keep_alive = model.stay = new.keep_alive
+        for model in self.models:
+            if model.adapter_hash and found.get(model.name) is None:
+                model.is_removed = True
+        self.models = [model for model in self.models if not model.is_removed]
         known = {model.name for model in self.models}
         for model in found.values():
             if model.name not in known:
                 if model.parent is not None:  # an adapter of a model that may be there already
                     model.parent = self.get(model.parent.name) or model.parent
                 self.models.append(model)
+        first = next(iter(found), None)
+        self.models.sort(key=lambda model: model.name != first)
+
+    async def _replace(self, old: ServedModel, new: ServedModel) -> None:
+        """Let ``new`` answer the requests from now on that ``old`` would have got. If that is
+        loaded, load ``new`` first; if it cannot be loaded, ``old`` stays.
+        """
+        if old.is_loaded or old.is_loading:
+            try:
+                await self.load(new)
+            except CLLMError as error:
+                log.error("the model %s stays as it was: %s", old.name, error.__cause__ or error)
+                if new.service is not None:
+                    await new.service.engine.close()
+                    await new.service.close()
+                return
+        new.num_loads = max(new.num_loads, old.num_loads)
+        old.is_removed = True
+        self.models = [new if model is old else model for model in self.models]
+        for model in self.models:
+            if model.parent is old:
+                model.parent = new
+                model.is_removed = bool(model.adapter_hash)  # those of ``new`` come with it
+        self.models = [model for model in self.models if not model.is_removed]
+        if old.service is not None:
+            self._keep(asyncio.create_task(self._end(old, REPLACED_SECONDS)))
 
     def add(self, model: ServedModel) -> None:
         """Add a model, in place of one with the same name."""
@@ -196,12 +174,19 @@ class Registry:
     async def discard(self, model: ServedModel) -> None:
         """Forget a model, and end its engine once its requests have ended."""
         self.remove(model.name)
+        await self._end(model)
+
+    async def _end(self, model: ServedModel, grace: float = 0.0) -> None:
+        """End the engine of a model that has been removed, once its requests have ended.
+        ``grace``: seconds for requests that are being prepared.
+        """
         if model.parent is not None:
             return
         self._leaving.append(model)
         try:
             if model.loading is not None and model.is_loading:
                 await asyncio.wait([model.loading])
+            await asyncio.sleep(grace)
             if model.is_loaded:
                 await self.unload(model)
         finally:
@@ -211,265 +196,8 @@ class Registry:
                 await service.engine.close()
                 await service.close()
 
-    def use(self, model: ServedModel) -> Service | None:
-        """Return the service of a model for a request, None if it must be loaded first."""
-        origin = model.origin
-        origin.last_used, origin.stay = self._clock(), origin.keep_alive
-        service = origin.service
-        if service is None or origin.is_draining or service.engine.unloaded:
-            return None
-        return model.view(service)
-
-    async def load(self, model: ServedModel) -> Service:
-        """Return the service of a model, after loading it if necessary. The load goes on if the
-        caller is cancelled.
-
-        Raises EngineError if there is no memory for it, and LoadFailed if it cannot be loaded.
-        """
-        if (service := self.use(model)) is not None:
-            return service
-        if model.origin.failure is not None:
-            failed_at, error = model.origin.failure
-            if self._clock() - failed_at < RETRY_SECONDS:
-                raise error
-        loading = self._begin_load(model.origin)
-        try:
-            return model.view(await asyncio.shield(loading))
-        except asyncio.CancelledError:
-            if loading.cancelled():
-                raise shutting_down() from None
-            raise
-
-    def _want(self, model: ServedModel) -> None:
-        """Load a model because requests wait for its engine, which was unloaded."""
-        if not model.is_removed:
-            self._begin_load(model)
-
-    def _begin_load(self, model: ServedModel) -> asyncio.Task[Service]:
-        """Begin to load a model, unless that has begun."""
-        if model.is_removed:
-            raise UnknownModel(model.name, self.describe())
-        if model.loading is None or not model.is_loading:
-            model.loading = asyncio.create_task(self._load(model))
-            model.loading.add_done_callback(take_exception)
-        return model.loading
-
-    async def _load(self, model: ServedModel) -> Service:
-        """Load a model, and end the requests that wait for it if that fails."""
-        try:
-            return await self._open_and_start(model)
-        except EngineError as error:  # no memory, or the server shuts down
-            failed: CLLMError = error
-        except Exception as error:
-            known = isinstance(error, StartupError)
-            log.error(
-                "the model %s cannot be loaded: %s", model.name, error, exc_info=not known and error
-            )
-            failed = LoadFailed(f"The model {model.name!r} cannot be loaded.")
-            failed.__cause__ = error
-            model.failure = self._clock(), failed
-        if model.service is not None:
-            model.service.engine.end_all(failed)
-        raise failed
-
-    async def _open_and_start(self, model: ServedModel) -> Service:
-        if model.service is None:
-            assert model.open is not None
-            service = await model.open(model)
-            service.engine.set_unloaded()
-            model.service = service
-        while model.is_draining:  # until it has been unloaded  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_SECONDS)
-        async with self._turn:
-            if self.draining and not model.is_busy:
-                raise shutting_down()
-            if not model.is_loaded:
-                room = await self._make_room(model)
-                begun = self._clock()
-                await start(model.service.engine, room or 0)
-                seconds = self._clock() - begun
-                self._note_loaded(model, seconds)
-                log.info("the model %s is loaded, after %.1f s", model.name, seconds)
-            return model.service
-
-    async def adopt(self, model: ServedModel, start: Awaitable[None], begun: float) -> None:
-        """Wait until ``start`` has started the engine of a model, which was begun outside, at the
-        time ``begun``.
-        """
-        async with self._turn:
-            await start
-            self._note_loaded(model, self._clock() - begun)
-
-    def _note_loaded(self, model: ServedModel, seconds: float) -> None:
-        """Note that the engine of a model is ready after ``seconds`` of loading."""
-        now, service = self._clock(), model.service
-        assert service is not None
-        service.engine.on_wanted = partial(self._want, model)
-        model.failure = None
-        model.num_loads += 1
-        info = service.info
-        # the next load must have room for a sequence as long as this one
-        kv_bytes = info.context_length * info.kv_bytes_per_token
-        needed = weigh(info.model_bytes, kv_bytes, in_ram=not info.on_gpu)
-        model.min_bytes = max(model.min_bytes, min(needed, model.num_bytes))
-        model.last_used = now
-        model.stays_until = now + max(MIN_STAY, STAY_FACTOR * seconds)
-        if service.vocabulary.chat_template:
-            self._keep(asyncio.create_task(service.renderer.start()))
-
-    def _num_free_bytes(self, model: ServedModel) -> int | None:
-        """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
-        if self._max_bytes is None:
-            return None
-        return self._max_bytes - sum(one.num_bytes for one in self._list_loaded(model))
-
-    def _list_loaded(self, without: ServedModel) -> list[ServedModel]:
-        """Return the other models that have an engine."""
-        return [
-            one
-            for one in self.models
-            if one.parent is None and one.is_loaded and one is not without
-        ]
-
-    async def _make_room(self, model: ServedModel) -> int | None:
-        """Unload other models until ``model`` fits, and return the memory that it may take; None if
-        that is unlimited.
-
-        Raises EngineError if it can never fit.
-        """
-        while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
-            movable = [one for one in self._list_loaded(model) if not one.pinned]
-            most = free + sum(one.num_bytes for one in movable)
-            if most < model.min_bytes:
-                raise EngineError(
-                    f"The model {model.name!r} needs {format_size(model.min_bytes)} of memory, but "
-                    f"only {format_size(max(0, most))} can be freed for it.",
-                    reason="memory",
-                )
-            await self._unload_one(movable)
-        return free
-
-    async def _unload_one(self, models: Sequence[ServedModel]) -> None:
-        """Unload the model that was used the longest ago, of those that are idle if there are any,
-        as soon as it may leave and its requests have ended.
-        """
-        drained: ServedModel | None = None
-        try:
-            while True:
-                now = self._clock()
-                idle = [one for one in models if not one.is_busy and one.stays_until <= now]
-                if idle:
-                    await self._unload(min(idle, key=lambda one: one.last_used))
-                    return
-                oldest = min(models, key=lambda one: one.last_used)
-                if drained is None and oldest.stays_until <= now:
-                    drained = oldest
-                    drained.is_draining = True
-                await asyncio.sleep(LOOK_SECONDS)
-        finally:
-            if drained is not None:
-                drained.is_draining = False
-
-    async def _unload(self, model: ServedModel) -> None:
-        """End the engine of a model, which saves its prefixes if it has a disk cache."""
-        assert model.service is not None
-        log.info("the model %s is unloaded", model.name)
-        await model.service.engine.unload()
-        model.service.renderer.end_idle()
-        model.service.grammars.end_idle()
-
-    async def unload(self, model: ServedModel) -> None:
-        """Unload a model when its requests have ended, even if the caller is cancelled meanwhile.
-        Requests that come later load it again.
-        """
-        task = asyncio.create_task(self._drain_and_unload(model.origin))
-        self._keep(task)
-        await asyncio.shield(task)
-
-    async def _drain_and_unload(self, model: ServedModel) -> None:
-        model.is_draining = True
-        try:
-            while model.is_loaded:
-                if model.is_busy:  # without the turn: other models may be loaded meanwhile
-                    await asyncio.sleep(LOOK_SECONDS)
-                    continue
-                async with self._turn:
-                    if model.is_loaded and not model.is_busy:
-                        await self._unload(model)
-        finally:
-            model.is_draining = False
-
-    def keep(self, model: ServedModel, seconds: float | None) -> None:
-        """Set how long a model stays after the last request until the next one; None: for ever."""
-        model.origin.stay, model.origin.last_used = seconds, self._clock()
-
-    def unload_expired(self) -> None:
-        """Begin to unload models that have been idle for their ``keep_alive``. To be called
-        regularly.
-        """
-        for model in self.models:
-            if model.parent is None and model.is_busy:
-                model.last_used = self._clock()
-            elif model.parent is None and self._has_expired(model) and not self._turn.locked():
-                self._keep(asyncio.create_task(self._unload_if_expired(model)))
-
-    def _has_expired(self, model: ServedModel) -> bool:
-        now, expires_at = self._clock(), model.expires_at
-        return model.is_loaded and expires_at is not None and expires_at + GRACE_SECONDS <= now
-
-    async def _unload_if_expired(self, model: ServedModel) -> None:
-        async with self._turn:
-            if self._has_expired(model) and not model.is_busy:
-                await self._unload(model)
-
-    def drain(self) -> None:
-        """Accept no further requests, and load no model for those that have not been accepted."""
-        self.draining = True
-        for service in self.services:
-            service.engine.draining = True
-        for model in self.models:
-            if model.loading is not None and not model.is_busy:
-                model.loading.cancel()
-
     async def close(self) -> None:
         """End all engines and what waits for them."""
-        self.drain()
-        loading = [model.loading for model in self.models if model.loading is not None]
-        for task in (*loading, *self._tasks):
-            task.cancel()
-        await asyncio.gather(*loading, *self._tasks, return_exceptions=True)
-        for ending in (
-            [service.engine.close() for service in self.services],
-            [service.close() for service in self.services],
-        ):
-            for result in await asyncio.gather(*ending, return_exceptions=True):
-                if isinstance(result, Exception):
-                    log.error("a model was not closed: %s", result)
+        await super().close()
         if self._recorder is not None:
             self._recorder.close()
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(take_exception)
-
-
-async def start(engine: Pool, max_bytes: int) -> None:
-    """Start an engine, again if it was killed from outside meanwhile. Raises StartupError."""
-    for _ in range(MAX_KILLS):
-        try:
-            return await engine.start(max_bytes)
-        except KilledWhileLoading as error:
-            log.warning("%s; starting it again", error)
-    return await engine.start(max_bytes)
-
-
-def shutting_down() -> EngineError:
-    return EngineError("The server is shutting down.")
-
-
-def take_exception(task: asyncio.Task[object]) -> None:
-    """Take the exception of a task that nobody may wait for, so that asyncio does not report it."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None and not isinstance(error, CLLMError):
-        log.error("a model could not be loaded or unloaded", exc_info=error)

@@ -27,7 +27,8 @@ class ServedModel:
     parent: the model that computes for it, if it differs from that one only in its name, its
     system message, its defaults of sampling parameters, and its adapters. is_created: by a client.
     adapter_hash: of the file of its adapter, "" if it is not one. min_bytes: the memory that must
-    be free for it. path: of its file, "" if unknown.
+    be free for it. path: of its file, "" if unknown. recipe: everything that its engine and service
+    are made from; they are replaced if that changes.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ServedModel:
     adapter_hash: str = ""
     min_bytes: int = 0
     path: str = ""
+    recipe: object = None
     backend: str = BACKENDS[0]
     created: int = field(default_factory=lambda: int(time.time()))
     num_loads: int = 0

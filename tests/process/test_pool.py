@@ -43,7 +43,7 @@ def run(test, params=FAKE, **more):
             await asyncio.wait_for(test(pool), PATIENCE)
         finally:
             await pool.close()
-        assert pool._supervisor.process.ended.is_set()
+        assert pool.members[0].supervisor.process.ended.is_set()
 
     asyncio.run(main())
 
@@ -168,10 +168,10 @@ def test_check_room_rejects_by_number_of_tokens():
         assert again.value.ticket == caught.value.ticket
         assert pool.reservations["issued"] == 1
         check(10**9, Priority.INTERACTIVE)
-        pool._supervisor.num_failed, pool._supervisor.ready = 1, False
+        pool.members[0].supervisor.num_failed, pool.members[0].supervisor.ready = 1, False
         with pytest.raises(EngineError, match="not ready"):
             check(1)
-        pool._supervisor.ready = True
+        pool.members[0].supervisor.ready = True
 
     run(test, limits=QueueLimits(tokens=100))
 
@@ -266,7 +266,7 @@ async def until(condition):
 def failing_starts(monkeypatch):
     """No engine can be started meanwhile."""
 
-    def fail(_take, _launched):
+    def fail(*_):
         raise StartupError("no memory")
 
     with monkeypatch.context() as patched:
@@ -378,7 +378,10 @@ def test_kill_in_the_middle_of_a_frame_loses_nothing():
         expected = await read_all(ask_one("calm"))
         streams = ask_one("disturbed")
         await asyncio.sleep(0)  # the request is sent; then nothing is read until the pipe is full
-        pipe, waiting = pool._supervisor.process._process.stdout.fileno(), array.array("i", [0])
+        pipe, waiting = (
+            pool.members[0].supervisor.process._process.stdout.fileno(),
+            array.array("i", [0]),
+        )
         while waiting[0] < 60_000:
             time.sleep(0.01)  # noqa: ASYNC251
             fcntl.ioctl(pipe, termios.FIONREAD, waiting)
@@ -411,7 +414,7 @@ def test_progress_of_a_restart_is_not_reported():
     reported = []
 
     async def test(pool):
-        pool._supervisor._take(Loading(0.5))
+        pool.members[0].supervisor._take(Loading(0.5))
         os.kill(pool.pid, signal.SIGKILL)
         await until(lambda: not pool.ready)
         await until(lambda: pool.ready)
@@ -477,7 +480,7 @@ def test_time_limits_continue_after_a_death():
                 kill(pool)
                 await until(lambda: not pool.ready)
         assert pool.num_restarts == 1
-        assert time.monotonic() - begun < 1.5 + pool._supervisor._load_seconds + 1
+        assert time.monotonic() - begun < 1.5 + pool.members[0].supervisor._load_seconds + 1
 
     run(test)
 
@@ -524,9 +527,9 @@ def test_suspects_that_leave_let_others_continue_once():
             begun = await receive(second)
             names = [f"first-{how}", f"second-{how}"]
             for _ in range(2):
-                pool._suspects.record_death(names)
-            pool._has_suspects = True
-            assert pool._suspects.must_wait(f"second-{how}")
+                pool.members[0]._suspects.record_death(names)
+            pool.members[0]._has_suspects = True
+            assert pool.members[0]._suspects.must_wait(f"second-{how}")
             os.kill(pool.pid, signal.SIGKILL)
             await until(lambda: not pool.ready)
             if how == "leaves":
@@ -537,7 +540,7 @@ def test_suspects_that_leave_let_others_continue_once():
             assert [output.token for output in begun] + rest == expected
             pool.close_stream(first)
             pool.close_stream(second)
-            assert not pool._held
+            assert not pool.members[0]._held
             assert pool.num_unfinished == 0
 
     run(test)
@@ -549,7 +552,8 @@ def test_text_that_kills_engines_gets_an_error():
     async def test(pool):
         stream = ask(pool, "a", [1], max_tokens=900, ignore_eos=True)
         await receive(stream)
-        pending = pool._pending_tokens[99] = PendingTokens([], 0)
+        pending = pool._texts.pending[99] = PendingTokens([], 0)
+        pending.home = pool.members[0]
         pending.put = lambda message: None  # as if no engine lived to tokenize it
         for count in range(3):
             assert pending.num_deaths == count
@@ -558,7 +562,7 @@ def test_text_that_kills_engines_gets_an_error():
             await until(lambda: pool.ready)
         with pytest.raises(EngineError, match="while it tokenized this text"):
             await pending.future
-        del pool._pending_tokens[99]
+        del pool._texts.pending[99]
         assert len(await tokens(stream)) > 100
 
     run(test)
@@ -654,12 +658,12 @@ def test_without_an_engine_that_starts_requests_are_rejected(monkeypatch):
     monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 3.0)
 
     async def test(pool):
-        pool._supervisor._load_seconds = 12.0
+        pool.members[0].supervisor._load_seconds = 12.0
         stream = ask(pool, "a", max_tokens=1000, ignore_eos=True)
         await receive(stream)
         with failing_starts(monkeypatch):
             os.kill(pool.pid, signal.SIGKILL)
-            await until(lambda: pool._supervisor.num_failed)
+            await until(lambda: pool.members[0].supervisor.num_failed)
             with pytest.raises(EngineError, match="not ready") as refused:
                 ask(pool, "b")
             assert 12.0 < refused.value.retry_after <= 15.0
@@ -737,7 +741,7 @@ def test_failed_load_raises_startup_error(tmp_path):
         pool = Pool(EngineParams(path=str(tmp_path / "missing.gguf")))
         with pytest.raises(StartupError):
             await pool.start()
-        assert pool._supervisor.process.ended.is_set()
+        assert pool.members[0].supervisor.process.ended.is_set()
         await pool.close()
 
     pytest.importorskip("llama_cpp")

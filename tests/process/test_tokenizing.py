@@ -183,7 +183,7 @@ def test_client_gets_vocabulary_and_tokens():
         answers = await asyncio.gather(*map(pool.tokenize, texts))
         for i, answer in enumerate(answers):
             assert answer == [[START, *b"a<|im_end|>"], [*f"{i}".encode()]]
-        assert not pool._pending_tokens
+        assert not pool._texts.pending
 
     run(test)
 
@@ -195,7 +195,7 @@ def test_next_engine_tokenizes_what_a_dead_one_has_not():
         os.kill(pool.pid, signal.SIGSTOP)
         asking = asyncio.create_task(pool.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
-        [pending] = pool._pending_tokens.values()
+        [pending] = pool._texts.pending.values()
         pending.put(Tokenized(0, [[1, 2]], more=True))
         os.kill(pool.pid, signal.SIGKILL)
         assert await pool.tokenize([[Segment("b")]]) == [[98]]
@@ -234,17 +234,18 @@ def test_shutdown_ends_tokenizing_and_explanations(how, monkeypatch):
 def test_cancelled_caller_leaves_nothing_behind():
     async def test(pool):
         os.kill(pool.pid, signal.SIGSTOP)
-        write, written = pool._write, []
-        pool._write = lambda data: (written.append(data), write(data))
+        (member,), written = pool.members, []
+        write = member.write
+        member.write = lambda data: (written.append(data), write(data))
         asking = asyncio.create_task(pool.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
-        (number,) = pool._pending_tokens
+        (number,) = pool._texts.pending
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert written[-1] == frame(Abandon(number))
         os.kill(pool.pid, signal.SIGCONT)
         assert await pool.tokenize([[Segment("b")]]) == [[98]]
-        assert not pool._pending_tokens
+        assert not pool._texts.pending
 
     run(test)

@@ -388,10 +388,10 @@ def test_unavailable_service_gets_503_with_retry_after():
     async def test(service, client):
         service.engine.draining = True
         await refuse(client, "draining")
-        service.engine.draining, service.engine._supervisor.num_failed = False, 1
-        service.engine._supervisor.ready = False
+        service.engine.draining, service.engine.members[0].supervisor.num_failed = False, 1
+        service.engine.members[0].supervisor.ready = False
         await refuse(client, "not_ready")
-        service.engine._supervisor.ready = True
+        service.engine.members[0].supervisor.ready = True
 
     with_service(test)
 
@@ -437,7 +437,7 @@ def test_long_texts_beyond_the_bound_get_503_with_retry_after(monkeypatch):
     """They would wait to be tokenized. Short texts are tokenized meanwhile, and long ones
     afterwards.
     """
-    monkeypatch.setattr("cllm.process.pool.MAX_WAITING_CHARACTERS", 3 * LONG)
+    monkeypatch.setattr("cllm.process.pending_tokens.MAX_WAITING_CHARACTERS", 3 * LONG)
     long = "a" * 2 * LONG
 
     async def test(service, client):
@@ -446,7 +446,7 @@ def test_long_texts_beyond_the_bound_get_503_with_retry_after(monkeypatch):
 
         os.kill(service.engine.pid, signal.SIGSTOP)
         first = asyncio.create_task(ask(long))
-        while not service.engine._pending_tokens:  # noqa: ASYNC110  # it tells nobody
+        while not service.engine._texts.pending:  # noqa: ASYNC110  # it tells nobody
             await asyncio.sleep(0.01)
         answer = await ask(long)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
@@ -678,7 +678,7 @@ def test_prompt_of_a_client_that_disconnects_is_neither_tokenized_nor_submitted(
 
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
         asking = asyncio.create_task(app({**scope, "headers": [*headers.items()]}, receive, send))
-        while not service.engine._pending_tokens:
+        while not service.engine._texts.pending:
             assert not asking.done(), (path, answer)
             await asyncio.sleep(0.01)
         gone.set()
@@ -691,7 +691,7 @@ def test_prompt_of_a_client_that_disconnects_is_neither_tokenized_nor_submitted(
         for path, body in PROMPTS:
             answer = await disconnect(service, client._transport.app, path, body)
             assert answer[0]["status"] == 499, path
-            assert not service.engine._pending_tokens, path
+            assert not service.engine._texts.pending, path
             assert service.engine.num_unfinished == 0, path
         os.kill(service.engine.pid, signal.SIGCONT)
 

@@ -51,7 +51,7 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
     async def fail_while_polled():
         engine = Pool(EngineParams(backend="fake"))
         source = Source("m", settings, is_first=True)
-        server = open_server(settings, Access(settings), [source], engine, 0)
+        server = open_server(settings, Access(settings), [source], engine, 0, "")
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         answering = asyncio.create_task(asyncio.sleep(0.2))

@@ -33,3 +33,13 @@ class ModelSize(NamedTuple):
 
     weight_bytes: int
     kv_bytes_per_token: int
+
+
+class SingleGpu(NamedTuple):
+    """A GPU that a process can have for itself: ``variable`` with ``value`` in its environment
+    hides the others. num_free_bytes: of its memory.
+    """
+
+    variable: str
+    value: str
+    num_free_bytes: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
-    from cllm.backends.params import BackendParams, ModelSize
+    from cllm.backends.params import BackendParams, ModelSize, SingleGpu
     from cllm.models.hub import Progress
 
 BACKENDS = (
@@ -58,6 +58,18 @@ class Loader(Protocol):
     def measure_gpus(self, params: BackendParams) -> int | None:
         """Return the free memory in bytes of the GPUs that will hold the weights; 0 if it is
         unknown, None if none will. Raises StartupError if the backend's library cannot be loaded.
+        """
+        ...
+
+    def find_gpus(self, params: BackendParams) -> list[SingleGpu]:
+        """Return the GPUs of which each engine may get one; none if the backend has none, or if the
+        options say which to use. It runs in the API process, and does not load the library there.
+        """
+        ...
+
+    def may_divide_cores(self, params: BackendParams) -> bool:
+        """Return whether engines on the NUMA nodes of a machine are faster than one on all, as far
+        as the options say.
         """
         ...
 

@@ -25,13 +25,20 @@ def explain(
             validator=validators.Number(gte=1, lte=MAX_STEPS),
         ),
     ] = 20,
+    model: Annotated[
+        str | None, Parameter(help="A model of the server. [default: the server's]")
+    ] = None,
+    engine: Annotated[
+        int,
+        Parameter(help="Number of one of the model's engines.", validator=validators.Number(gte=0)),
+    ] = 0,
     as_json: Annotated[
         bool,
         Parameter(name="--json", help="Print the server's JSON answer unchanged.", negative=""),
     ] = False,
 ) -> None:
     """Show what a running server computes in each step, which requests wait, and why."""
-    raw = fetch(url, steps)
+    raw = fetch(url, steps, model, engine)
     if as_json:
         print(raw.decode())
         return
@@ -42,7 +49,7 @@ def explain(
     print("\n".join(lines(explanation)))
 
 
-def fetch(url: str, steps: int) -> bytes:
+def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> bytes:
     """Return the server's answer. Raises StartupError, or CLLMError if it is not a cLLM server."""
     import httpx2
 
@@ -50,7 +57,8 @@ def fetch(url: str, steps: int) -> bytes:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx2.get(
-            f"{url.rstrip('/').removesuffix('/v1')}/scheduler?steps={steps}",
+            f"{url.rstrip('/').removesuffix('/v1')}/scheduler",
+            params={"steps": steps, "engine": engine} | ({"model": model} if model else {}),
             headers=headers,
             timeout=30,
         )

@@ -149,13 +149,21 @@ def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
         (
             model["name"],
             format_size(model["size"]),
-            "GPU" if model["size_vram"] else "CPU",
+            describe_processor(model),
             str(model["context_length"]),
             "for ever" if model["expires_at"].startswith("2999") else model["expires_at"],
         )
         for model in models
     ]
     print_table(("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
+
+
+def describe_processor(model: dict[str, Any]) -> str:
+    """Return where a model of /api/ps computes. Servers other than cLLM give fewer details."""
+    engines = model.get("engines", 1)
+    text = "GPU" if model["size_vram"] else "CPU"
+    text += f", {engines} engines" if engines > 1 else ""
+    return text + (", takes turns" if model.get("takes_turns") else "")
 
 
 def run(

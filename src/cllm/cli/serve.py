@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
+from cllm.config import Settings
 from cllm.models import hub
 from cllm.observe import log
 from cllm.process.launch import Popen
@@ -55,7 +56,8 @@ def serve(
     def on_ready(registry: Registry) -> None:
         bar.close()
         info = registry.models[0].info if registry.models else None
-        what = "each is loaded with its first request" if info is None else capacity(info)
+        engines = [len(service.engine.members) for service in registry.services[:1]]
+        what = "each is loaded with its first request" if info is None else capacity(info, *engines)
         print(f"cLLM serves {describe(sources)} at {url}: {what}", file=sys.stderr)
         if elsewhere := address_elsewhere(listener, scheme):
             print(
@@ -67,10 +69,14 @@ def serve(
             print("cllm:", line, file=sys.stderr)
         print(hint(url, info, needs_key=access.is_required), file=sys.stderr, flush=True)
 
+    def read_again() -> tuple[Settings, list[Source]]:
+        again = settings_from_flags(config, settings, model)
+        return again.settings, list_sources(again)
+
     try:
         run_forever(
             *(tree, access, sources, params, listener),
-            *(bar.update, on_ready, launched),
+            *(bar.update, on_ready, launched, read_again),
         )
     finally:
         bar.close()

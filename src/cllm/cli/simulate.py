@@ -44,17 +44,24 @@ class ReplayOptions:
     policy: Annotated[
         str, Parameter(help="Order of service: fair, priority, fcfs or package.module:Class.")
     ] = DEFAULTS.scheduler.policy
-    replicas: Annotated[int, Parameter(validator=Positive, help="Engines that share the load.")] = 1
+    engines: Annotated[
+        int,
+        Parameter(
+            name=("--engines", "--replicas"),
+            validator=Positive,
+            help="Engines that share the load.",
+        ),
+    ] = 1
     routing: Annotated[
         Routing,
         Parameter(
-            help="Which replica gets a request. least-loaded: the one with the fewest requests. "
+            help="Which engine gets a request. least-loaded: the one with the fewest requests. "
             "prefix: the one that has seen its longest prefix, unless it has more than twice as "
             "many requests as the least loaded one. prefix-window: the one that has seen its "
             "longest prefix, among those that are not full and have at most twice as many "
             "requests, or 4 more. round-robin: each in turn."
         ),
-    ] = "least-loaded"
+    ] = "prefix-window"
     max_num_seqs: Annotated[
         int,
         Parameter(
@@ -204,7 +211,7 @@ def setup_of(options: ReplayOptions, entries: list[Entry]) -> Setup:
     needed = max(entry.input_length + entry.output_length for entry in entries)
     return Setup(
         policy=options.policy,
-        replicas=options.replicas,
+        replicas=options.engines,
         routing=options.routing,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -110,6 +110,34 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
         totals = {field: getattr(self, field) + getattr(earlier, field) for field in TOTALS}
         return msgspec.structs.replace(self, **totals)
 
+    def with_totals(self, other: Stats) -> Stats:
+        """Return these stats with the TOTALS of ``other``."""
+        return msgspec.structs.replace(self, **{field: getattr(other, field) for field in TOTALS})
+
+
+def combine_stats(all_stats: list[Stats]) -> Stats:
+    """Return the stats of several engines, of which there is at least one, as if they were one
+    engine: sums; means of the times of a step and a token; the longest wait; and the time between
+    two free seq_ids of any.
+    """
+    if len(all_stats) == 1:
+        return all_stats[0]
+    count = len(all_stats)
+    sums = {
+        field: sum([getattr(stats, field) for stats in all_stats])
+        for field in Stats.__struct_fields__
+    }
+    rate = sum(1 / stats.slot_seconds for stats in all_stats if stats.slot_seconds)
+    return Stats(
+        **sums
+        | {
+            "waiting_seconds": max(stats.waiting_seconds for stats in all_stats),
+            "prompt_token_seconds": sums["prompt_token_seconds"] / count,
+            "step_seconds": sums["step_seconds"] / count,
+            "slot_seconds": 1 / rate if rate else 0.0,
+        }
+    )
+
 
 # Fields that only grow while an engine runs.
 TOTALS = (

@@ -30,6 +30,7 @@ from cllm.engine.embeddings import Embeddings
 from cllm.engine.faults import Faults
 from cllm.engine.grammars import Grammars
 from cllm.engine.side_jobs import Record, SideJob
+from cllm.engine.turn import Turn
 from cllm.errors import EngineError, StartupError
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
@@ -40,6 +41,8 @@ from cllm.scheduler.trace import Explanation
 log = logging.getLogger("cllm.engine")
 
 T = TypeVar("T")
+
+WAITING = "waiting for other engines"  # the name of no request
 
 
 class Inbox(Protocol):
@@ -96,6 +99,7 @@ class Engine:
         self._batch: Batch | None = None  # being computed
         self._check = check
         self._record: Record | None = None
+        self._turn: Turn | None = None
         self._faults = Faults()
         self._weights = {} if weights is None else weights
 
@@ -132,6 +136,10 @@ class Engine:
     def use_record(self, record: Record) -> None:
         """Note in ``record`` what is being computed."""
         self._record = self.embeddings.record = record
+
+    def take_turns(self, turn: Turn) -> None:
+        """Let other engines compute between two steps."""
+        self._turn = turn
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or any(job.has_work() for job in self.side_jobs)
@@ -213,6 +221,18 @@ class Engine:
 
         Fetch embeddings with ``embeddings.take``.
         """
+        if self._turn is None or not self.has_work():
+            return self._step()
+        if not self._turn.try_begin():
+            if self._record is not None:
+                self._record.begin([WAITING], 0.0)  # an engine that waits does not hang
+            self._turn.begin()
+        try:
+            return self._step()
+        finally:
+            self._turn.end()
+
+    def _step(self) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         for job in self.side_jobs:
             outputs += self._attempt(job.before, self.clock())

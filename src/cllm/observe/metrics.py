@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cllm.core.output import Stats
@@ -155,6 +155,42 @@ class AccountUsage(Collector):
         yield tokens
 
 
+class EngineFigures(Collector):
+    """The figures of each of several engines that share a model's requests: whether it is ready,
+    its restarts, and its statistics.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.engines: Sequence[tuple[bool, int, Stats]] = ()
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        if len(self.engines) < 2:  # the other metrics say it all
+            return
+        labels = ("model_name", "engine")
+        ready = GaugeMetricFamily(
+            "cllm:pool_engine_ready", "1 if the engine is ready", labels=labels
+        )
+        restarts = CounterMetricFamily(
+            "cllm:pool_engine_restarts", "times the engine was restarted", labels=labels
+        )
+        requests = GaugeMetricFamily(
+            "cllm:pool_engine_sequences", "sequences of the engine", labels=(*labels, "state")
+        )
+        cells = GaugeMetricFamily(
+            "cllm:pool_engine_kv_cells", "KV cells of the engine", labels=(*labels, "state")
+        )
+        for number, (is_ready, num_restarts, stats) in enumerate(self.engines):
+            own = [self._model_name, str(number)]
+            ready.add_metric(own, is_ready)
+            restarts.add_metric(own, num_restarts)
+            requests.add_metric([*own, "running"], stats.num_running)
+            requests.add_metric([*own, "waiting"], stats.num_waiting)
+            cells.add_metric([*own, "held"], stats.num_cells_held)
+            cells.add_metric([*own, "idle"], stats.num_cells_idle)
+        yield from (ready, restarts, requests, cells)
+
+
 class Metrics:
     """The metrics of one model. Every observation costs about a microsecond."""
 
@@ -181,6 +217,8 @@ class Metrics:
         self._ready = gauge("engine_ready", "1 if the engine accepts requests")
         self._restarts = counter("engine_restarts", "times the engine died and was restarted")
         self._num_restarts = 0  # the number that ``_restarts`` has counted
+        self._engines = EngineFigures(model_name)
+        registry.register(self._engines)
         self._usage = gauge(
             "kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1"
         )
@@ -298,8 +336,10 @@ class Metrics:
         num_restarts: int,
         reservations: Mapping[str, int],
         num_loads: int = 1,
+        engines: Sequence[tuple[bool, int, Stats]] = (),
     ) -> CollectorRegistry:
-        """Return the metrics with the current figures of the engine.
+        """Return the metrics with the current figures of the engines; ``engines``: as in
+        EngineFigures.
 
         The totals of ``stats``, ``num_restarts``, ``num_loads`` and ``reservations`` (counts by
         event) must never decrease.
@@ -317,6 +357,7 @@ class Metrics:
         self._num_restarts = num_restarts
         self._loads.inc(num_loads - self._num_loads)
         self._num_loads = num_loads
+        self._engines.engines = engines
         for event, count in reservations.items():
             self._reservations.labels(self._model_name, event).inc(
                 count - self._num_reservations[event]

@@ -23,6 +23,7 @@ from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
+from cllm.engine.turn import Turn
 from cllm.errors import StartupError
 from cllm.observe import log
 from cllm.observe.cpu_time import decoding
@@ -159,6 +160,8 @@ def main() -> None:
         backend = build_backend(params, report_progress, report_failure)
         engine = build_engine(backend, params)
         engine.use_record(record)
+        if params.turn_file and not backend.info.on_gpu:
+            engine.take_turns(Turn(params.turn_file))
     except StartupError as error:
         report_failure(str(error))
     gc.collect()

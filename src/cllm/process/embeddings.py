@@ -155,9 +155,9 @@ class Embeddings:
         waiter = self._waiters.get(request_id)
         return waiter is not None and not waiter.done.done()
 
-    def list_ids(self) -> list[str]:
-        """Return the ids of all requests, in the order of their arrival."""
-        return [*self._waiters]
+    def find(self, request_id: str) -> EmbeddingRequest | None:
+        """Return a request that has not been answered completely."""
+        return self._waiters[request_id].request if self.knows(request_id) else None
 
     def make_command(self, request_id: str) -> Embed | None:
         """Return the command with which another engine embeds the rest of a request's texts; None

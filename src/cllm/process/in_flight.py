@@ -114,6 +114,11 @@ class InFlightRequest:
         return bool(self.readers) or self.unfinished <= self.stopped
 
     @property
+    def may_move(self) -> bool:
+        """Whether another engine can compute it without losing work, as far as is known."""
+        return not (self.started or self.has_begun or self._progress) and self.request.params.n == 1
+
+    @property
     def is_unread(self) -> bool:
         """Whether all of its streams have readers that do not read."""
         return bool(self.unread) and self.unread >= self.readers.keys()
@@ -183,8 +188,15 @@ class InFlightRequests:
     Reports events to the backlog and finished results to the result cache.
     """
 
-    def __init__(self, backlog: Backlog, results: ResultCache) -> None:
+    def __init__(
+        self,
+        backlog: Backlog,
+        results: ResultCache,
+        on_end: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``on_end`` is called with the id of each request that ends, except by ``leave``."""
         self.backlog = backlog
+        self._on_end = on_end
         self._results = results
         self._by_id: dict[str, InFlightRequest] = {}
         self._open: dict[bytes, InFlightRequest] = {}  # requests that streams may join
@@ -196,9 +208,23 @@ class InFlightRequests:
         """Return whether a request has not been answered completely."""
         return request_id in self._by_id
 
-    def list_ids(self) -> list[str]:
-        """Return the ids of all requests in the engine, in the order of their submission."""
-        return [*self._by_id]
+    def find(self, request_id: str) -> Request | None:
+        """Return a request that has not been answered completely."""
+        entry = self._by_id.get(request_id)
+        return None if entry is None else entry.request
+
+    def find_waiting(self, request_ids: Iterable[str], num_seq_ids: int) -> str | None:
+        """Return the one of an engine's requests that has waited longest in its class, as far as
+        is known; None if none waits. request_ids: in the order of their submission. num_seq_ids:
+        how many of its sequences have a seq_id.
+        """
+        entries = [entry for name in request_ids if (entry := self._by_id.get(name)) is not None]
+        num_begun = sum(len(entry.unfinished & entry.started) for entry in entries)
+        waiting = [entry for entry in entries if entry.may_move]
+        waiting.sort(key=lambda entry: entry.request.priority)
+        # the prompts of the first ones are being computed
+        left = waiting[max(0, num_seq_ids - num_begun) :]
+        return left[0].request.request_id if left else None
 
     def make_command(self, request_id: str) -> Add | Resume | None:
         """Return the command with which another engine computes the rest of a request. None if it
@@ -314,6 +340,7 @@ class InFlightRequests:
             self.backlog.record_end(entry.request, num_running=has_run, num_waiting=not has_run)
             if not entry.unfinished:
                 self._remove(entry)
+                self._on_end(entry.request.request_id)
                 if entry.key is not None and not entry.failed:
                     self._results.store(entry.key, entry.outputs)
 
@@ -386,6 +413,7 @@ class InFlightRequests:
         entry = self._by_id.get(request_id)
         if entry is not None:
             self._remove(entry)
+            self._on_end(request_id)
             for stream in entry.readers:
                 stream.fail(error)
 

@@ -5,9 +5,12 @@ It imports very little, so the child can start before its parent has imported th
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
 
 from cllm.environment import child_environment
 
@@ -16,7 +19,26 @@ if sys.platform == "win32":
 else:
     from subprocess import Popen
 
-__all__ = ["Popen", "build_engine_environment", "enable_huge_pages", "launch"]
+__all__ = [
+    "ANYWHERE",
+    "Place",
+    "Popen",
+    "build_engine_environment",
+    "enable_huge_pages",
+    "launch",
+]
+
+
+class Place(NamedTuple):
+    """Where an engine computes. cpus: the numbers of its cores, () for all. variables: that its
+    environment has in addition, such as CUDA_VISIBLE_DEVICES.
+    """
+
+    cpus: tuple[int, ...] = ()
+    variables: Mapping[str, str] = {}
+
+
+ANYWHERE = Place()
 
 
 def enable_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
@@ -37,14 +59,18 @@ def build_engine_environment() -> dict[str, str]:
     return enable_huge_pages(child_environment())
 
 
-def launch() -> Popen[bytes]:
+def launch(place: Place = ANYWHERE) -> Popen[bytes]:
     """Start an engine process. It waits for its EngineParams, and ends when its stdin ends."""
-    return Popen(
+    process = Popen(
         # -P: import nothing from the current folder
         [sys.executable, "-P", "-m", "cllm.process.child"],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=build_engine_environment(),
+        env={**build_engine_environment(), **place.variables},
         start_new_session=True,  # so signals to our process group do not end running streams
     )
+    if place.cpus and hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(process.pid, place.cpus)  # its threads will inherit it
+    return process

@@ -1,5 +1,5 @@
-"""The engine as the API process sees it: takes requests, and keeps them until they are answered,
-whatever happens to the engine process.
+"""The engines of one model as the API process sees them: they take requests, which the pool keeps
+until they are answered, whatever happens to an engine process.
 """
 
 from __future__ import annotations
@@ -7,55 +7,53 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from itertools import count
-
-import msgspec
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from cllm.core.model_info import ModelInfo
-from cllm.core.output import EmbeddingOutput, Stats
+from cllm.core.output import EmbeddingOutput, Stats, combine_stats
 from cllm.core.request import EmbeddingRequest, Priority, Request
-from cllm.core.segments import Segment, count_characters
+from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import (
     Abort,
     Add,
     Embed,
-    Explain,
     Fault,
+    Resume,
     SetFaults,
     SetWeights,
     SetYielding,
 )
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError, FatalRequest
+from cllm.models.memory import measure_available_bytes
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
+from cllm.process.homes import Homes
 from cllm.process.in_flight import InFlightRequests, Stream
-from cllm.process.launch import Popen
-from cllm.process.messages import Abandon, Explained, FromChild, Stepped, Tokenize, Tokenized, frame
-from cllm.process.pending_tokens import PendingTokens, resolve
+from cllm.process.launch import ANYWHERE, Place, Popen
+from cllm.process.member import Member
+from cllm.process.messages import Stepped, Tokenized, frame
+from cllm.process.pending_tokens import Texts
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
-from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
-from cllm.process.suspects import Suspects
-from cllm.process.tokenizing import LONG
+from cllm.process.supervisor import Death
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
 
-MAX_DEATHS_OF_TEXT = 3  # of engines that had to tokenize a text, before it gets an error
 MAX_FAILED_STARTS = 8  # in a row, in about a minute, before all requests get an error
-MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 
 
 class Pool:
-    """Owns the requests in flight, and an engine that computes them.
+    """Owns the requests in flight, and the engines that compute them.
 
-    When the engine has died, each request continues in the next one after the tokens that it has
-    delivered. ``stats`` are the engine's latest statistics.
+    Several engines have one queue: each request goes to the engine that has most of its prompt in
+    the cache, unless that is crowded, and waits nowhere while another engine has room. When an
+    engine has died, its requests continue after the tokens that they have delivered: in the other
+    engines; in the next one if there is no other, or if they may have been the cause.
     """
 
     def __init__(
@@ -67,26 +65,16 @@ class Pool:
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_wanted: Callable[[], None] = lambda: None,
+        places: Sequence[Place] = (ANYWHERE,),
     ) -> None:
         """``limits``: of the queue; none by default. ``results``: the result cache; off by default.
         ``launched``: a process that becomes the first engine. ``clock`` returns seconds.
-        ``on_wanted`` is called when something arrives while the engine is unloaded. Raises
-        StartupError for an unknown policy.
+        ``on_wanted`` is called when something arrives while the engines are unloaded. ``places``:
+        of the engines, one for each. Raises StartupError for an unknown policy.
         """
-        self.stats = Stats()
         self.params = params
-        self._earlier_stats = Stats()  # of the engines that have died
-        self._supervisor = Supervisor(
-            params,
-            self._take,
-            self._resume_all,
-            self._record_death,
-            self._record_failure,
-            self._has_work,
-            on_loading,
-            launched,
-            clock,
-        )
+        self._shares = [0.0] * len(places)  # loaded, of each engine's model
+        self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
         backlog = Backlog(
             limits or QueueLimits(),
@@ -94,34 +82,67 @@ class Pool:
             params.weights,
             clock,
         )
-        self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
-        self._suspects = Suspects()
-        self._has_suspects = False
-        self._held: set[str] = set()  # requests that this engine has not got yet
-        self._ready_since = 0.0
-        self._clock = clock
+        ends = Counter[str]()  # see Suspects
+        self.members = [
+            Member(
+                number,
+                params,
+                self,
+                self._report_loading(number),
+                launched if number == 0 else None,
+                clock,
+                place,
+                ends,
+            )
+            for number, place in enumerate(places)
+        ]
+        self._homes = Homes(self.members)
+        self._texts = Texts(self.members)
+        self._in_flight = InFlightRequests(
+            backlog, ResultCache() if results is None else results, self._homes.remove
+        )
         self.on_wanted = on_wanted
         self.draining = False  # whether the server shuts down, and accepts no further requests
-        # the engine answers in this order
-        self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
-        self._pending_tokens: dict[int, PendingTokens] = {}
-        self._numbers = count()
         self._faults: list[Fault] = []
+
+    def _report_loading(self, number: int) -> Callable[[float], None]:
+        def report(share: float) -> None:
+            self._shares[number] = share
+            if self._on_loading is not None:
+                self._on_loading(sum(self._shares) / len(self._shares))
+
+        return report
 
     @property
     def info(self) -> ModelInfo | None:
-        """What is known about the model; None until an engine has been ready."""
-        return self._supervisor.info
+        """What is known about the model; None until an engine has been ready. Of several engines,
+        that of the one with the shortest context.
+        """
+        infos = [info for member in self.members if (info := member.supervisor.info)]
+        return min(infos, key=lambda info: info.context_length, default=None)
 
     @property
     def vocabulary(self) -> VocabularyTable | None:
         """The model's vocabulary; None until an engine has been ready."""
-        return self._supervisor.vocabulary
+        tables = (member.supervisor.vocabulary for member in self.members)
+        return next((table for table in tables if table is not None), None)
 
     @property
     def ready(self) -> bool:
-        """Whether the engine is ready now."""
-        return self._supervisor.ready
+        """Whether an engine is ready now."""
+        return any(member.supervisor.ready for member in self.members)
+
+    @property
+    def stats(self) -> Stats:
+        """The latest statistics of the engines that are ready, or of all if none is."""
+        members = self._homes.list_ready() or self.members
+        return combine_stats([member.stats for member in members])
+
+    @property
+    def stats_since_start(self) -> Stats:
+        """``stats``, with totals over all engines of this pool."""
+        totals = combine_stats([member.stats_since_start for member in self.members])
+        return self.stats.with_totals(totals)
 
     def may_start(self, stream: Stream) -> bool:
         """Return whether the first request of ``stream`` has started or can start soon: the engine
@@ -130,25 +151,27 @@ class Pool:
         name = stream.requests[0].request_id
         if (entry := stream.in_flight.get(name)) is None or entry.has_begun:
             return True
-        return entry.request.request_id not in self._held and self._supervisor.is_responding()
+        home = self._homes.find(entry.request.request_id)
+        return home is not None and not home.is_stuck_with(entry.request.request_id)
 
     @property
     def unloaded(self) -> bool:
-        """Whether ``unload`` has ended the engine, and ``start`` has not started another one."""
-        return self._supervisor.unloaded
+        """Whether ``unload`` has ended the engines, and ``start`` has not started others."""
+        return any(member.supervisor.unloaded for member in self.members)
 
     @property
     def num_bytes(self) -> int:
-        """The memory that the engine takes, or took when it was loaded last; 0 if unknown."""
-        return self._supervisor.num_bytes
+        """The memory that the engines take, or took when they were loaded last; 0 if unknown."""
+        return sum(member.supervisor.num_bytes for member in self.members)
 
     @property
     def pid(self) -> int | None:
-        return self._supervisor.pid
+        """The process of the first engine."""
+        return self.members[0].supervisor.pid
 
     @property
     def num_restarts(self) -> int:
-        return self._supervisor.num_restarts
+        return sum(member.supervisor.num_restarts for member in self.members)
 
     @property
     def num_unfinished(self) -> int:
@@ -158,156 +181,176 @@ class Pool:
         return len(self._in_flight) + len(self._embeddings)
 
     @property
-    def has_requests(self) -> bool:
-        """Whether requests or texts to tokenize wait for the engine or are in it."""
-        return bool(self.num_unfinished or self._pending_tokens)
+    def takes_turns(self) -> bool:
+        """Whether its engine computes while those of other models do not."""
+        return bool(self.params.turn_file) and self.info is not None and not self.info.on_gpu
 
-    def _has_work(self) -> bool:
-        return self.num_unfinished > len(self._held)
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests or texts to tokenize wait for an engine or are in one."""
+        return bool(self.num_unfinished or self._texts.pending)
 
     async def start(self, max_bytes: int = 0) -> None:
-        """See Supervisor."""
-        await self._supervisor.start(max_bytes)
+        """Start the engines and wait until all are ready. ``max_bytes``: the memory that they may
+        take, 0 for any.
+
+        Raises StartupError if one cannot load the model.
+        """
+        number = len(self.members)
+        if number > 1 and not max_bytes and not any(one.place.variables for one in self.members):
+            max_bytes = measure_available_bytes() or 0
+        starts = (member.supervisor.start(max_bytes // number) for member in self.members)
+        ends = await asyncio.gather(*starts, return_exceptions=True)
+        errors = [end for end in ends if end is not None]
+        if errors:
+            await asyncio.gather(*(member.supervisor.unload() for member in self.members))
+            raise errors[0]
 
     async def unload(self) -> None:
-        """End the engine process until ``start`` is called again. It has ended when this returns.
+        """End the engine processes until ``start`` is called again. They have ended when this
+        returns.
 
-        Requests in flight, and those that arrive meanwhile, continue in the next engine;
+        Requests in flight, and those that arrive meanwhile, continue in the next engines;
         ``on_wanted`` is called for each that arrives.
         """
-        self._forget_step(EngineError("The model was unloaded; please retry."))
-        await self._supervisor.unload()
+        for member in self.members:
+            member.forget_step(EngineError("The model was unloaded; please retry."))
+            self._homes.forget_prefixes(member)
+        self._in_flight.backlog.pause()
+        await asyncio.gather(*(member.supervisor.unload() for member in self.members))
 
     async def close(self) -> None:
-        """End the engine process, and everything that waits for it. It has ended when this
+        """End the engine processes, and everything that waits for them. They have ended when this
         returns.
         """
         try:
-            await self._supervisor.close()
+            await asyncio.gather(*(member.supervisor.close() for member in self.members))
         finally:
             self.end_all(EngineError("The engine has been closed."))
 
     def set_unloaded(self) -> None:
         """Let requests wait for the first engine, as after ``unload``."""
-        self._supervisor.unloaded = True
+        for member in self.members:
+            member.supervisor.unloaded = True
 
     def seconds_until_ready(self) -> float:
-        """See Supervisor."""
-        return self._supervisor.seconds_until_ready()
+        """See Supervisor; of the engine that is ready first."""
+        return min(member.supervisor.seconds_until_ready() for member in self.members)
 
-    def _take(self, message: FromChild) -> None:
-        """Handle a message of the engine."""
+    # --- messages of the engines -----------------------------------------------------------------
+
+    def take(self, member: Member, message: Stepped | EmbeddingOutput | Tokenized) -> None:
+        """See Owner."""
         match message:
             case Stepped():
-                self.stats = message.stats
-                self._in_flight.backlog.observe(message.stats)
+                self._in_flight.backlog.observe(self.stats)
                 self._in_flight.put(message.outputs)
-                if self._has_suspects:
-                    self._release_suspects({output.request_id for output in message.outputs})
+                if len(self.members) > 1:
+                    self._balance(member)
             case EmbeddingOutput():
                 self._embeddings.put(message)
-                if self._has_suspects and (message.vectors or message.error):
-                    self._release_suspects({message.request_id})
             case Tokenized():
-                if (pending := self._pending_tokens.get(message.number)) is not None:
-                    pending.put(message)
-            case Explained():
-                resolve(self._pending_explanations.popleft(), message.explanation)
+                self._texts.put(message)
 
-    # --- the death of an engine ------------------------------------------------------------------
+    def knows(self, request_id: str) -> bool:
+        """See Owner."""
+        return self._in_flight.knows(request_id) or self._embeddings.knows(request_id)
 
-    def _record_death(self, death: Death) -> None:
-        """Prepare to continue all requests in the next engine, except one that kills engines."""
+    def make_command(self, request_id: str) -> Add | Resume | Embed | None:
+        """See Owner."""
+        own = self._in_flight.make_command(request_id)
+        return own or self._embeddings.make_command(request_id)
+
+    def yields(self, request_id: str) -> bool:
+        """See Owner."""
+        return self._in_flight.yields(request_id)
+
+    def welcome(self, member: Member) -> None:
+        """See Owner."""
+        self._homes.measure_caches()
+        self._in_flight.backlog.observe(self.stats)
+        if self._faults:
+            member.write(frame(SetFaults(self._faults)))
+        member.write(frame(SetWeights(dict(self.params.weights))))  # they change with the accounts
+        self._texts.resend(member)
+
+    def record_death(self, member: Member, death: Death) -> None:
+        """Prepare to continue all requests in other engines, except one that kills engines."""
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
-        self._forget_step(error)
-        in_step = [name for name in death.in_step if self._knows(name)]
+        member.forget_step(error)
+        self._homes.forget_prefixes(member)
+        if not self.ready:
+            self._in_flight.backlog.pause()
+        in_step = [name for name in death.in_step if name in member.bookings and self.knows(name)]
         self._in_flight.note_begun(in_step)
-        self._has_suspects = True
-        if death.is_own_fault:
-            # a text that is tokenized at the same time may be the cause as well
-            for pending in self._pending_tokens.values():
-                pending.num_deaths += 1
-            is_certain = not self._pending_tokens
-            culprit = self._suspects.record_death(in_step, is_certain=is_certain)
-        else:
-            culprit = self._suspects.record_end(in_step)
+        # a text that is tokenized at the same time may be the cause as well
+        had_texts = self._texts.record_death(member, is_own_fault=death.is_own_fault)
+        culprit = member.find_culprit(death._replace(in_step=in_step), is_certain=not had_texts)
         if culprit is not None:
-            log.error("the engine died twice because of %s alone; it gets an error", culprit)
             fatal = FatalRequest("The engine died twice while it computed this request alone.")
             self._in_flight.fail_one(culprit, fatal)
             self._embeddings.fail_one(culprit, fatal)
+        self._move_all(member)
 
-    def _forget_step(self, error: EngineError) -> None:
-        """Forget what only this engine knows. Explanations that it owes get ``error``."""
-        self.stats = without_work(self.stats)
-        for explanation in self._pending_explanations:
-            resolve(explanation, error)
-        self._pending_explanations.clear()  # the next engine does not answer them
-        self._in_flight.backlog.pause()
-
-    def _record_failure(self) -> None:
-        if self._supervisor.num_failed >= MAX_FAILED_STARTS:
-            self.end_all(EngineError("The engine cannot be started.", self.seconds_until_ready()))
-
-    def _knows(self, request_id: str) -> bool:
-        return self._in_flight.knows(request_id) or self._embeddings.knows(request_id)
-
-    def _resume_all(self) -> None:
-        """Send everything that waits to an engine that has become ready."""
-        assert self.info is not None
-        self._earlier_stats = self.stats_since_start
-        self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
-        self._in_flight.backlog.observe(self.stats)
-        self._ready_since = self._clock()
-        if self._faults:
-            self.set_faults(self._faults)
-        self._write(frame(SetWeights(dict(self.params.weights))))  # they change with the accounts
-        for number, pending in [*self._pending_tokens.items()]:
-            if pending.num_deaths < MAX_DEATHS_OF_TEXT:
-                pending.begin()
-                self._write(frame(Tokenize(number, pending.texts)))
-            else:
-                reason = "The engine died repeatedly while it tokenized this text."
-                resolve(pending.future, EngineError(reason))
-        waiting = [*self._in_flight.list_ids(), *self._embeddings.list_ids()]
-        self._held = {*waiting}
-        self._resume(waiting)
-
-    def _resume(self, request_ids: Iterable[str]) -> None:
-        """Send held requests to the engine, except those that must wait for others."""
-        if not self.ready:
+    def record_failure(self, member: Member) -> None:
+        """See Owner."""
+        if member.supervisor.num_failed < MAX_FAILED_STARTS:
             return
-        for request_id in request_ids:
-            if request_id not in self._held or self._suspects.must_wait(request_id):
-                continue
-            self._held.remove(request_id)
-            command = self._in_flight.make_command(request_id) or self._embeddings.make_command(
-                request_id
-            )
-            if command is not None:
-                self._write(frame(command))
-                if self._in_flight.yields(request_id):
-                    self._write(frame(SetYielding(request_id, True)))
-            else:  # it has ended meanwhile
-                self._resume(self._suspects.forget(request_id))
+        error = EngineError("The engine cannot be started.", self.seconds_until_ready())
+        if not self.ready:
+            self.end_all(error)
+            return
+        for request_id in [*member.bookings]:
+            self._in_flight.fail_one(request_id, error)
+            self._embeddings.fail_one(request_id, error)
+        self._texts.fail(error, member)
 
-    def _release_suspects(self, request_ids: set[str]) -> None:
-        """Let suspects continue that have waited for these requests, which have got a token or have
-        ended.
+    # --- which engine ----------------------------------------------------------------------------
+
+    def _move(self, request_id: str, target: Sequence[Member]) -> None:
+        """Let one of the engines ``target`` continue a request of another engine."""
+        request = self._in_flight.find(request_id) or self._embeddings.find(request_id)
+        if request is not None:
+            member, booking = self._homes.assign(request, target)
+            member.take_over(request_id, booking)
+
+    def _move_all(self, member: Member) -> None:
+        """Let engines that are ready continue the requests of one that is not, except those that
+        may have been the cause of its death.
         """
-        for request_id in request_ids:
-            if self._knows(request_id):
-                self._resume(self._suspects.record_token(request_id))
-            else:
-                self._resume(self._suspects.forget(request_id))
-        healthy = self._clock() - self._ready_since >= HEALTHY_AFTER
-        if healthy and not self._suspects.is_searching:
-            self._has_suspects, self._suspects = False, Suspects()
+        ready = self._homes.list_ready()
+        for request_id in member.list_harmless() if ready else ():
+            member.leave(request_id)
+            self._move(request_id, ready)
 
-    @property
-    def stats_since_start(self) -> Stats:
-        """``stats``, with totals over all engines of this pool."""
-        return self.stats.add_totals(self._earlier_stats)
+    def fill(self, member: Member) -> None:
+        """See Owner."""
+        others = [one for one in self.members if one is not member]
+        for other in others:
+            if not other.ready:
+                self._move_all(other)
+        while member.has_room:
+            crowded = [one for one in others if one.is_crowded]
+            if not crowded:
+                return
+            other = max(crowded, key=lambda one: one.num_requests)
+            in_use = other.stats.num_seq_ids_in_use
+            request_id = self._in_flight.find_waiting(other.bookings, in_use)
+            if request_id is None:
+                return
+            other.leave(request_id)
+            self._move(request_id, [member])
+
+    def _balance(self, member: Member) -> None:
+        """After a step of an engine, let no request wait for it while another one has room, or for
+        another one while this one has.
+        """
+        if member.has_room:
+            self.fill(member)
+        elif member.is_crowded:
+            for other in self.members:
+                if other.ready and other.has_room:
+                    self.fill(other)
 
     @property
     def reservations(self) -> Mapping[str, int]:
@@ -318,14 +361,12 @@ class Pool:
         """End everything that waits for the engine with ``error``: streams, requests for
         embeddings, texts to tokenize and explanations.
         """
-        self.stats = without_work(self.stats)
-        self._held.clear()
         self._in_flight.fail(error)
         self._embeddings.fail(error)
-        for pending in self._pending_tokens.values():
-            resolve(pending.future, error)
-        for explanation in self._pending_explanations:
-            resolve(explanation, error)
+        for member in self.members:
+            member.forget_all(error)
+        self._homes.clear()
+        self._texts.fail(error)
 
     def check_room(
         self, num_tokens: int, account: str, priority: Priority, claim: Claim = NO_CLAIM
@@ -348,8 +389,13 @@ class Pool:
         """
         self.check_available()
         stream, new = self._in_flight.submit(requests, claim)
-        if new and self.ready:
-            self._write(b"".join(frame(Add(request)) for request in new))
+        frames: dict[Member, list[bytes]] = {}
+        for request in new:
+            member, booking = self._homes.assign(request)
+            member.bookings[request.request_id] = booking
+            frames.setdefault(member, []).append(frame(Add(request)))
+        for member, own in frames.items():
+            member.write(b"".join(own))
         self._send_yielding(stream)  # it may read what no other client reads
         return stream
 
@@ -358,8 +404,8 @@ class Pool:
         more tokens.
         """
         engine_id = self._in_flight.stop(stream, request_id, index)
-        if engine_id is not None and self.ready and engine_id not in self._held:
-            self._write(frame(Abort(engine_id, index)))
+        if engine_id is not None and (home := self._homes.find_ready(engine_id)) is not None:
+            home.write(frame(Abort(engine_id, index)))
 
     def set_yielding(self, stream: Stream, *, yields: bool) -> None:
         """Let a stream's requests yield their places to all others while its client does not
@@ -371,8 +417,8 @@ class Pool:
     def _send_yielding(self, stream: Stream) -> None:
         """Tell the engine which requests of ``stream`` yield to others now, or no longer."""
         for request_id, yields in self._in_flight.take_yielding(stream):
-            if self.ready and request_id not in self._held:
-                self._write(frame(SetYielding(request_id, yields)))
+            if (home := self._homes.find_ready(request_id)) is not None:
+                home.write(frame(SetYielding(request_id, yields)))
 
     def close_stream(self, stream: Stream) -> None:
         """Forget the stream's requests.
@@ -380,7 +426,7 @@ class Pool:
         Unfinished requests that no other stream reads are aborted.
         """
         for request_id in self._in_flight.leave(stream):
-            self._abort(request_id)
+            self._homes.remove(request_id, abort=True)
         self._send_yielding(stream)
 
     def embed(self, request: EmbeddingRequest) -> Waiter:
@@ -390,21 +436,15 @@ class Pool:
         """
         self.check_available()
         waiter = self._embeddings.begin(request)
-        if self.ready:
-            self._write(frame(Embed(request)))
+        member, booking = self._homes.assign(request)
+        member.bookings[request.request_id] = booking
+        member.write(frame(Embed(request)))
         return waiter
 
     def forget(self, waiter: Waiter) -> None:
         """Stop waiting for these vectors. An unfinished request is aborted."""
-        if self._embeddings.forget(waiter):
-            self._abort(waiter.request.request_id)
-
-    def _abort(self, request_id: str) -> None:
-        if self.ready and request_id not in self._held:
-            self._write(frame(Abort(request_id)))
-        self._held.discard(request_id)
-        if self._has_suspects:
-            self._resume(self._suspects.forget(request_id))
+        is_unfinished = self._embeddings.forget(waiter)
+        self._homes.remove(waiter.request.request_id, abort=is_unfinished)
 
     async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
         """Return the token ids of each text.
@@ -413,40 +453,22 @@ class Pool:
         too many characters wait already.
         """
         self.check_available()
-        size = count_characters(texts)
-        others = [pending.num_characters for pending in self._pending_tokens.values()]
-        if size > LONG and others and sum(others) + size > MAX_WAITING_CHARACTERS:
-            message = "Too many long texts are waiting to be tokenized; please retry."
-            raise EngineError(message, reason="large")
-        number = next(self._numbers)
-        pending = self._pending_tokens[number] = PendingTokens(texts, size)
-        try:
-            if self.ready:
-                self._write(frame(Tokenize(number, texts)))
-            return await pending.future
-        finally:
-            del self._pending_tokens[number]
-            if pending.future.cancelled() and self.ready:
-                self._write(frame(Abandon(number)))
+        return await self._texts.tokenize(texts)
 
-    async def explain(self, num_steps: int) -> Explanation:
-        """Return the last ``num_steps`` steps, and what runs or waits and why.
+    async def explain(self, num_steps: int, number: int = 0) -> Explanation:
+        """Return the last ``num_steps`` steps of an engine, and what runs or waits there and why.
 
-        Raises EngineError without an engine.
+        Raises EngineError without an engine, and IndexError for a number that none has.
         """
-        if not self.ready:
-            raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
-        future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
-        self._pending_explanations.append(future)
-        self._write(frame(Explain(num_steps)))
-        return await future
+        return await self.members[number].explain(num_steps)
 
     def set_faults(self, faults: list[Fault]) -> None:
-        """Cause ``faults`` in the engine, and none that were set before. Those that depend on a
-        token are caused in the next engines too.
+        """Cause ``faults`` in the first engine, and none that were set before. Those that depend on
+        a token are caused in all engines, and in the next ones too.
         """
         self._faults = [fault for fault in faults if fault.token is not None]
-        self._write(frame(SetFaults(faults)))
+        for member in self.members:
+            member.write(frame(SetFaults(self._faults if member.number else faults)))
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Use these shares of accounts from now on, and 1 for all others."""
@@ -455,33 +477,17 @@ class Pool:
         # the policy and the backlog have the same mapping
         self.params.weights.clear()
         self.params.weights.update(weights)
-        if self.ready:
-            self._write(frame(SetWeights(dict(weights))))
+        for member in self.members:
+            member.write(frame(SetWeights(dict(weights))))
 
     def check_available(self) -> None:
         """Raise EngineError unless there is an engine, or the next one is being started after a
         death, or is started because this one was unloaded.
         """
-        supervisor = self._supervisor
-        if supervisor.unloaded and not supervisor.closing:
+        supervisors = [member.supervisor for member in self.members]
+        is_closing = any(one.closing for one in supervisors)
+        if self.unloaded and not is_closing:
             self.on_wanted()
-        has_failed = supervisor.num_failed > 0 and not self.ready
-        if supervisor.closing or self.info is None or has_failed:
+        have_failed = all(one.num_failed and not one.ready for one in supervisors)
+        if is_closing or self.info is None or have_failed:
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
-
-    def _write(self, data: bytes) -> None:
-        self._supervisor.write(data)
-
-
-def without_work(stats: Stats) -> Stats:
-    """Return ``stats`` for an engine that computes nothing."""
-    return msgspec.structs.replace(
-        stats,
-        num_running=0,
-        num_waiting=0,
-        num_seq_ids_in_use=0,
-        num_cells_held=0,
-        num_cells_idle=0,
-        num_waiting_tokens=0,
-        waiting_seconds=0.0,
-    )

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from cllm.process.launch import Popen, launch
+from cllm.process.launch import ANYWHERE, Place, Popen, launch
 from cllm.process.messages import LENGTH, FromChild
 
 log = logging.getLogger("cllm.process")
@@ -26,12 +26,14 @@ _decode = msgspec.msgpack.Decoder[FromChild](FromChild).decode
 
 
 async def spawn(
-    take: Callable[[FromChild], None], launched: Popen[bytes] | None = None
+    take: Callable[[FromChild], None],
+    launched: Popen[bytes] | None = None,
+    place: Place = ANYWHERE,
 ) -> EngineProcess:
-    """Connect to ``launched``, or to a new engine process; ``take`` is called with each of its
-    messages.
+    """Connect to ``launched``, or to a new engine process at ``place``; ``take`` is called with
+    each of its messages.
     """
-    process = EngineProcess(launched or launch(), take)
+    process = EngineProcess(launched or launch(place), take)
     connecting = asyncio.ensure_future(process.connect())
     try:
         await asyncio.shield(connecting)

@@ -17,7 +17,7 @@ from cllm.engine.commands import Close
 from cllm.engine.params import EngineParams
 from cllm.errors import KilledWhileLoading, StartupError
 from cllm.models.memory import count_oom_kills
-from cllm.process.launch import Popen
+from cllm.process.launch import ANYWHERE, Place, Popen
 from cllm.process.messages import Failed, FromChild, Loading, Ready, Start, frame
 from cllm.process.spawn import EngineProcess, spawn
 from cllm.process.step_record import Entry, StepRecord, create_file, remove_file
@@ -71,11 +71,12 @@ class Supervisor:
         on_loading: Callable[[float], None] | None = None,
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        place: Place = ANYWHERE,
     ) -> None:
         """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
         called for each engine, ``on_failure`` for each restart that failed. ``has_work``: whether
         the engine has something to compute. ``launched``: a process that becomes the first engine.
-        ``clock`` returns seconds.
+        ``clock`` returns seconds. ``place``: of the others.
         """
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
@@ -93,6 +94,7 @@ class Supervisor:
         self._has_work = has_work
         self._on_loading = on_loading
         self._launched = launched
+        self._place = place
         self._clock = clock
         self._loaded: asyncio.Future[Ready]
         self._record: StepRecord | None = None
@@ -197,7 +199,7 @@ class Supervisor:
     async def _load(self, step_record: str) -> None:
         """Start a process and wait until it is ready, or raise StartupError."""
         launched, self._launched = self._launched, None
-        process = self.process = await spawn(self._take, launched)
+        process = self.process = await spawn(self._take, launched, self._place)
         self.pid = process.pid
         process.write(frame(Start(self._params, step_record)))
         ended: asyncio.Future[bool] = asyncio.ensure_future(process.ended.wait())

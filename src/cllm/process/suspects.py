@@ -23,10 +23,13 @@ class Suspects:
     less than another one neither wait nor count beside it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Counter[str] | None = None) -> None:
+        """``ends``: how often each request was in a step whose engine was ended from outside, since
+        its last token; it may be shared by several engines.
+        """
         self._deaths: Counter[str] = Counter()
         self._deaths_alone: Counter[str] = Counter()
-        self._ends: Counter[str] = Counter()  # from outside, since the last token
+        self._ends = Counter[str]() if ends is None else ends
         self._computed: set[str] = set()  # have got a token since the engine was ready
         # those that have not, of the present group and of the others in the step that died
         self._awaited: set[str] = set()
@@ -69,6 +72,10 @@ class Suspects:
         self._ends.update(in_step)
         stuck = [name for name in in_step if self._ends[name] > MAX_ENDS]
         return self.record_death(stuck) if stuck else None
+
+    def is_suspect(self, name: str) -> bool:
+        """Return whether a death may have been because of this request."""
+        return self._deaths[name] > 0
 
     def must_wait(self, name: str) -> bool:
         """Return whether a request belongs to a later group."""

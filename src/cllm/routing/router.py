@@ -112,7 +112,7 @@ class Router:
             "prefix-window": self._choose_in_window,
             "round-robin": self._choose_next,
         }[routing]
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._max_queue_seconds = max_queue_seconds
         self._rng = random.Random(seed)
         self._turn = -1
@@ -144,6 +144,10 @@ class Router:
     def forget(self, number: int) -> None:
         """Remove a replica that has ended. Its bookings can still be released."""
         self._booked.pop(number, None)
+        self.forget_prefixes(number)
+
+    def forget_prefixes(self, number: int) -> None:
+        """Forget which prefixes a replica got, because its cache is empty."""
         rests = ((block, bits & ~(1 << number)) for block, bits in self._table.items())
         self._table = OrderedDict((block, rest) for block, rest in rests if rest)
 
@@ -252,7 +256,7 @@ class Router:
         knows = [bool(self._table.get(block, 0) & bit) for block in blocks]
         for block in reversed(blocks):
             self._table[block] = self._table.pop(block, 0) | bit
-        while len(self._table) > self._max_blocks:
+        while len(self._table) > self.max_blocks:
             self._table.popitem(last=False)
         return knows.index(False) if False in knows else len(knows)
 

@@ -52,6 +52,10 @@ class Access:
         self._retry_at = 0.0  # when to open the database again; 0 unless that has failed
         self.ledger.is_valid = lambda name: self.keyring.get(name) is not None
 
+    def use(self, settings: Settings) -> None:
+        """Use other shares, classes and tenants of accounts from now on."""
+        self._settings = settings
+
     @property
     def is_required(self) -> bool:
         """Whether requests need a key."""

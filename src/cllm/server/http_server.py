@@ -43,7 +43,7 @@ from cllm.server.http_protocol import Protocol
 from cllm.server.ollama.manage import add_all_created
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sources import Source, adapter_path, is_growing, list_found
+from cllm.server.sources import Source, adapter_path, list_found
 from cllm.server.sse import streaming
 from cllm.service import Service
 from cllm.store.created import CreatedModels
@@ -123,6 +123,19 @@ class HttpServer(uvicorn.Server):
         listener.setblocking(False)
         await self.server_state.accept(listener, protocol, self.config.ssl)
 
+    def reload(self) -> None:
+        """Read the settings of the models again, and log what is wrong with them."""
+
+        async def reload() -> None:
+            try:
+                await self.registry.reload()
+            except StartupError as error:
+                log.error("the settings were not reloaded: %s", error)
+            else:
+                log.info("the settings were reloaded; models: %s", self.registry.describe())
+
+        self._reloading = asyncio.create_task(reload())
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # a signal handler can interrupt any code, so it must not write to streams itself
         self.is_stopped_by_signal = True
@@ -158,13 +171,20 @@ class HttpServer(uvicorn.Server):
 
 
 def open_server(
-    settings: Settings, access: Access, sources: Sequence[Source], first: Pool | None, memory: int
+    settings: Settings,
+    access: Access,
+    sources: Sequence[Source],
+    first: Pool | None,
+    memory: int,
+    turn_file: str,
+    read_again: Callable[[], tuple[Settings, Sequence[Source]]] | None = None,
 ) -> HttpServer:
     """Return a server that does not listen yet, with the models of ``sources``. Raises
     StartupError.
 
     first: the engine of the source that is the first one to be loaded. memory: bytes for all loaded
-    models, 0 for any.
+    models, 0 for any. turn_file: of engines that share cores. read_again: reads
+    the settings and the models of their files again.
     """
     recorder = make_recorder(settings)
 
@@ -178,7 +198,7 @@ def open_server(
         params = await in_daemon(lambda: source.read_params(check_going_on))
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, memory // MIN_KV_SHARE)
         model.path, model.min_bytes = params.path, weigh(params.weight_bytes, kv_bytes)
-        return make_service(source, make_pool(settings, params))
+        return make_service(source, make_pool(source.settings, params, turn_file))
 
     def check_going_on(*_: object) -> None:
         """End a download when the server shuts down."""
@@ -198,21 +218,30 @@ def open_server(
             sampling=source.settings.sampling,
             backend=source.settings.backend.name,
             path=str(source.path or ""),
+            recipe=source.recipe(),
         )
 
-    configured = [source for source in sources if not source.is_found]
+    current = settings, sources
 
-    adapters_of = {source.name: source.adapters for source in sources}
+    def scan(reads_settings: bool) -> list[ServedModel]:
+        """Return all models; with ``reads_settings``, those of the present settings."""
+        nonlocal current
+        if reads_settings and read_again is not None:
+            current = read_again()
+            access.use(current[0])
+        used, known = current
+        adapters_of = {source.name: source.adapters for source in known}
+        listed = [source for source in known if not source.is_found]
+        listed += [
+            replace(source, adapters=adapters_of.get(source.name, {}))
+            for source in list_found(used, listed)
+        ]
+        models = [make_model(source) for source in listed]
+        for model, source in zip([*models], listed, strict=True):
+            models += make_adapters(model, source.adapters)
+        return models
 
-    def scan() -> list[ServedModel]:
-        found = []
-        for source in list_found(settings, configured):
-            adapters = adapters_of.get(source.name, {})
-            model = make_model(replace(source, adapters=adapters))
-            found += [model, *make_adapters(model, adapters)]
-        return found
-
-    registry = Registry((), memory or None, recorder, scan if is_growing(settings) else None)
+    registry = Registry((), memory or None, recorder, scan)
     for source in sources:
         model = make_model(source)
         if source.is_first and first is not None:

@@ -11,16 +11,21 @@ import errno
 import gc
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cllm.config import Settings
 from cllm.engine.params import EngineParams
+from cllm.engine.turn import create_turn_file, remove_turn_file
 from cllm.errors import EngineError, LoadFailed, StartupError
 from cllm.models.memory import measure_available_bytes
 from cllm.process.backlog import QueueLimits
-from cllm.process.launch import Popen
+from cllm.process.launch import ANYWHERE, Popen
+from cllm.process.places import find_places
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
 from cllm.server.access import Access
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from cllm.server.http_server import HttpServer
 
 BACKLOG = 2048
+ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,6 +89,7 @@ async def run(
     on_loading: Callable[[float], None],
     on_ready: Callable[[Registry], None],
     launched: Popen[bytes] | None,
+    read_again: ReadAgain | None = None,
 ) -> bool:
     """Serve until SIGTERM or SIGINT.
 
@@ -90,11 +97,13 @@ async def run(
 
     params: of the first engine; None if none is started with the server. early: signals that
     arrived before the server could handle them. launched: a process that becomes the first engine.
+    read_again: reads the settings and the models of their files again, after SIGHUP.
     """
     memory = measure_memory(settings, sources)
+    turn_file = create_turn_file() if len(sources) > 1 or is_growing(settings) else ""
     engine, loading = None, None
     if params is not None:
-        engine = make_pool(settings, params, on_loading, launched)
+        engine = make_pool(settings, params, turn_file, on_loading, launched)
         # a model that is alone, so far, may use all memory
         loading = asyncio.create_task(engine.start(memory if len(sources) > 1 else 0))
     elif launched is not None:
@@ -104,7 +113,7 @@ async def run(
     starting: asyncio.Task[None] | None = None
     try:
         server = opened = await asyncio.to_thread(
-            open_server, settings, access, sources, engine, memory
+            open_server, settings, access, sources, engine, memory, turn_file, read_again
         )
         gc.enable()  # __main__ has turned it off for the imports
 
@@ -127,6 +136,10 @@ async def run(
                 on_ready(opened.registry)
 
         opened.early = early
+        if (
+            hasattr(signal, "SIGHUP") and not is_terminal()
+        ):  # else it means that the terminal is gone
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, opened.reload)
         starting = asyncio.create_task(load())
         starting.add_done_callback(started)
         await opened.serve(sockets=[listener])
@@ -145,7 +158,13 @@ async def run(
             elif engine is not None:
                 await engine.close()
         finally:
+            remove_turn_file(turn_file)
             await access.close()
+
+
+def is_terminal() -> bool:
+    """Return whether a person at a terminal has started the server."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def as_startup_error(error: BaseException) -> BaseException:
@@ -167,25 +186,40 @@ def measure_memory(settings: Settings, sources: Sequence[Source]) -> int:
 def make_pool(
     settings: Settings,
     params: EngineParams,
+    turn_file: str = "",
     on_loading: Callable[[float], None] | None = None,
     launched: Popen[bytes] | None = None,
 ) -> Pool:
-    """Return the pool for a model's engine."""
+    """Return the pool for a model's engines. ``turn_file``: for those that share cores with
+    others.
+    """
     scheduler, cache = settings.scheduler, settings.cache
     limits = QueueLimits(
         scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds
     )
     results = ResultCache(cache.max_results, cache.max_memory_mb * 1_000_000)
-    return Pool(params, on_loading, limits, results, launched)
+    places = find_places(params, settings.engine.count)
+    if places[0] == ANYWHERE and params.options.get("n_threads") is None:
+        params = msgspec.structs.replace(params, turn_file=turn_file)
+    if launched is not None and places[0] != ANYWHERE:
+        launched.kill()
+        launched = None
+    return Pool(params, on_loading, limits, results, launched, places=places)
 
 
 def open_server(
-    settings: Settings, access: Access, sources: Sequence[Source], first: Pool | None, memory: int
+    settings: Settings,
+    access: Access,
+    sources: Sequence[Source],
+    first: Pool | None,
+    memory: int,
+    turn_file: str,
+    read_again: ReadAgain | None = None,
 ) -> HttpServer:
     """Import and open the server. Raises StartupError."""
     from cllm.server import http_server
 
-    return http_server.open_server(settings, access, sources, first, memory)
+    return http_server.open_server(settings, access, sources, first, memory, turn_file, read_again)
 
 
 def run_forever(
@@ -197,6 +231,7 @@ def run_forever(
     on_loading: Callable[[float], None],
     on_ready: Callable[[Registry], None],
     launched: Popen[bytes] | None = None,
+    read_again: ReadAgain | None = None,
 ) -> None:
     """Call ``run`` in a new event loop, with uvloop if it is installed.
 
@@ -217,7 +252,7 @@ def run_forever(
         served = runner.run(
             run(
                 *(settings, access, sources, params, signals, listener),
-                *(on_loading, on_ready, launched),
+                *(on_loading, on_ready, launched, read_again),
             )
         )
     if not served and signal.SIGINT in signals:

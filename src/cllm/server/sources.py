@@ -40,6 +40,16 @@ class Source:
     is_first: bool = False
     is_found: bool = False
 
+    def recipe(self) -> object:
+        """Return what its engine and service are made from, to compare it with another one."""
+        own = self.settings
+        live = own.model.model_copy(
+            update={"aliases": [], "keep_alive": None, "pinned": False, "preload": False}
+        )
+        adapters = [(name, one, stamp(adapter_path(one))) for name, one in self.adapters.items()]
+        others = (own.kv, own.engine, own.backend, own.sampling, own.scheduler)
+        return live, others, self.path, stamp(self.path), adapters
+
     def read_params(self, progress: Progress | None = None) -> EngineParams:
         """Return the parameters of its engine, after reading the header of its file, which is
         downloaded if necessary. Raises StartupError.
@@ -104,6 +114,15 @@ def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list
         )
         for source in sources
     ]
+
+
+def stamp(path: Path | None) -> tuple[int, ...]:
+    """Return numbers that change with a file; () if there is none."""
+    try:
+        status = path.stat() if path is not None else None
+    except OSError:
+        status = None
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else ()
 
 
 def adapter_path(adapter: Adapter) -> Path:

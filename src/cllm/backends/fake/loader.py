@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
-    from cllm.backends.params import BackendParams, ModelSize
+    from cllm.backends.params import BackendParams, ModelSize, SingleGpu
     from cllm.models.hub import Progress
 
 
@@ -24,6 +24,14 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize |
 
 def measure_gpus(params: BackendParams) -> int | None:
     return None
+
+
+def find_gpus(params: BackendParams) -> list[SingleGpu]:
+    return []
+
+
+def may_divide_cores(params: BackendParams) -> bool:
+    return False
 
 
 def load(

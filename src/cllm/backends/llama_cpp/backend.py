@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +58,7 @@ from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
+from cllm.environment import count_cpus
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import compute_fingerprint
 
@@ -344,7 +344,7 @@ class LlamaCppBackend:
 
     def _make_context(self, sizes: Fit) -> Any:
         params, options = self._params, self._options
-        threads = options.n_threads or os.cpu_count() or 1
+        threads = options.n_threads or count_cpus()
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
         if sizes.layout == "paged":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -55,3 +57,7 @@ def bind(functions: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Cal
     function = getattr(functions, name)
     function.restype, function.argtypes = result, arguments
     return cast("Callable[..., Any]", function)
+
+
+if __name__ == "__main__":
+    json.dump([[gpu.name, gpu.num_free_bytes] for gpu in list_gpus()], sys.stdout)

@@ -8,7 +8,6 @@ llama.cpp's own limits apply: an ``n_ubatch`` smaller than the text would abort 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from cllm.backends.base import Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.library import last_error
 from cllm.core.batch import MAX_CHUNKS, Chunk
+from cllm.environment import count_cpus
 from cllm.errors import EngineError
 
 POOLINGS = {
@@ -79,7 +79,7 @@ class Embedder:
         self._model = model
         self._facts = facts
         self._max_tokens = max_tokens
-        self._threads = threads or os.cpu_count() or 1
+        self._threads = threads or count_cpus()
         self._scale_positions = scale_positions
         self._context: Any = None
         self._room = 0  # length of the longest text for which there are cells

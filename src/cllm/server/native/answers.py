@@ -20,9 +20,36 @@ class Root(ResponseModel):
     paths: list[str] = Field(default=[])
 
 
+class EngineHealth(ResponseModel):
+    """One engine of a model. cpus: the numbers of the CPUs that it is bound to, [] for all.
+    devices: the variables that name its GPUs.
+    """
+
+    number: int
+    ready: bool
+    restarts: int
+    num_running: int
+    num_waiting: int
+    num_seq_ids: int
+    num_cells: int
+    num_cells_held: int
+    num_cells_idle: int
+    cpus: list[int]
+    devices: dict[str, str]
+
+
+class ModelHealth(ResponseModel):
+    name: str
+    status: Literal["loaded", "loading", "unloaded"]
+    engines: list[EngineHealth]
+
+
 class Health(ResponseModel):
+    """models: with level=full."""
+
     status: Literal["healthy", "degraded"]
     model_loaded: bool
+    models: list[ModelHealth] | None = None
 
 
 class Version(ResponseModel):

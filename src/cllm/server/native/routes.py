@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -30,6 +30,7 @@ from cllm.server.errors import error_event
 from cllm.server.native.answers import (
     DecodeAnswer,
     EncodeAnswer,
+    EngineHealth,
     GenerateAnswer,
     Health,
     ModelInformation,
@@ -140,12 +141,38 @@ async def root(request: Request) -> dict[str, Any]:
 
 @router.get("/health", openapi_extra=describe_route(answer=Health))
 @router.get("/ping", include_in_schema=False)
-async def health(request: Request) -> dict[str, Any]:
-    """Return 200 while the server runs. While the engine is not ready, the status is "degraded"."""
+async def health(request: Request, level: Literal["basic", "full"] = "basic") -> dict[str, Any]:
+    """Return 200 while the server runs. While the engine is not ready, the status is "degraded".
+    level=full adds each model and its engines; it needs an administrator's key.
+    """
+    if level == "full":
+        check_admin(request)
     models = registry_of(request).models
     is_loaded = any(model.service and model.service.engine.ready for model in models)
     healthy = is_loaded or registry_of(request).ready
-    return {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
+    answer = {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
+    if level == "basic":
+        return answer
+    return {**answer, "models": [describe(model) for model in models if model.parent is None]}
+
+
+def describe(model: ServedModel) -> dict[str, Any]:
+    """Return the state of a model and its engines."""
+    members = [] if model.service is None else model.service.engine.members
+    engines = []
+    for member in members:
+        stats = msgspec.structs.asdict(member.stats)
+        engines.append(
+            {
+                "number": member.number,
+                "ready": member.ready,
+                "restarts": member.supervisor.num_restarts,
+                **{name: stats[name] for name in EngineHealth.model_fields if name in stats},
+                "cpus": [*member.place.cpus],
+                "devices": {**member.place.variables},
+            }
+        )
+    return {"name": model.name, "status": model.status, "engines": engines}
 
 
 @router.get("/version", openapi_extra=describe_route(answer=Version))
@@ -204,6 +231,10 @@ def update_metrics(model: ServedModel) -> CollectorRegistry:
         num_restarts=engine.num_restarts,
         reservations=engine.reservations,
         num_loads=model.num_loads,
+        engines=[
+            (member.ready, member.supervisor.num_restarts, member.stats)
+            for member in engine.members
+        ],
     )
 
 
@@ -212,15 +243,19 @@ async def scheduler(
     request: Request,
     steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
     model: str | None = None,
+    engine: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
-    """Explain the scheduling: the engine's last steps, which requests run, what others wait for,
-    what steps cost. Needs an administrator's key.
+    """Explain the scheduling of an engine: its last steps, which requests run, what others wait
+    for, what steps cost. Needs an administrator's key.
     """
     check_admin(request)
     service = model_for(request, model).origin.service
     if service is None:
         raise EngineError("The model is not loaded.")
-    explanation = await until_disconnect(request, service.engine.explain(steps))
+    if engine >= (count := len(service.engine.members)):
+        message = f"Invalid 'engine': the model has {count}, numbered from 0."
+        raise BadRequest(message, param="engine", code="invalid_value")
+    explanation = await until_disconnect(request, service.engine.explain(steps, engine))
     return Response(msgspec.json.encode(explanation), media_type="application/json")
 
 

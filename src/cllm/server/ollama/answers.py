@@ -96,9 +96,15 @@ class TagsAnswer(ResponseModel):
 
 
 class LoadedModel(ModelEntry):
+    """engines: that share its requests. takes_turns: whether it computes while other models do
+    not.
+    """
+
     size_vram: int
     expires_at: str
     context_length: int
+    engines: int
+    takes_turns: bool
 
 
 class PsAnswer(ResponseModel):

@@ -279,9 +279,11 @@ async def running(request: Request) -> Response:
         info = model.info
         if info is None or model.parent is not None or not model.is_loaded:
             continue
+        assert model.service is not None
+        engine = model.service.engine
         card = await card_of(model)
         cells = info.num_cells * info.kv_bytes_per_token
-        size = (info.model_bytes or card.size) + cells
+        size = ((info.model_bytes or card.size) + cells) * len(engine.members)
         expires = model.expires_at
         loaded_model = {
             **entry(model, card),
@@ -289,6 +291,8 @@ async def running(request: Request) -> Response:
             "size_vram": size if info.on_gpu else 0,
             "expires_at": NEVER if expires is None else time_text(time.time() + expires - now),
             "context_length": info.context_length,
+            "engines": len(engine.members),
+            "takes_turns": engine.takes_turns,
         }
         models.append(loaded_model)
     return json_answer({"models": models})

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
+from cllm.errors import BadRequest, StartupError
 from cllm.served_model import ServedModel
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
@@ -77,9 +78,16 @@ async def models(request: Request, reload: bool = False) -> dict[str, Any]:
     """List the models, each under its name and under each alias that is not a pattern.
 
     ``root`` is its name. ``loaded`` is false for a model that the next request will load. With
-    ``reload``, look for new files in the folder of models first.
+    ``reload``, look for new files in the folder of models first; an administrator also lets the
+    server read the settings of its models again.
     """
-    if reload:
+    if reload and call_of(request).account().is_admin:
+        try:
+            await registry_of(request).reload()
+        except StartupError as error:
+            message = f"The settings were not reloaded: {error}"
+            raise BadRequest(message, code="invalid_settings") from None
+    elif reload:
         await registry_of(request).rescan()
     registry, served = registry_of(request), served_models(request)
     named = [(registry.find(name), name) for name in registry.names]

@@ -1,0 +1,360 @@
+"""Which models of a server are loaded.
+
+A model is loaded by the first request that needs it, and unloaded when it has been idle for its
+``keep_alive``, or when another model needs its memory: then the one whose last request is the
+longest ago leaves first, once its requests have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+
+from cllm.errors import (
+    CLLMError,
+    EngineError,
+    KilledWhileLoading,
+    LoadFailed,
+    StartupError,
+    UnknownModel,
+)
+from cllm.models.gguf import format_size
+from cllm.models.memory import weigh
+from cllm.process.pool import Pool
+from cllm.served_model import ServedModel
+from cllm.service import Service
+
+log = logging.getLogger("cllm.registry")
+
+MAX_SHOWN = 8  # models in an error
+# A model stays at least for MIN_STAY seconds, and for STAY_FACTOR times what its load took, so that
+# two models that are both wanted do not spend their time with loading.
+MIN_STAY, STAY_FACTOR = 2.0, 2.0
+GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
+LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
+MAX_KILLS = 3  # of an engine while it loads, before that is an error
+RETRY_SECONDS = 5.0  # after a load that failed
+
+
+class LoadedModels:
+    """Loads and unloads ``models``, of which the first one is the default."""
+
+    def __init__(
+        self,
+        models: Iterable[ServedModel],
+        max_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_bytes``: the memory for all loaded models together; None: as much as they take.
+        ``clock`` returns seconds.
+        """
+        self.models = list(models)
+        self.draining = False
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._leaving: list[ServedModel] = []  # that have been removed and are not closed yet
+        self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    @property
+    def services(self) -> list[Service]:
+        """The services of the models that have one: each load makes it, whether it succeeds or not,
+        and it stays when the model is unloaded.
+        """
+        models = (*self.models, *self._leaving)
+        return [model.service for model in models if model.service is not None]
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of requests that have not been answered completely."""
+        return sum(service.engine.num_unfinished for service in self.services)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether requests could be computed at some time."""
+        preloaded = [model for model in self.models if model.preload]
+        return all(model.num_loads for model in preloaded)
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are computed: all models that were to be loaded at the start have been,
+        and the engine of one works, unless none is loaded.
+        """
+        if self.draining or any(model.preload and not model.num_loads for model in self.models):
+            return False
+        loaded = [model.service for model in self.models if model.is_loaded and model.service]
+        return not loaded or any(service.engine.ready for service in loaded)
+
+    def seconds_until_ready(self) -> float:
+        """Return when ``ready`` is expected to be true, in seconds."""
+        return min((one.engine.seconds_until_ready() for one in self.services), default=0.0)
+
+    def describe(self) -> str:
+        """Return the names of the models, as far as they fit into an error."""
+        names = [model.name for model in self.models]
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        return ", ".join(names[:MAX_SHOWN]) + more
+
+    def use(self, model: ServedModel) -> Service | None:
+        """Return the service of a model for a request, None if it must be loaded first."""
+        origin = model.origin
+        origin.last_used, origin.stay = self._clock(), origin.keep_alive
+        service = origin.service
+        if service is None or origin.is_draining or service.engine.unloaded:
+            return None
+        return model.view(service)
+
+    async def load(self, model: ServedModel) -> Service:
+        """Return the service of a model, after loading it if necessary. The load goes on if the
+        caller is cancelled.
+
+        Raises EngineError if there is no memory for it, and LoadFailed if it cannot be loaded.
+        """
+        if (service := self.use(model)) is not None:
+            return service
+        if model.origin.failure is not None:
+            failed_at, error = model.origin.failure
+            if self._clock() - failed_at < RETRY_SECONDS:
+                raise error
+        loading = self._begin_load(model.origin)
+        try:
+            return model.view(await asyncio.shield(loading))
+        except asyncio.CancelledError:
+            if loading.cancelled():
+                raise shutting_down() from None
+            raise
+
+    def _want(self, model: ServedModel) -> None:
+        """Load a model because requests wait for its engine, which was unloaded."""
+        if not model.is_removed:
+            self._begin_load(model)
+
+    def _begin_load(self, model: ServedModel) -> asyncio.Task[Service]:
+        """Begin to load a model, unless that has begun."""
+        if model.is_removed:
+            raise UnknownModel(model.name, self.describe())
+        if model.loading is None or not model.is_loading:
+            model.loading = asyncio.create_task(self._load(model))
+            model.loading.add_done_callback(take_exception)
+        return model.loading
+
+    async def _load(self, model: ServedModel) -> Service:
+        """Load a model, and end the requests that wait for it if that fails."""
+        try:
+            return await self._open_and_start(model)
+        except EngineError as error:  # no memory, or the server shuts down
+            failed: CLLMError = error
+        except Exception as error:
+            known = isinstance(error, StartupError)
+            log.error(
+                "the model %s cannot be loaded: %s", model.name, error, exc_info=not known and error
+            )
+            failed = LoadFailed(f"The model {model.name!r} cannot be loaded.")
+            failed.__cause__ = error
+            model.failure = self._clock(), failed
+        if model.service is not None:
+            model.service.engine.end_all(failed)
+        raise failed
+
+    async def _open_and_start(self, model: ServedModel) -> Service:
+        if model.service is None:
+            assert model.open is not None
+            service = await model.open(model)
+            service.engine.set_unloaded()
+            model.service = service
+        while model.is_draining:  # until it has been unloaded  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        async with self._turn:
+            if self.draining and not model.is_busy:
+                raise shutting_down()
+            if not model.is_loaded:
+                room = await self._make_room(model)
+                begun = self._clock()
+                await start(model.service.engine, room or 0)
+                seconds = self._clock() - begun
+                self._note_loaded(model, seconds)
+                log.info("the model %s is loaded, after %.1f s", model.name, seconds)
+            return model.service
+
+    async def adopt(self, model: ServedModel, start: Awaitable[None], begun: float) -> None:
+        """Wait until ``start`` has started the engine of a model, which was begun outside, at the
+        time ``begun``.
+        """
+        async with self._turn:
+            await start
+            self._note_loaded(model, self._clock() - begun)
+
+    def _note_loaded(self, model: ServedModel, seconds: float) -> None:
+        """Note that the engine of a model is ready after ``seconds`` of loading."""
+        now, service = self._clock(), model.service
+        assert service is not None
+        service.engine.on_wanted = partial(self._want, model)
+        model.failure = None
+        model.num_loads += 1
+        info = service.info
+        # the next load must have room for a sequence as long as this one
+        kv_bytes = info.context_length * info.kv_bytes_per_token
+        needed = weigh(info.model_bytes, kv_bytes, in_ram=not info.on_gpu)
+        model.min_bytes = max(model.min_bytes, min(needed, model.num_bytes))
+        model.last_used = now
+        model.stays_until = now + max(MIN_STAY, STAY_FACTOR * seconds)
+        if service.vocabulary.chat_template:
+            self._keep(asyncio.create_task(service.renderer.start()))
+
+    def _num_free_bytes(self, model: ServedModel) -> int | None:
+        """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
+        if self._max_bytes is None:
+            return None
+        return self._max_bytes - sum(one.num_bytes for one in self._list_loaded(model))
+
+    def _list_loaded(self, without: ServedModel) -> list[ServedModel]:
+        """Return the other models that have an engine."""
+        return [
+            one
+            for one in self.models
+            if one.parent is None and one.is_loaded and one is not without
+        ]
+
+    async def _make_room(self, model: ServedModel) -> int | None:
+        """Unload other models until ``model`` fits, and return the memory that it may take; None if
+        that is unlimited.
+
+        Raises EngineError if it can never fit.
+        """
+        while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
+            movable = [one for one in self._list_loaded(model) if not one.pinned]
+            most = free + sum(one.num_bytes for one in movable)
+            if most < model.min_bytes:
+                raise EngineError(
+                    f"The model {model.name!r} needs {format_size(model.min_bytes)} of memory, but "
+                    f"only {format_size(max(0, most))} can be freed for it.",
+                    reason="memory",
+                )
+            await self._unload_one(movable)
+        return free
+
+    async def _unload_one(self, models: Sequence[ServedModel]) -> None:
+        """Unload the model that was used the longest ago, of those that are idle if there are any,
+        as soon as it may leave and its requests have ended.
+        """
+        drained: ServedModel | None = None
+        try:
+            while True:
+                now = self._clock()
+                idle = [one for one in models if not one.is_busy and one.stays_until <= now]
+                if idle:
+                    await self._unload(min(idle, key=lambda one: one.last_used))
+                    return
+                oldest = min(models, key=lambda one: one.last_used)
+                if drained is None and oldest.stays_until <= now:
+                    drained = oldest
+                    drained.is_draining = True
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            if drained is not None:
+                drained.is_draining = False
+
+    async def _unload(self, model: ServedModel) -> None:
+        """End the engine of a model, which saves its prefixes if it has a disk cache."""
+        assert model.service is not None
+        log.info("the model %s is unloaded", model.name)
+        await model.service.engine.unload()
+        model.service.renderer.end_idle()
+        model.service.grammars.end_idle()
+
+    async def unload(self, model: ServedModel) -> None:
+        """Unload a model when its requests have ended, even if the caller is cancelled meanwhile.
+        Requests that come later load it again.
+        """
+        task = asyncio.create_task(self._drain_and_unload(model.origin))
+        self._keep(task)
+        await asyncio.shield(task)
+
+    async def _drain_and_unload(self, model: ServedModel) -> None:
+        model.is_draining = True
+        try:
+            while model.is_loaded:
+                if model.is_busy:  # without the turn: other models may be loaded meanwhile
+                    await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                async with self._turn:
+                    if model.is_loaded and not model.is_busy:
+                        await self._unload(model)
+        finally:
+            model.is_draining = False
+
+    def keep(self, model: ServedModel, seconds: float | None) -> None:
+        """Set how long a model stays after the last request until the next one; None: for ever."""
+        model.origin.stay, model.origin.last_used = seconds, self._clock()
+
+    def unload_expired(self) -> None:
+        """Begin to unload models that have been idle for their ``keep_alive``. To be called
+        regularly.
+        """
+        for model in self.models:
+            if model.parent is None and model.is_busy:
+                model.last_used = self._clock()
+            elif model.parent is None and self._has_expired(model) and not self._turn.locked():
+                self._keep(asyncio.create_task(self._unload_if_expired(model)))
+
+    def _has_expired(self, model: ServedModel) -> bool:
+        now, expires_at = self._clock(), model.expires_at
+        return model.is_loaded and expires_at is not None and expires_at + GRACE_SECONDS <= now
+
+    async def _unload_if_expired(self, model: ServedModel) -> None:
+        async with self._turn:
+            if self._has_expired(model) and not model.is_busy:
+                await self._unload(model)
+
+    def drain(self) -> None:
+        """Accept no further requests, and load no model for those that have not been accepted."""
+        self.draining = True
+        for service in self.services:
+            service.engine.draining = True
+        for model in self.models:
+            if model.loading is not None and not model.is_busy:
+                model.loading.cancel()
+
+    async def close(self) -> None:
+        """End all engines and what waits for them."""
+        self.drain()
+        loading = [model.loading for model in self.models if model.loading is not None]
+        for task in (*loading, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*loading, *self._tasks, return_exceptions=True)
+        for ending in (
+            [service.engine.close() for service in self.services],
+            [service.close() for service in self.services],
+        ):
+            for result in await asyncio.gather(*ending, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.error("a model was not closed: %s", result)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(take_exception)
+
+
+async def start(engine: Pool, max_bytes: int) -> None:
+    """Start an engine, again if it was killed from outside meanwhile. Raises StartupError."""
+    for _ in range(MAX_KILLS):
+        try:
+            return await engine.start(max_bytes)
+        except KilledWhileLoading as error:
+            log.warning("%s; starting it again", error)
+    return await engine.start(max_bytes)
+
+
+def shutting_down() -> EngineError:
+    return EngineError("The server is shutting down.")
+
+
+def take_exception(task: asyncio.Task[object]) -> None:
+    """Take the exception of a task that nobody may wait for, so that asyncio does not report it."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, CLLMError):
+        log.error("a model could not be loaded or unloaded", exc_info=error)

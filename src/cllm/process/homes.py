@@ -1,0 +1,81 @@
+"""Which engine of a pool has which request."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from cllm.core.request import EmbeddingRequest, Request
+from cllm.process.member import Member
+from cllm.routing.router import Booking, Candidate, Router, RoutingRequest, name_prefixes
+
+BLOCK = 64  # tokens; engines are compared by the blocks of a prompt that they have got before
+
+
+class Homes:
+    """Chooses an engine for each request, and knows it until the request has ended.
+
+    With several engines, this is the one that has most of the prompt in its cache, unless it is
+    crowded; see ``Router``.
+    """
+
+    def __init__(self, members: list[Member]) -> None:
+        self._members = members
+        self._by_id: dict[str, Member] = {}
+        self._router = Router("prefix-window", max_blocks=0)
+
+    def list_ready(self) -> list[Member]:
+        """Return the engines that are ready."""
+        return [member for member in self._members if member.ready]
+
+    def assign(
+        self, request: Request | EmbeddingRequest, members: Sequence[Member] = ()
+    ) -> tuple[Member, Booking | None]:
+        """Choose one of ``members``, or else of the engines that are ready, or else of all. Return
+        it, and the booking there.
+        """
+        member, booking = self._members[0], None
+        if len(self._members) > 1:
+            members = members or self.list_ready() or self._members
+            # they compute equally fast, so a token of a prompt takes as long everywhere
+            candidates = [Candidate(one.number, max(1, one.stats.num_seq_ids)) for one in members]
+            booking = self._router.choose(describe(request), candidates)
+            member = self._members[booking.number]
+        self._by_id[request.request_id] = member
+        return member, booking
+
+    def find(self, request_id: str) -> Member | None:
+        """Return the engine of a request that has not ended."""
+        return self._by_id.get(request_id)
+
+    def find_ready(self, request_id: str) -> Member | None:
+        """Return the engine of a request, if that has got it and is ready."""
+        home = self._by_id.get(request_id)
+        return home if home is not None and home.has(request_id) else None
+
+    def remove(self, request_id: str, *, abort: bool = False) -> None:
+        """Forget a request that has ended, or is to end: ``abort``."""
+        if (home := self._by_id.pop(request_id, None)) is not None:
+            (home.abort if abort else home.remove)(request_id)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._by_id.clear()
+
+    def forget_prefixes(self, member: Member) -> None:
+        """Note that the cache of an engine is empty."""
+        self._router.forget_prefixes(member.number)
+
+    def measure_caches(self) -> None:
+        """Remember as many prefixes as the caches of all engines can have."""
+        self._router.max_blocks = sum(one.stats.num_cells for one in self._members) // BLOCK
+
+
+def describe(request: Request | EmbeddingRequest) -> RoutingRequest:
+    """Return what matters of a request for the choice of an engine."""
+    if isinstance(request, EmbeddingRequest):
+        return RoutingRequest((), sum(map(len, request.texts)), BLOCK, request.account)
+    tokens = array("i", request.prompt)
+    parts = [tokens.tobytes()]
+    names = name_prefixes(request.cache_salt.encode(), parts, BLOCK * tokens.itemsize)
+    return RoutingRequest(names, len(tokens), BLOCK, request.account)

@@ -1,0 +1,322 @@
+"""One engine of a pool, and the requests that it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.engine.commands import Abort, Add, Embed, Explain, Resume, SetYielding
+from cllm.engine.params import EngineParams
+from cllm.errors import CLLMError, EngineError
+from cllm.process.launch import Place, Popen
+from cllm.process.messages import Explained, FromChild, Stepped, Tokenized, frame
+from cllm.process.pending_tokens import resolve
+from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
+from cllm.process.suspects import Suspects
+from cllm.routing.router import Booking
+from cllm.scheduler.trace import Explanation
+
+log = logging.getLogger("cllm.process")
+
+
+class Owner(Protocol):
+    """The pool, as its members see it."""
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request has not been answered completely."""
+        ...
+
+    def make_command(self, request_id: str) -> Add | Resume | Embed | None:
+        """Return the command with which another engine computes the rest of a request; None if it
+        has ended.
+        """
+        ...
+
+    def yields(self, request_id: str) -> bool:
+        """Return whether a request yields to others."""
+        ...
+
+    def take(self, member: Member, message: Stepped | EmbeddingOutput | Tokenized) -> None:
+        """Handle results of an engine."""
+        ...
+
+    def welcome(self, member: Member) -> None:
+        """Give work to an engine that has become ready."""
+        ...
+
+    def fill(self, member: Member) -> None:
+        """Let an engine that has room take over requests that wait for others."""
+        ...
+
+    def record_death(self, member: Member, death: Death) -> None:
+        """Handle the death of an engine."""
+        ...
+
+    def record_failure(self, member: Member) -> None:
+        """Note that a restart has failed."""
+        ...
+
+
+class Member:
+    """One engine of a pool, and the requests that it was given.
+
+    number: from 0. ``stats`` are its latest statistics. ``bookings``: the requests that it computes
+    or will compute, in the order in which it got them. ``leaving``: those that it is to end,
+    because another engine has got them.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        params: EngineParams,
+        owner: Owner,
+        on_loading: Callable[[float], None] | None,
+        launched: Popen[bytes] | None,
+        clock: Callable[[], float],
+        place: Place,
+        ends: Counter[str],
+    ) -> None:
+        """``ends``: as in Suspects, of all members."""
+        self.number = number
+        self.place = place
+        self.stats = Stats()
+        self.bookings: dict[str, Booking | None] = {}
+        self.leaving: set[str] = set()
+        self.supervisor = Supervisor(
+            params,
+            self._take,
+            self._resume_all,
+            lambda death: owner.record_death(self, death),
+            lambda: owner.record_failure(self),
+            self._has_work,
+            on_loading,
+            launched,
+            clock,
+            place,
+        )
+        self._owner = owner
+        self._earlier_stats = Stats()  # of the engines that have died
+        self._ends = ends
+        self._suspects = Suspects(ends)
+        self._has_suspects = False
+        self._held: set[str] = set()  # requests that this engine has not got yet
+        self._ready_since = 0.0
+        self._clock = clock
+        # the engine answers in this order
+        self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine is ready now."""
+        return self.supervisor.ready
+
+    @property
+    def stats_since_start(self) -> Stats:
+        """``stats``, with totals over all engines of this member."""
+        return self.stats.add_totals(self._earlier_stats)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that the engine has got and not answered completely."""
+        return len(self.bookings) - len(self._held)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests wait for places of this engine."""
+        stats = self.stats
+        return stats.num_waiting > 0 and self.num_requests > stats.num_seq_ids
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that it gets now would run at once."""
+        stats = self.stats
+        return not stats.num_waiting and self.num_requests < stats.num_seq_ids
+
+    def _has_work(self) -> bool:
+        return self.num_requests > 0
+
+    def has(self, request_id: str) -> bool:
+        """Return whether the engine has got a request, and is ready."""
+        return self.ready and request_id not in self._held
+
+    def is_stuck_with(self, request_id: str) -> bool:
+        """Return whether a request cannot start soon: the engine has not got it, or does not
+        respond.
+        """
+        return request_id in self._held or not self.supervisor.is_responding()
+
+    def write(self, data: bytes) -> None:
+        """Send frames to the engine, if it is ready."""
+        if self.ready:
+            self.supervisor.write(data)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def take_over(self, request_id: str, booking: Booking | None) -> None:
+        """Continue a request of another engine."""
+        self.bookings[request_id] = booking
+        if self.ready:
+            self._held.add(request_id)
+            self._resume([request_id])
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        booking = self.bookings.pop(request_id, None)
+        if booking is not None:
+            booking.release()
+        self._held.discard(request_id)
+        del self._ends[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """End a request in the engine, and forget it."""
+        if self.has(request_id):
+            self.write(frame(Abort(request_id)))
+        self.remove(request_id)
+        if self._has_suspects:
+            self._resume(self._suspects.forget(request_id))
+
+    def leave(self, request_id: str) -> None:
+        """Forget a request that another engine continues."""
+        num_ends = self._ends[request_id]
+        if self.has(request_id):
+            self.leaving.add(request_id)
+        self.abort(request_id)
+        if num_ends:
+            self._ends[request_id] = num_ends
+
+    def list_harmless(self) -> list[str]:
+        """Return the requests that no death makes a suspect."""
+        return [name for name in self.bookings if not self._suspects.is_suspect(name)]
+
+    def _drop_leaving(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Return the outputs of requests that are still here."""
+        kept = []
+        for output in outputs:
+            if output.request_id not in self.leaving:
+                kept.append(output)
+            elif output.finish:
+                self.leaving.remove(output.request_id)
+        return kept
+
+    async def explain(self, num_steps: int) -> Explanation:
+        """Return the last ``num_steps`` steps, and what runs or waits and why.
+
+        Raises EngineError without an engine.
+        """
+        if not self.ready:
+            seconds = self.supervisor.seconds_until_ready()
+            raise EngineError("The engine is not ready; please retry.", seconds)
+        future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        self._pending_explanations.append(future)
+        self.write(frame(Explain(num_steps)))
+        return await future
+
+    def forget_step(self, error: CLLMError) -> None:
+        """Forget what only this engine knows. Explanations that it owes get ``error``."""
+        self.stats = without_work(self.stats)
+        self.leaving.clear()
+        for explanation in self._pending_explanations:
+            resolve(explanation, error)
+        self._pending_explanations.clear()  # the next engine does not answer them
+
+    # --- messages of the engine ------------------------------------------------------------------
+
+    def _take(self, message: FromChild) -> None:
+        match message:
+            case Stepped(outputs, stats):
+                self.stats = stats
+                if self.leaving:
+                    message = Stepped(self._drop_leaving(outputs), stats)
+                self._owner.take(self, message)
+                if self._has_suspects:
+                    self._release_suspects({output.request_id for output in message.outputs})
+            case EmbeddingOutput():
+                self._owner.take(self, message)
+                if self._has_suspects and (message.vectors or message.error):
+                    self._release_suspects({message.request_id})
+            case Tokenized():
+                self._owner.take(self, message)
+            case Explained():
+                resolve(self._pending_explanations.popleft(), message.explanation)
+
+    def find_culprit(self, death: Death, *, is_certain: bool) -> str | None:
+        """Note which requests may have been the cause of a death, and which only may go on in
+        another engine. Return the one that must not be computed again, if it is known.
+
+        is_certain: nothing but a request can have been the cause.
+        """
+        self._has_suspects = True
+        if death.is_own_fault:
+            culprit = self._suspects.record_death(death.in_step, is_certain=is_certain)
+        else:
+            culprit = self._suspects.record_end(death.in_step)
+        if culprit is not None:
+            log.error("the engine died twice because of %s alone; it gets an error", culprit)
+        return culprit
+
+    def _resume_all(self) -> None:
+        """Send everything that waits to an engine that has become ready."""
+        info = self.supervisor.info
+        assert info is not None
+        self._earlier_stats = self.stats_since_start
+        self.stats = Stats(num_seq_ids=info.max_num_seqs, num_cells=info.num_cells)
+        self._ready_since = self._clock()
+        self._owner.welcome(self)
+        self._held = {*self.bookings}
+        self._resume([*self.bookings])
+        self._owner.fill(self)
+
+    def _resume(self, request_ids: Iterable[str]) -> None:
+        """Send held requests to the engine, except those that must wait for others."""
+        if not self.ready:
+            return
+        for request_id in request_ids:
+            if request_id not in self._held or self._suspects.must_wait(request_id):
+                continue
+            self._held.remove(request_id)
+            command = self._owner.make_command(request_id)
+            if command is not None:
+                self.write(frame(command))
+                if self._owner.yields(request_id):
+                    self.write(frame(SetYielding(request_id, True)))
+            else:  # it has ended meanwhile
+                self._resume(self._suspects.forget(request_id))
+
+    def _release_suspects(self, request_ids: set[str]) -> None:
+        """Let suspects continue that have waited for these requests, which have got a token or have
+        ended.
+        """
+        for request_id in request_ids:
+            if self._owner.knows(request_id):
+                self._resume(self._suspects.record_token(request_id))
+            else:
+                self._resume(self._suspects.forget(request_id))
+        healthy = self._clock() - self._ready_since >= HEALTHY_AFTER
+        if healthy and not self._suspects.is_searching:
+            self._has_suspects, self._suspects = False, Suspects(self._ends)
+
+    def forget_all(self, error: CLLMError) -> None:
+        """Forget all requests, which get an error. Explanations get ``error``."""
+        self.forget_step(error)
+        for request_id in [*self.bookings]:
+            self.remove(request_id)
+
+
+def without_work(stats: Stats) -> Stats:
+    """Return ``stats`` for an engine that computes nothing."""
+    return msgspec.structs.replace(
+        stats,
+        num_running=0,
+        num_waiting=0,
+        num_seq_ids_in_use=0,
+        num_cells_held=0,
+        num_cells_idle=0,
+        num_waiting_tokens=0,
+        waiting_seconds=0.0,
+    )
