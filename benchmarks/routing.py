@@ -56,7 +56,7 @@ def make_setup(entries: list[Entry], engines: int, routing: str, seed: int) -> S
 
 def measure_rate(entries: list[Entry], engines: int) -> float:
     """Return how many times faster than their own times the entries can be served."""
-    at_once = [msgspec.structs.replace(entry, arrived=0.0) for entry in entries]
+    at_once = [msgspec.structs.replace(entry, timestamp=0.0) for entry in entries]
     courses, _ = simulate(at_once, make_setup(at_once, engines, "prefix-window", 0))
     return entries[-1].arrived / max(course.ended for course in courses)
 
@@ -70,7 +70,8 @@ def compare(workload: str, engines: int, seeds: int, requests: int) -> bool:
             entries = synthesize(workload, requests, 1.0, seed)
             factor = share * measure_rate(entries, engines)
             entries = [
-                msgspec.structs.replace(entry, arrived=entry.arrived / factor) for entry in entries
+                msgspec.structs.replace(entry, timestamp=entry.timestamp / factor)
+                for entry in entries
             ]
             courses = {
                 rule: simulate(entries, make_setup(entries, engines, rule, seed))[0]

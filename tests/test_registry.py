@@ -140,7 +140,7 @@ class Fleet:
     """A registry of models that take 10 MB each, in a memory of 25 MB, and a clock."""
 
     def __init__(self, names="abc", max_megabytes=25, **options) -> None:
-        self.events, self.now = [], 0.0
+        self.events, self.now, self.errors = [], 0.0, {}
         self.engines = {name: StubEngine(10 * MB, self.events, name) for name in names}
         self.models = {
             name: ServedModel(name=name, open=self._open, **options.get(name, {})) for name in names
@@ -604,7 +604,6 @@ def reloadable(fleet, **recipes):
         return models
 
     fleet.registry._scan = scan
-    fleet.errors = {}
     for model in fleet.models.values():
         model.recipe = 1
 

@@ -206,7 +206,9 @@ class Replica:
 
 
 def routing_request(entry: Entry) -> RoutingRequest:
-    return RoutingRequest(entry.hash_ids, entry.input_length, entry.block_size, entry.account)
+    size = entry.block_size
+    ends = range(size, size * (len(entry.hash_ids) + 1), size)
+    return RoutingRequest(entry.hash_ids, ends, entry.input_length, entry.account)
 
 
 def simulate(

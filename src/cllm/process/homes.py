@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from cllm.core.request import EmbeddingRequest, Request
 from cllm.process.member import Member
-from cllm.routing.router import Booking, Candidate, Router, RoutingRequest, name_prefixes
+from cllm.routing.router import Booking, Candidate, Router, RoutingRequest
 
-BLOCK = 64  # tokens; engines are compared by the blocks of a prompt that they have got before
+# Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK tokens,
+# or an eighth of what is before it if that is more.
+BLOCK = 64
+SAMPLED_AFTER, SAMPLED_STRIDE = 1024, 8
+ENDS = [BLOCK]
+while ENDS[-1] < 10_000_000:
+    ENDS.append(ENDS[-1] + max(BLOCK, ENDS[-1] // 8))
 
 
 class Homes:
@@ -74,8 +80,23 @@ class Homes:
 def describe(request: Request | EmbeddingRequest) -> RoutingRequest:
     """Return what matters of a request for the choice of an engine."""
     if isinstance(request, EmbeddingRequest):
-        return RoutingRequest((), sum(map(len, request.texts)), BLOCK, request.account)
-    tokens = array("i", request.prompt)
-    parts = [tokens.tobytes()]
-    names = name_prefixes(request.cache_salt.encode(), parts, BLOCK * tokens.itemsize)
-    return RoutingRequest(names, len(tokens), BLOCK, request.account)
+        return RoutingRequest((), (), sum(map(len, request.texts)), request.account)
+    names, ends = name_blocks(request.prompt, request.cache_salt)
+    return RoutingRequest(names, ends, len(request.prompt), request.account)
+
+
+def name_blocks(prompt: list[int], salt: str) -> tuple[list[int], list[int]]:
+    """Return names for the beginnings of a prompt, shortest first, and their lengths.
+
+    Far from the beginning, blocks are longer, and only some of their tokens count, so that long
+    prompts take little time. The names are valid in this process only.
+    """
+    ends = ENDS[: bisect_left(ENDS, len(prompt))]
+    ends.append(len(prompt))
+    names, name, begin = [], hash(salt), 0
+    for end in ends:
+        stride = 1 if end <= SAMPLED_AFTER else SAMPLED_STRIDE
+        name = hash((name, *prompt[begin:end:stride]))
+        names.append(name)
+        begin = end
+    return names, ends

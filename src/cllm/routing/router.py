@@ -27,13 +27,13 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     """The properties of a request that matter for routing.
 
     blocks: a name for each prefix of the prompt that ends a block, shortest first: those of
-    ``name_prefixes`` or the hash_ids of a trace. num_tokens: tokens of the prompt. block_size:
-    tokens in a block.
+    ``name_prefixes`` or the hash_ids of a trace. ends: the number of tokens up to the end of each
+    block. num_tokens: tokens of the prompt.
     """
 
     blocks: Sequence[int]
+    ends: Sequence[int]
     num_tokens: int
-    block_size: int
     account: str = ""
 
 
@@ -138,8 +138,8 @@ class Router:
         """
         number = self._choose(request, candidates).number
         num_known = self._remember(request.blocks, 1 << number)
-        num_tokens = max(0, request.num_tokens - num_known * request.block_size)
-        return Booking(number, self._booked[number], num_tokens, request.account)
+        num_tokens = request.num_tokens - (request.ends[num_known - 1] if num_known else 0)
+        return Booking(number, self._booked[number], max(0, num_tokens), request.account)
 
     def forget(self, number: int) -> None:
         """Remove a replica that has ended. Its bookings can still be released."""
