@@ -95,7 +95,7 @@ class Recorder:
         return lambda *arguments: self.events.append(name)
 
 
-def test_step_is_a_turn():
+def test_step_is_a_turn(monkeypatch):
     """An engine takes a turn for each step, also for one that raises; without work, none."""
     engine = FakeEngine(engine_check=False)
     turn = Recorder(is_taken=False)
@@ -105,7 +105,7 @@ def test_step_is_a_turn():
     engine.add("a", [1, 2, 3])
     engine.step()
     assert turn.events == ["try", "end"]
-    engine.backend.forward = lambda _: 1 / 0
+    monkeypatch.setattr(engine.backend, "forward", lambda _: 1 / 0)
     engine.engine.step()
     assert turn.events[2:] == ["try", "end"]
 
