@@ -35,7 +35,8 @@ ROUTINGS = get_args(Routing)
 
 def request(*blocks: int, account: str = "") -> RoutingRequest:
     """Return a request with 16 tokens in each block."""
-    return RoutingRequest(blocks, 16 * len(blocks), 16, account)
+    ends = range(16, 16 * len(blocks) + 1, 16)
+    return RoutingRequest(blocks, ends, 16 * len(blocks), account)
 
 
 def candidates(num: int, max_num_seqs: int = 8, **fields: float) -> list[Candidate]:
@@ -64,7 +65,7 @@ class RouterMachine(RuleBasedStateMachine):
         num_replicas=st.integers(1, 6), max_num_seqs=st.integers(1, 4), seed=st.integers(0, 3)
     )
     def start(self, num_replicas: int, max_num_seqs: int, seed: int) -> None:
-        self.router = Router(self.routing, self.max_blocks, max_queue_seconds=200, seed=seed)
+        self.router = Router(self.routing, self.max_blocks, seed=seed)
         self.alive = {i: Candidate(i, max_num_seqs) for i in range(num_replicas)}
         self.open: list[tuple[Booking, str]] = []
         self.orphans: list[Booking] = []
@@ -116,23 +117,21 @@ class RouterMachine(RuleBasedStateMachine):
     def check_window(
         self, asked: RoutingRequest, offered: list[Candidate], chosen: Candidate
     ) -> None:
-        loads = {one.number: self.load(one) for one in offered}
-        if free := [one for one in offered if loads[one.number] < one.max_num_seqs]:
-            least = min(loads[one.number] for one in free)
-            window = [
-                one
-                for one in free
-                if loads[one.number] <= least + WINDOW or loads[one.number] <= CROWDED * least
-            ]
-            assert chosen in window, "a replica that is neither full nor crowded"
-        else:
-            window = [one for one in offered if self.seconds(one) <= 200]
+        least = min(map(self.load, offered))
+        window = [
+            one
+            for one in offered
+            if self.load(one) <= least + max(1, min(WINDOW, one.max_num_seqs // 2))
+            or self.load(one) <= CROWDED * least
+        ]
         longest = max((self.known(one, asked) for one in window), default=0)
         if longest:
             homes = [one for one in window if self.known(one, asked) == longest]
             assert chosen in homes, "the longest prefix"
             assert self.load(chosen) == min(map(self.load, homes)), "the least loaded home"
-        elif not free:
+        elif least < min(one.max_num_seqs for one in offered):
+            assert self.load(chosen) == least
+        else:
             calm = [one for one in offered if not self.others_wait(one, asked.account)]
             assert chosen in calm or not calm, "no account queues behind another one's queue"
 
@@ -237,14 +236,17 @@ def test_prefix_has_one_home_on_idle_replicas(routing: Routing) -> None:
 def test_known_blocks_are_not_booked() -> None:
     """Only blocks up to the first unknown one save work; a last block may be partly filled."""
     router = Router("prefix", 100)
-    asked = RoutingRequest([1, 2, 3], 40, 16)
+    asked = RoutingRequest([1, 2, 3], [16, 32, 40], 40)
     bookings = [router.choose(asked, candidates(2)) for _ in range(2)]
     assert bookings[0].number == bookings[1].number
     assert [booking.num_tokens for booking in bookings] == [40, 0]
     assert router.choose(request(1, 9, 3), candidates(2)).num_tokens == 32
 
 
-@pytest.mark.parametrize(("least", "load", "stays"), [(0, 4, 1), (0, 5, 0), (5, 10, 1), (5, 11, 0)])
+@pytest.mark.parametrize(
+    ("least", "load", "stays"),
+    [(0, 8, True), (0, 9, False), (5, 13, True), (9, 18, True), (9, 19, False)],
+)
 def test_request_leaves_crowded_home(least: int, load: int, stays: bool) -> None:
     router = Router("prefix-window", 100)
     home, other = candidates(2, max_num_seqs=100)
@@ -259,6 +261,15 @@ def test_request_leaves_crowded_home(least: int, load: int, stays: bool) -> None
     )
 
 
+@pytest.mark.parametrize(("max_num_seqs", "stay"), [(1, 2), (4, 3), (100, 9)])
+def test_home_is_crowded_earlier_if_it_runs_few_sequences(max_num_seqs: int, stay: int) -> None:
+    router = Router("prefix-window", 100)
+    both = candidates(2, max_num_seqs=max_num_seqs)
+    numbers = [router.choose(request(1), both).number for _ in range(stay + 1)]
+    assert len(set(numbers[:stay])) == 1
+    assert numbers[stay] != numbers[0]
+
+
 def test_shorter_prefix_counts_if_longest_is_crowded() -> None:
     router = Router("prefix-window", 100)
     crowded, second, third = candidates(3, max_num_seqs=100)
@@ -268,53 +279,32 @@ def test_shorter_prefix_counts_if_longest_is_crowded() -> None:
     assert router.choose(request(1, 2, 3), [crowded, second, third]).number == 1
 
 
-def test_request_leaves_full_home_while_others_have_room() -> None:
-    router = Router("prefix-window", 100)
-    home, other = Candidate(0, 2), Candidate(1, 2)
-    for _ in range(2):
-        assert router.choose(request(1), [home, other] if _ else [home]).number == 0
-    assert router.choose(request(1), [home, other]).number == 1
-
-
-def test_full_home_is_chosen_up_to_max_queue_seconds() -> None:
-    router = Router("prefix-window", 100, max_queue_seconds=10)
-    both = [Candidate(0, 1, prompt_token_seconds=0.1), Candidate(1, 1, prompt_token_seconds=0.1)]
-    router.choose(request(1, 2), both[:1])
-    fill(router, 1, 1)
-    fill(router, 0, 30)
-    assert router.choose(request(1, 2), both).number == 0, (
-        "a replica with the prefix, despite 30 more requests"
-    )
-    router.choose(request(*range(10, 17)), both[:1])  # 3.2 + 11.2 seconds
-    assert router.choose(request(1, 2), both).number == 1
-
-
 def test_account_without_home_avoids_queues_of_others() -> None:
-    """The replica of the heavy account has fewer tokens to compute, and is not chosen."""
+    """The replica of the heavy account has fewer requests, and is not chosen."""
     router = Router("prefix-window", 100)
     full = candidates(2, max_num_seqs=2)
     fill(router, 0, 3, "heavy")
-    for _ in range(2):
-        router.choose(request(*range(50)), full[1:])
+    fill(router, 1, 4, "light")
     assert router.choose(request(99, account="light"), full).number == 1
     assert router.choose(request(98, account="heavy"), full).number == 0
 
 
-def test_unknown_prefix_goes_to_shorter_queue() -> None:
-    """If both replicas are drawn, the request goes where fewer seconds of work are booked."""
+def test_unknown_prefix_goes_where_fewer_seconds_are_booked() -> None:
+    """Of the replicas with the fewest requests."""
     router = Router("prefix-window", 100)
     slow, fast = Candidate(0, 9, prompt_token_seconds=1.0), Candidate(1, 9, 0.0, 0.1)
     router.choose(request(1, 2), [slow])
     router.choose(request(3, 4, 5), [fast])
     assert router.choose(request(6), [slow, fast]).number == 1
+    router.choose(request(7), [slow])
     late = Candidate(1, 9, 1000.0, 0.1)
-    assert router.choose(request(7), [slow, late]).number == 0
+    assert router.choose(request(8), [slow, late]).number == 0
 
 
 def test_popular_prefix_gets_several_homes() -> None:
     router = Router("prefix-window", 1000)
     replicas = candidates(8, max_num_seqs=4)
-    bookings = [router.choose(request(1, 2, 10 + i), replicas) for i in range(10)]
+    bookings = [router.choose(request(1, 2, 10 + i), replicas) for i in range(9)]
     assert len({booking.number for booking in bookings}) == 3
     for booking in bookings:
         booking.release()

@@ -58,8 +58,8 @@ class ReplayOptions:
             help="Which engine gets a request. least-loaded: the one with the fewest requests. "
             "prefix: the one that has seen its longest prefix, unless it has more than twice as "
             "many requests as the least loaded one. prefix-window: the one that has seen its "
-            "longest prefix, among those that are not full and have at most twice as many "
-            "requests, or 4 more. round-robin: each in turn."
+            "longest prefix, among those that have at most twice as many requests as the least "
+            "loaded one, or 8 more. round-robin: each in turn."
         ),
     ] = "prefix-window"
     max_num_seqs: Annotated[

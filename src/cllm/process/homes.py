@@ -9,8 +9,8 @@ from cllm.core.request import EmbeddingRequest, Request
 from cllm.process.member import Member
 from cllm.routing.router import Booking, Candidate, Router, RoutingRequest
 
-# Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK tokens,
-# or an eighth of what is before it if that is more.
+# Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK
+# tokens, or an eighth of what is before it if that is more.
 BLOCK = 64
 SAMPLED_AFTER, SAMPLED_STRIDE = 1024, 8
 ENDS = [BLOCK]

@@ -19,7 +19,7 @@ from cllm.process.messages import Explained, FromChild, Stepped, Tokenized, fram
 from cllm.process.pending_tokens import resolve
 from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
 from cllm.process.suspects import Suspects
-from cllm.routing.router import Booking
+from cllm.routing.router import Booking, Candidate, is_crowded
 from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
@@ -126,11 +126,15 @@ class Member:
         """The number of requests that the engine has got and not answered completely."""
         return len(self.bookings) - len(self._held)
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether requests wait for places of this engine."""
-        stats = self.stats
-        return stats.num_waiting > 0 and self.num_requests > stats.num_seq_ids
+    def is_crowded(self, other: Member) -> bool:
+        """Whether ``other``, which has room, should take over requests that wait here: it has
+        nothing to do, or much less.
+        """
+        if not self.stats.num_waiting or self.num_requests <= self.stats.num_seq_ids:
+            return False
+        own = Candidate(self.number, self.stats.num_seq_ids)
+        least = other.num_requests
+        return not least or is_crowded(self.num_requests, least, own)
 
     @property
     def has_room(self) -> bool:

@@ -51,7 +51,7 @@ class Pool:
     """Owns the requests in flight, and the engines that compute them.
 
     Several engines have one queue: each request goes to the engine that has most of its prompt in
-    the cache, unless that is crowded, and waits nowhere while another engine has room. When an
+    the cache, unless that is crowded, and another one takes it over if that becomes idle. When an
     engine has died, its requests continue after the tokens that they have delivered: in the other
     engines; in the next one if there is no other, or if they may have been the cause.
     """
@@ -246,7 +246,7 @@ class Pool:
                 self._in_flight.backlog.observe(self.stats)
                 self._in_flight.put(message.outputs)
                 if len(self.members) > 1:
-                    self._balance(member)
+                    self._balance()
             case EmbeddingOutput():
                 self._embeddings.put(message)
             case Tokenized():
@@ -330,7 +330,7 @@ class Pool:
             if not other.ready:
                 self._move_all(other)
         while member.has_room:
-            crowded = [one for one in others if one.is_crowded]
+            crowded = [one for one in others if one.is_crowded(member)]
             if not crowded:
                 return
             other = max(crowded, key=lambda one: one.num_requests)
@@ -341,16 +341,12 @@ class Pool:
             other.leave(request_id)
             self._move(request_id, [member])
 
-    def _balance(self, member: Member) -> None:
-        """After a step of an engine, let no request wait for it while another one has room, or for
-        another one while this one has.
-        """
-        if member.has_room:
-            self.fill(member)
-        elif member.is_crowded:
-            for other in self.members:
-                if other.ready and other.has_room:
-                    self.fill(other)
+    def _balance(self) -> None:
+        """Let no request wait for an engine while another one has room, and much less to do."""
+        if any(member.stats.num_waiting for member in self.members):
+            for member in self.members:
+                if member.ready and member.has_room:
+                    self.fill(member)
 
     @property
     def reservations(self) -> Mapping[str, int]:

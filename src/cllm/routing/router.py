@@ -20,7 +20,9 @@ import msgspec
 Routing = Literal["least-loaded", "prefix", "prefix-window", "round-robin"]
 
 CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
-WINDOW = 4  # more requests than the least load are not crowded either, in prefix-window
+# More requests than the least load are not crowded either, in prefix-window; but at most half of
+# what a replica can run.
+WINDOW = 8
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -91,21 +93,22 @@ class Booking:
             del booked.accounts[self._account]
 
 
+def is_crowded(load: int, least: int, replica: Candidate) -> bool:
+    """Return whether a replica with ``load`` requests has many more than another one with
+    ``least``, so that even requests for its prefixes go elsewhere.
+    """
+    window = max(1, min(WINDOW, replica.max_num_seqs // 2))
+    return load > max(least + window, CROWDED * least)
+
+
 class Router:
     """Books each request on a replica.
 
     max_blocks: maximum number of prefixes in the table; choose as many as fit into the caches of
-    all replicas. max_queue_seconds: while all replicas are full, a request does not wait longer
-    than this for the one that knows its prefix.
+    all replicas.
     """
 
-    def __init__(
-        self,
-        routing: Routing,
-        max_blocks: int,
-        max_queue_seconds: float = float("inf"),
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, routing: Routing, max_blocks: int, seed: int = 0) -> None:
         self._choose = {
             "least-loaded": self._choose_least_loaded,
             "prefix": self._choose_by_prefix,
@@ -113,7 +116,6 @@ class Router:
             "round-robin": self._choose_next,
         }[routing]
         self.max_blocks = max_blocks
-        self._max_queue_seconds = max_queue_seconds
         self._rng = random.Random(seed)
         self._turn = -1
         self._booked: defaultdict[int, BookedLoad] = defaultdict(
@@ -175,40 +177,22 @@ class Router:
     def _choose_in_window(
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> Candidate:
-        """Return the replica that knows the longest prefix, among those that are neither full nor
-        crowded.
+        """Return the replica that knows the longest prefix, among those that are not crowded.
 
-        If only others know it, the least loaded becomes a home of the prefix.
+        If none of them knows any, return the least loaded one, which becomes a home of the prefix;
+        if all are full, one where no other account waits.
         """
-        free = [one for one in candidates if self._load(one) < one.max_num_seqs]
-        if not free:
-            return self._choose_when_full(request, candidates)
-        least = self._least(free)
-        most = max(least + WINDOW, CROWDED * least)
-        window = [one for one in free if self._load(one) <= most]
+        least = self._least(candidates)
+        window = [one for one in candidates if not is_crowded(self._load(one), least, one)]
         if homes := self._find_homes(request, window):
             return min(homes, key=self._load)
-        if self._find_homes(request, candidates):
-            return self._choose_least_loaded(request, window)
-        return self._choose_of_two(window)
-
-    def _choose_when_full(
-        self, request: RoutingRequest, candidates: Sequence[Candidate]
-    ) -> Candidate:
-        """Return a replica while all are full. In that case a known prefix saves the most time.
-
-        A request that does not go to a replica with its prefix goes where no other account waits.
-        """
-        soon = [one for one in candidates if self._seconds(one) <= self._max_queue_seconds]
-        if homes := self._find_homes(request, soon):
-            return min(homes, key=self._load)
         calm = [one for one in candidates if not self._others_wait(one, request.account)]
-        return self._choose_of_two(calm or candidates)
-
-    def _choose_of_two(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Return the one of two random replicas that has the shorter queue."""
-        two = self._rng.sample(candidates, min(2, len(candidates)))
-        return min(two, key=lambda one: (self._seconds(one), self._load(one)))
+        rest = calm if least >= min(one.max_num_seqs for one in candidates) else ()
+        order = [(self._load(one), self._seconds(one)) for one in rest or candidates]
+        best = min(order)
+        return self._rng.choice(
+            [one for one, rank in zip(rest or candidates, order, strict=True) if rank == best]
+        )
 
     # --- load -----------------------------------------------------------------------------------
 
