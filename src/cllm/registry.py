@@ -124,8 +124,8 @@ class Registry(LoadedModels):
                 if model.keep_alive != new.keep_alive:
                     model.keep_alive = model.stay = new.keep_alive
         for model in self.models:
-            if model.adapter_hash and found.get(model.name) is None:
-                model.is_removed = True
+            is_gone = model.adapter_hash and found.get(model.name) is None
+            model.is_removed |= bool(is_gone) and not model.is_created
         self.models = [model for model in self.models if not model.is_removed]
         known = {model.name for model in self.models}
         for model in found.values():

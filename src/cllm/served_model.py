@@ -26,7 +26,8 @@ class ServedModel:
     pinned: never unloaded to make room. is_found: by the scan of a folder.
     parent: the model that computes for it, if it differs from that one only in its name, its
     system message, its defaults of sampling parameters, and its adapters. is_created: by a client.
-    adapter_hash: of the file of its adapter, "" if it is not one. min_bytes: the memory that must
+    adapter_key, adapter_hash: the name by which its engine knows its
+    adapter, and a hash of that file; "" if it is not one. min_bytes: the memory that must
     be free for it. path: of its file, "" if unknown. recipe: everything that its engine and service
     are made from; they are replaced if that changes.
     """
@@ -45,6 +46,7 @@ class ServedModel:
     system: str = ""
     sampling: Sampling = field(default_factory=Sampling)
     adapter_use: AdapterUse = NO_ADAPTERS
+    adapter_key: str = ""
     adapter_hash: str = ""
     min_bytes: int = 0
     path: str = ""
@@ -118,11 +120,17 @@ class ServedModel:
 
     def view(self, service: Service) -> Service:
         """Return the service of ``origin`` as this model uses it."""
-        if self.parent is None:
+        if self.parent is None and not self.adapter_use.adapters:
             return service
-        if self._derived is None or self._derived.engine is not service.engine:
-            self._derived = service.derive(self.name, self.system, self.sampling, self.adapter_use)
-        return self._derived
+        derived = self._derived
+        if (
+            derived is None
+            or derived.engine is not service.engine
+            or derived.adapter_use != self.adapter_use
+        ):
+            derived = service.derive(self.name, self.system, self.sampling, self.adapter_use)
+            self._derived = derived
+        return derived
 
     def is_named(self, name: str) -> bool:
         """Return whether this is its own name, with or without :latest."""

@@ -34,12 +34,16 @@ class Outbox:
     def __init__(self) -> None:
         self.sent = []
         self.explanations = []
+        self.adapters = []
 
     def send(self, outputs, stats) -> None:
         self.sent.append((outputs, stats))
 
     def send_explanation(self, explanation) -> None:
         self.explanations.append(explanation)
+
+    def send_adapter(self, name, error) -> None:
+        self.adapters.append((name, error))
 
 
 def add(name: str, prompt: list[int], **params) -> Add:

@@ -34,6 +34,7 @@ FAKE = ("--backend.name", "fake", "--context", "4096", "--kv.max-memory-mb", "64
 ADMIN = {
     *("/scheduler", "/benchmark", "/faults", "/models/load", "/models/unload"),
     *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "POST /lora-adapters"),
 }
 PUBLIC = {"/", "/health", "/ready"}
 OBJECTS = ("{file_id}", "{batch_id}", "{response_id}")
@@ -196,7 +197,7 @@ def test_second_tenant_walks_all_routes(server, operations, objects):
         if named:
             assert answer.status_code == 404, (method, path, answer.text)
             seen["object"] += 1
-        elif path in ADMIN:
+        elif {path, f"{method} {path}"} & ADMIN:
             assert answer.status_code == 403, (method, path, answer.text)
             seen["admin"] += 1
         else:

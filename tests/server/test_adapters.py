@@ -210,3 +210,74 @@ def test_adapter_of_a_found_model_comes_back_with_it(start_server, tmp_path):
     chat = {"model": "poet", "messages": QUESTION, "temperature": 0}
     answer = server.client.post("/v1/chat/completions", json=chat).json()
     assert answer["choices"][0]["message"]["content"] == "72"
+
+
+def load(server, name, path, **more):
+    body = {"lora_name": name, "lora_path": str(path), **more}
+    return server.client.post("/v1/load_lora_adapter", json=body)
+
+
+def test_adapters_are_loaded_and_forgotten_while_the_server_runs(server, tmp_path):
+    """As in vLLM. A request that has begun with a former file of an adapter goes on with that."""
+    write_adapter(tmp_path / "new.gguf", BUILTIN, seed=1)
+    before = {name: scores(server, name) for name in ("base", "one", "two")}
+    answer = load(server, "fresh", tmp_path / "new.gguf")
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'fresh' added successfully.",
+    )
+    assert same(scores(server, "fresh"), before["one"])
+    assert same(scores(server, "base"), before["base"])
+    listed = server.client.get("/lora-adapters").json()
+    assert [entry["path"] for entry in listed] == ["one", "half", "two", "nothing", "fresh"]
+    assert same(scores(server, "base", lora=[{"id": 4}]), before["one"])
+    assert load(server, "fresh", tmp_path / "new.gguf").status_code == 400
+    write_adapter(tmp_path / "other.gguf", BUILTIN, seed=2)
+    assert load(server, "fresh", tmp_path / "other.gguf", load_inplace=True).status_code == 200
+    assert same(scores(server, "fresh"), before["two"])
+    server.client.post("/faults", json={"faults": [{"kind": "crash"}]})
+    assert same(scores(server, "fresh"), before["two"])  # in the next engine too
+    forget = {"lora_name": "fresh"}
+    assert server.client.post("/v1/unload_lora_adapter", json=forget).status_code == 200
+    asked = server.client.post("/v1/completions", json={"model": "fresh", "prompt": "x"})
+    assert asked.status_code == 404
+    assert server.client.post("/v1/unload_lora_adapter", json=forget).status_code == 404
+
+
+def test_what_is_no_adapter_is_refused(server, tmp_path):
+    missing = load(server, "bad", tmp_path / "missing.gguf")
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "lora_path")
+    (tmp_path / "text.gguf").write_text("no adapter")
+    for path in (tmp_path / "text.gguf", BUILTIN):
+        refused = load(server, "bad", path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+    assert load(server, "bad", tmp_path).status_code == 404
+    assert load(server, "base", tmp_path / "text.gguf").status_code == 400
+    answer = server.client.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
+    assert answer.status_code == 404  # it is in the settings
+    assert complete(server, "base")["model"] == "base"
+
+
+def test_scales_of_a_model_are_set(server):
+    """As in llama-server: for its requests that name no adapters."""
+    before = {name: scores(server, name) for name in ("base", "half", "two")}
+    try:
+        answer = server.client.post("/lora-adapters", json=[{"id": 0, "scale": 0.5}])
+        assert answer.status_code == 200, answer.text
+        assert next(entry["scale"] for entry in server.client.get("/lora-adapters").json()) == 0.5
+        assert same(scores(server, "base"), before["half"])
+        assert same(scores(server, "base", lora=[{"id": 2}]), before["two"])
+        for body in ([{"id": 99}], {"id": 0}, [{"id": 0, "scale": "much"}]):
+            assert server.client.post("/lora-adapters", json=body).status_code == 400
+    finally:
+        server.client.post("/lora-adapters", json=[])
+    assert same(scores(server, "base"), before["base"])
+
+
+def test_adapters_cannot_be_changed_unless_that_is_allowed(fake_server):
+    for path, body in (
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+        ("/lora-adapters", []),
+    ):
+        assert fake_server.client.post(path, json=body).status_code == 403

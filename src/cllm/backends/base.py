@@ -54,6 +54,14 @@ class Backend(Protocol):
         """
         ...
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, so that batches can name it, in place of one with the same name.
+
+        Raises StartupError for a file that is not an adapter of this model; a damaged one may abort
+        the process.
+        """
+        ...
+
     def embed(self, chunks: list[Chunk]) -> Vectors:
         """Return a vector for each chunk, shape (len(chunks), embedding_size), float32, owned by
         the caller.

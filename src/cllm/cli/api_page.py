@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from fastapi.routing import APIRoute
+from pydantic import RootModel
 
 from cllm.server.app import routes
 from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
@@ -117,8 +118,11 @@ def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
 
 
 def body_model(route: APIRoute) -> type[Body] | None:
+    """Return the model of a route's body; that of the entries if it is a list."""
     name = (route.openapi_extra or {}).get("x-models", {}).get("body")
     model = None if name is None else model_of(name)
+    if model is not None and issubclass(model, RootModel):
+        [model] = get_args(model.model_fields["root"].annotation)
     assert model is None or issubclass(model, Body)
     return model
 

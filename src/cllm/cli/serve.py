@@ -71,7 +71,7 @@ def serve(
 
     def read_again() -> tuple[Settings, list[Source]]:
         again = settings_from_flags(config, settings, model)
-        return again.settings, list_sources(again)
+        return again.settings, list_sources(again, again=True)
 
     try:
         run_forever(

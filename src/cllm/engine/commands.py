@@ -79,6 +79,13 @@ class SetYielding(msgspec.Struct, frozen=True, tag=True, array_like=True):
     yields: bool
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Load a LoRA adapter from a file, so that requests can name it."""
+
+    name: str
+    path: str
+
+
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report the last ``num_steps`` steps, the running sequences, and what the others wait for."""
 
@@ -89,4 +96,15 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop the engine, even if sequences are running."""
 
 
-Command = Add | Resume | Embed | Abort | Explain | SetFaults | SetWeights | SetYielding | Close
+Command = (
+    Add
+    | Resume
+    | Embed
+    | Abort
+    | LoadAdapter
+    | Explain
+    | SetFaults
+    | SetWeights
+    | SetYielding
+    | Close
+)

@@ -20,6 +20,7 @@ from cllm.engine.commands import (
     Command,
     Embed,
     Explain,
+    LoadAdapter,
     Resume,
     SetFaults,
     SetWeights,
@@ -64,6 +65,10 @@ class Outbox(Protocol):
 
     def send_explanation(self, explanation: Explanation) -> None:
         """Send the answer to Explain."""
+        ...
+
+    def send_adapter(self, name: str, error: str) -> None:
+        """Send the answer to LoadAdapter: why it was not loaded, or ""."""
         ...
 
 
@@ -119,6 +124,8 @@ class Engine:
                         outbox.send_explanation(
                             explain(self.scheduler, self.clock(), command.num_steps)
                         )
+                    case LoadAdapter(name, path):
+                        outbox.send_adapter(name, self._load_adapter(name, path))
                     case SetFaults(faults):
                         self._faults.set(faults)
                     case SetWeights(weights):
@@ -204,6 +211,14 @@ class Engine:
                     if progress is not None:
                         seq.resume(progress)
                     outputs += add(seq, self.clock())
+
+    def _load_adapter(self, name: str, path: str) -> str:
+        """Load an adapter. Return why it cannot be loaded, or ""."""
+        try:
+            self.backend.load_adapter(name, path)
+        except StartupError as error:
+            return str(error)
+        return ""
 
     def _use(self, job: SideJob) -> None:
         if job not in self.side_jobs:

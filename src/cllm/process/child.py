@@ -30,6 +30,7 @@ from cllm.observe.cpu_time import decoding
 from cllm.process.messages import (
     LENGTH,
     Abandon,
+    AdapterLoaded,
     Explained,
     Failed,
     FromChild,
@@ -100,6 +101,9 @@ class PipeOutbox:
 
     def send_explanation(self, explanation: Explanation) -> None:
         self.send_message(Explained(explanation))
+
+    def send_adapter(self, name: str, error: str) -> None:
+        self.send_message(AdapterLoaded(name, error))
 
     def send_message(self, message: FromChild) -> None:
         data = frame(message)

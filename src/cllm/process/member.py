@@ -11,11 +11,11 @@ from typing import Protocol
 import msgspec
 
 from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
-from cllm.engine.commands import Abort, Add, Embed, Explain, Resume, SetYielding
+from cllm.engine.commands import Abort, Add, Embed, Explain, LoadAdapter, Resume, SetYielding
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
 from cllm.process.launch import Place, Popen
-from cllm.process.messages import Explained, FromChild, Stepped, Tokenized, frame
+from cllm.process.messages import AdapterLoaded, Explained, FromChild, Stepped, Tokenized, frame
 from cllm.process.pending_tokens import resolve
 from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
 from cllm.process.suspects import Suspects
@@ -110,6 +110,7 @@ class Member:
         self._clock = clock
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
+        self._pending_adapters: dict[str, list[asyncio.Future[str]]] = {}
 
     @property
     def ready(self) -> bool:
@@ -221,13 +222,27 @@ class Member:
         self.write(frame(Explain(num_steps)))
         return await future
 
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Let the engine load an adapter. Return why it cannot, or "".
+
+        Raises EngineError if it dies meanwhile.
+        """
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pending_adapters.setdefault(name, []).append(future)
+        self.write(frame(LoadAdapter(name, path)))
+        return await future
+
     def forget_step(self, error: CLLMError) -> None:
-        """Forget what only this engine knows. Explanations that it owes get ``error``."""
+        """Forget what only this engine knows. Answers that it owes become ``error``."""
         self.stats = without_work(self.stats)
         self.leaving.clear()
         for explanation in self._pending_explanations:
             resolve(explanation, error)
         self._pending_explanations.clear()  # the next engine does not answer them
+        for futures in self._pending_adapters.values():
+            for future in futures:
+                resolve(future, error)
+        self._pending_adapters.clear()
 
     # --- messages of the engine ------------------------------------------------------------------
 
@@ -246,6 +261,9 @@ class Member:
                     self._release_suspects({message.request_id})
             case Tokenized():
                 self._owner.take(self, message)
+            case AdapterLoaded(name, error):
+                for future in self._pending_adapters.pop(name, ()):
+                    resolve(future, error)
             case Explained():
                 resolve(self._pending_explanations.popleft(), message.explanation)
 

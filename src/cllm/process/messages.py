@@ -64,6 +64,13 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     explanation: Explanation
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to LoadAdapter. ``error``: why it was not loaded."""
+
+    name: str
+    error: str = ""
+
+
 class Tokenize(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Texts to tokenize; the answer is one or more Tokenized with the same ``number``."""
 
@@ -88,7 +95,9 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):
     more: bool = False
 
 
-FromChild = Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained | Tokenized
+FromChild = (
+    Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained | AdapterLoaded | Tokenized
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

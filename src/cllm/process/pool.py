@@ -458,6 +458,20 @@ class Pool:
         """
         return await self.members[number].explain(num_steps)
 
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Let all engines load a LoRA adapter, also those that are started later. Return why one
+        cannot load it, or "".
+
+        Raises EngineError if an engine dies meanwhile.
+        """
+        self.check_available()
+        ready = self._homes.list_ready()
+        for error in await asyncio.gather(*(one.load_adapter(name, path) for one in ready)):
+            if error:
+                return error
+        self.params.adapters[name] = path  # the supervisors have the same mapping
+        return ""
+
     def set_faults(self, faults: list[Fault]) -> None:
         """Cause ``faults`` in the first engine, and none that were set before. Those that depend on
         a token are caused in all engines, and in the next ones too.

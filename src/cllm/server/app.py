@@ -18,6 +18,7 @@ from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import manage
 from cllm.server.ollama import routes as ollama
 from cllm.server.openai import (
+    adapters,
     batches,
     completions,
     embeddings,
@@ -43,6 +44,8 @@ ROUTERS = (
     manage.router,
     tokens.router,
     llama_server.router,
+    adapters.router,
+    adapters.vllm_router,
     native.router,
     rerank.router,
     usage.router,

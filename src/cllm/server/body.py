@@ -115,7 +115,7 @@ class Error(ResponseModel):
 
 
 def describe_route(
-    body: type[Body] | None = None,
+    body: type[pydantic.BaseModel] | None = None,
     answer: type[pydantic.BaseModel] | None = None,
     *,
     takes: str = "application/json",

@@ -288,6 +288,7 @@ def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[
                 parent=parent,
                 sampling=parent.sampling,
                 adapter_use=use,
+                adapter_key=name,
                 adapter_hash=found,
                 backend=parent.backend,
                 path=parent.path,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from starlette.requests import Request
 
@@ -92,17 +94,25 @@ def with_adapters(registry: Registry, model: ServedModel, service: Service, call
     """
     if call.lora is None:
         return service
-    adapters, scales, account = registry.list_adapters(model), {}, call.account()
-    for entry in call.lora:
+    account = call.account()
+    use = scales_of(call.lora, registry.list_adapters(model), account)
+    if not use.adapters and not may_use(account, model.origin):
+        raise BadRequest("Invalid 'lora': it leaves no adapter.", param="lora")
+    return service.derive(service.model_name, service.system, service.sampling, use)
+
+
+def scales_of(lora: Iterable[Any], adapters: Sequence[ServedModel], account: Account) -> AdapterUse:
+    """Return the use of ``adapters``. ``lora``: their numbers (id) and scales. Raises
+    BadRequest.
+    """
+    scales = {}
+    for entry in lora:
         known = entry.id < len(adapters)
         if not known or not may_use(account, adapters[entry.id]):
             message = f"Invalid 'lora': there is no adapter {entry.id} among {len(adapters)}."
             raise BadRequest(message, param="lora", code="invalid_value")
-        scales[adapters[entry.id].name] = entry.scale
-    if not any(scales.values()) and not may_use(account, model.origin):
-        raise BadRequest("Invalid 'lora': it leaves no adapter.", param="lora")
-    use = AdapterUse.of(scales, {one.name: one.adapter_hash for one in adapters})
-    return service.derive(service.model_name, service.system, service.sampling, use)
+        scales[adapters[entry.id].adapter_key] = entry.scale
+    return AdapterUse.of(scales, {one.adapter_key: one.adapter_hash for one in adapters})
 
 
 async def known_service_for(request: Request, name: str | None = None) -> Service:

@@ -64,8 +64,11 @@ def resolve(settings: Settings, progress: Progress | None = None) -> Path | None
     return import_loader(settings.backend.name).resolve(model.path, model.quantization, progress)
 
 
-def list_sources(loaded: LoadedConfig, progress: Progress | None = None) -> list[Source]:
-    """Return the models of all settings, the default one first.
+def list_sources(
+    loaded: LoadedConfig, progress: Progress | None = None, *, again: bool = False
+) -> list[Source]:
+    """Return the models of all settings, the default one first. ``again``: while the server runs,
+    when adapters of models whose files are gone are left out.
 
     The model of model.path, or the built-in one if the settings name no other, is the first to be
     loaded. Only its file is downloaded. Raises StartupError for files that do not exist, and names
@@ -83,11 +86,19 @@ def list_sources(loaded: LoadedConfig, progress: Progress | None = None) -> list
             catalog.derive_model_name(path) if path else settings.backend.name
         )
         sources.insert(0, Source(name, settings, path, is_first=True))
-    names = Counter(source.name.removesuffix(":latest") for source in sources)
-    if doubles := [name for name, count in names.items() if count > 1]:
+    counts = Counter(source.name.removesuffix(":latest") for source in sources)
+    if doubles := [name for name, count in counts.items() if count > 1]:
         raise StartupError(f"two models have the name {doubles[0]}")
     sources += list_found(settings, sources)
-    return add_adapters(put_default_first(sources, settings.models.default), loaded.adapters)
+    sources = put_default_first(sources, settings.models.default)
+    names = {source.name for source in sources}
+    adapters = loaded.adapters
+    if again:
+        gone = {name for name, one in adapters.items() if one.base and one.base not in names}
+        for name in gone:
+            log.warning("the adapter %s is not served: its model is not there", name)
+        adapters = {name: one for name, one in adapters.items() if name not in gone}
+    return add_adapters(sources, adapters)
 
 
 def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list[Source]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from cllm.backends.fake.vocabulary import END, VOCABULARY_SIZE, FakeVocabulary
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import Adapters
-from cllm.errors import EngineError
+from cllm.errors import EngineError, StartupError
 
 TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).astype(np.float32)
 
@@ -116,6 +117,10 @@ class FakeBackend:
         self._embedded = 0, 0  # last text of the last ``embed``: tokens computed, and its length
         self._adapters: Adapters = ()
         self.num_steps = 0
+
+    def load_adapter(self, name: str, path: str) -> None:
+        if not Path(path).is_file():
+            raise StartupError(f"the adapter {name}: there is no file {path}")
 
     def forward(self, batch: Batch) -> Logits:
         """Raises EngineError for invalid batches, as llama.cpp does."""

@@ -19,16 +19,21 @@ class LoadedAdapters:
 
     def __init__(self, model: Any, files: Mapping[str, str]) -> None:
         """Raises StartupError for a file that is not an adapter of this model."""
+        self._model = model
         self._loaded: dict[str, Any] = {}
         self._in_use: Adapters = ()
         for name, path in files.items():
-            if not Path(path).is_file():
-                raise StartupError(f"the adapter {name}: there is no file {path}")
-            adapter = lib.llama_adapter_lora_init(model, path.encode())
-            if not adapter:
-                reason = last_error("no reason given")
-                raise StartupError(f"the adapter {name} cannot be loaded from {path}: {reason}")
-            self._loaded[name] = adapter
+            self.load(name, path)
+
+    def load(self, name: str, path: str) -> None:
+        """Load one more adapter. Raises StartupError for a file that is not one of this model."""
+        if not Path(path).is_file():
+            raise StartupError(f"the adapter {name}: there is no file {path}")
+        adapter = lib.llama_adapter_lora_init(self._model, path.encode())
+        if not adapter:
+            reason = last_error("no reason given")
+            raise StartupError(f"the adapter {name} cannot be loaded from {path}: {reason}")
+        self._loaded[name] = adapter
 
     def reset(self) -> None:
         """Note that there is another context, which uses none."""

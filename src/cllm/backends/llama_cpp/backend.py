@@ -123,6 +123,7 @@ class LlamaCppBackend:
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
         self._adapters = LoadedAdapters(self._model, params.adapters)
+        self.load_adapter = self._adapters.load
         self._context: Any = None
         self._addresses: KVAddresses | None = None
         self._pages: PagedMemory | None = None

@@ -18,13 +18,12 @@ from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
-from cllm.server.openai.answers import AdapterList, Done, InfillAnswer, Props
+from cllm.server.openai.answers import Done, InfillAnswer, Props
 from cllm.server.openai.routes import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody
 from cllm.server.resolve import (
     check_enabled,
     known_service_for,
-    may_use,
     model_for,
     registry_of,
     service_for,
@@ -264,19 +263,3 @@ async def unload_model(request: Request) -> dict[str, bool]:
     call_of(request).audit("unload", model=model.name)
     await until_disconnect(request, registry_of(request).unload(model))
     return {"success": True}
-
-
-@router.get("/lora-adapters", openapi_extra=describe_route(answer=AdapterList))
-async def adapters(request: Request, model: str | None = None) -> Response:
-    """List the adapters of a model with their numbers, for the field ``lora`` of requests. Each is
-    a model too.
-    """
-    served = model_for(request, model)
-    found = registry_of(request).list_adapters(served)
-    in_use = dict(served.adapter_use.adapters)
-    entries = [
-        {"id": i, "path": one.name, "scale": in_use.get(one.name, 0.0)}
-        for i, one in enumerate(found)
-        if may_use(call_of(request).account(), one)
-    ]
-    return Response(to_json(entries), media_type="application/json")

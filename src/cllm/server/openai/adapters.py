@@ -1,0 +1,192 @@
+"""LoRA adapters of a running server: llama-server's /lora-adapters, and vLLM's routes to load and
+unload them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from cllm.answer import AdapterUse
+from cllm.errors import BadRequest
+from cllm.models.gguf import compute_fingerprint
+from cllm.registry import MAX_NAME
+from cllm.served_model import ServedModel
+from cllm.server.body import (
+    Body,
+    check_structure,
+    check_type,
+    describe_route,
+    example,
+    parse_json,
+    read_body,
+    read_bytes,
+    read_value,
+)
+from cllm.server.call import call_of
+from cllm.server.openai.answers import AdapterList, Done
+from cllm.server.openai.schema import MAX_ADAPTERS, AdapterScale
+from cllm.server.resolve import (
+    check_enabled,
+    may_use,
+    model_for,
+    registry_of,
+    scales_of,
+    service_for,
+)
+from cllm.server.sse import until_disconnect
+
+router = APIRouter(tags=["llama-server"])
+vllm_router = APIRouter(prefix="/v1", tags=["vLLM"])
+
+OPTION = "allow_model_changes"
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class ScalesBody(Body):
+    """The body of POST /lora-adapters, which is a list, as an object."""
+
+    lora: Annotated[list[AdapterScale], Field(max_length=MAX_ADAPTERS)]
+
+
+class ScaleList(pydantic.RootModel[list[AdapterScale]]):
+    """Adapters by their numbers, and the factors of their changes."""
+
+    model_config = pydantic.ConfigDict(json_schema_extra={"examples": [[{"id": 0, "scale": 0.5}]]})
+
+
+class LoadAdapterBody(Body):
+    """load_inplace: whether an adapter with the same name is replaced."""
+
+    model_config = example(lora_name="poet", lora_path="/models/poet-lora.gguf")
+    ignored: ClassVar = {"is_3d_lora_weight": "the file says how its weights are stored"}
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Body):
+    model_config = example(lora_name="poet")
+    ignored: ClassVar = {"lora_int_id": "adapters are known by their names"}
+
+    lora_name: Name
+
+
+@router.get("/lora-adapters", openapi_extra=describe_route(answer=AdapterList))
+async def adapters(request: Request, model: str | None = None) -> Response:
+    """List the adapters of a model with their numbers, for the field ``lora`` of requests. Each is
+    a model too.
+    """
+    served = model_for(request, model)
+    found = registry_of(request).list_adapters(served)
+    in_use = dict(served.adapter_use.adapters)
+    entries = [
+        {"id": i, "path": one.name, "scale": in_use.get(one.adapter_key, 0.0)}
+        for i, one in enumerate(found)
+        if may_use(call_of(request).account(), one)
+    ]
+    return Response(to_json(entries), media_type="application/json")
+
+
+@router.post("/lora-adapters", openapi_extra=describe_route(ScaleList, Done))
+async def set_adapters(request: Request, model: str | None = None) -> dict[str, bool]:
+    """Set the adapters of a model's requests without the field ``lora``; those that are not named
+    get the scale 0. The body is a list such as [{"id": 0, "scale": 0.5}].
+
+    Rejected unless ``server.allow_model_changes`` is set (403).
+    """
+    check_enabled(request, OPTION)
+    check_type(request.headers.get("content-type", ""))
+    data = await read_bytes(request)
+    check_structure(data)
+    call = call_of(request)
+    body = read_value(parse_json(b'{"lora":' + data + b"}"), ScalesBody, call)
+    call.lora = None
+    served = model_for(request, model)
+    known = registry_of(request).list_adapters(served)
+    served.adapter_use = scales_of(body.lora, known, call.account())
+    call.audit("adapters", model=served.name)
+    return {"success": True}
+
+
+@vllm_router.post(
+    "/load_lora_adapter",
+    response_class=PlainTextResponse,
+    openapi_extra=describe_route(LoadAdapterBody),
+)
+async def load_adapter(request: Request) -> Response:
+    """Load a LoRA adapter from a file of this machine; it is then a model. It ends with the server,
+    or when the settings of its base change.
+
+    Rejected unless ``server.allow_model_changes`` is set (403).
+    """
+    check_enabled(request, OPTION)
+    body = await read_body(request, LoadAdapterBody)
+    registry = registry_of(request)
+    base = model_for(request, body.base_model_name).origin
+    known = registry.get(body.lora_name)
+    if known is not None and not (body.load_inplace and known.adapter_hash and known.is_created):
+        message = f"The model {body.lora_name!r} exists already."
+        raise BadRequest(message, param="lora_name", code="invalid_value")
+    try:
+        path, found = await asyncio.to_thread(find_file, body.lora_path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "invalid name"
+        message = f"Invalid 'lora_path': the file cannot be read: {reason}."
+        raise BadRequest(message, param="lora_path", code="not_found", status=404) from None
+    service = await service_for(request, base.name)
+    key = f"{body.lora_name}\n{found}"  # requests with a former file go on with that
+    call_of(request).audit("load adapter", model=body.lora_name)
+    fault = await until_disconnect(request, service.engine.load_adapter(key, path))
+    if fault:
+        message = "Invalid 'lora_path': this file is not an adapter of the model."
+        raise BadRequest(message, param="lora_path", code="invalid_value")
+    registry.add(make_adapter(body.lora_name, base, key, found))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+def find_file(name: str) -> tuple[str, str]:
+    """Return the path of a file and its hash. Raises OSError and ValueError."""
+    path = Path(name).expanduser().resolve()
+    return str(path), compute_fingerprint(path)
+
+
+def make_adapter(name: str, base: ServedModel, key: str, found: str) -> ServedModel:
+    """Return the model that ``base`` becomes with the adapter that its engines have as ``key``."""
+    fields: dict[str, Any] = {"parent": base, "sampling": base.sampling, "backend": base.backend}
+    use = AdapterUse.of({key: 1.0}, {key: found})
+    fields |= {"adapter_use": use, "adapter_key": key, "adapter_hash": found}
+    return ServedModel(name=name, is_created=True, path=base.path, **fields)
+
+
+@vllm_router.post(
+    "/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    openapi_extra=describe_route(UnloadAdapterBody),
+)
+async def unload_adapter(request: Request) -> Response:
+    """Forget a LoRA adapter that was loaded by the route above. Requests that have begun end as
+    usual.
+
+    Rejected unless ``server.allow_model_changes`` is set (403).
+    """
+    check_enabled(request, OPTION)
+    body = await read_body(request, UnloadAdapterBody)
+    registry = registry_of(request)
+    known = registry.get(body.lora_name)
+    if known is None or not known.adapter_hash or not known.is_created:
+        message = f"No adapter {body.lora_name!r} was loaded by this API."
+        raise BadRequest(message, param="lora_name", code="not_found", status=404)
+    call_of(request).audit("unload adapter", model=known.name)
+    registry.remove(known.name)
+    return PlainTextResponse(f"Success: LoRA adapter '{known.name}' removed successfully.")
