@@ -55,8 +55,12 @@ class Source:
         downloaded if necessary. Raises StartupError.
         """
         path = self.path or resolve(self.settings, progress)
-        files = {name: str(adapter_path(adapter)) for name, adapter in self.adapters.items()}
-        return msgspec.structs.replace(engine_params(self.settings, path), adapters=files)
+        params = engine_params(self.settings, path)
+        files = {name: adapter_path(adapter) for name, adapter in self.adapters.items()}
+        if weight_bytes := params.weight_bytes:  # 0: nothing is checked
+            weight_bytes += sum(file.stat().st_size for file in files.values())
+        names = {name: str(file) for name, file in files.items()}
+        return msgspec.structs.replace(params, adapters=names, weight_bytes=weight_bytes)
 
 
 def resolve(settings: Settings, progress: Progress | None = None) -> Path | None:
