@@ -8,6 +8,7 @@ import pytest
 from conftest import PATIENCE
 
 from cllm import loaded_models
+from cllm.answer import NO_ADAPTERS
 from cllm.errors import (
     EngineError,
     KilledWhileLoading,
@@ -125,11 +126,11 @@ class StubService:
         self.info = SimpleNamespace(
             context_length=1, kv_bytes_per_token=0, model_bytes=0, on_gpu=False
         )
-        self.model_name = engine._name
+        self.model_name, self.adapter_use = engine._name, NO_ADAPTERS
 
     def derive(self, name, system, sampling, adapter_use):
         derived = StubService(self.engine)
-        derived.model_name = name
+        derived.model_name, derived.adapter_use = name, adapter_use
         return derived
 
     async def close(self):

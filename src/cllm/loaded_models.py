@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from cllm.errors import (
@@ -53,9 +54,11 @@ class LoadedModels:
         """
         self.models = list(models)
         self.draining = False
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._clock = clock
         self._leaving: list[ServedModel] = []  # that have been removed and are not closed yet
+        self._arriving: list[ServedModel] = []  # that are to replace others
+        self._has_served = False
         self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -64,7 +67,7 @@ class LoadedModels:
         """The services of the models that have one: each load makes it, whether it succeeds or not,
         and it stays when the model is unloaded.
         """
-        models = (*self.models, *self._leaving)
+        models = (*self.models, *self._leaving, *self._arriving)
         return [model.service for model in models if model.service is not None]
 
     @property
@@ -76,14 +79,15 @@ class LoadedModels:
     def has_served(self) -> bool:
         """Whether requests could be computed at some time."""
         preloaded = [model for model in self.models if model.preload]
-        return all(model.num_loads for model in preloaded)
+        self._has_served |= all(model.num_loads for model in preloaded)
+        return self._has_served
 
     @property
     def ready(self) -> bool:
         """Whether requests are computed: all models that were to be loaded at the start have been,
         and the engine of one works, unless none is loaded.
         """
-        if self.draining or any(model.preload and not model.num_loads for model in self.models):
+        if self.draining or not self.has_served:
             return False
         loaded = [model.service for model in self.models if model.is_loaded and model.service]
         return not loaded or any(service.engine.ready for service in loaded)
@@ -115,6 +119,9 @@ class LoadedModels:
         """
         if (service := self.use(model)) is not None:
             return service
+        if (successor := model.origin.successor) is not None:
+            with suppress(CLLMError):  # then the old one stays
+                return model.view(await self.load(successor))
         if model.origin.failure is not None:
             failed_at, error = model.origin.failure
             if self._clock() - failed_at < RETRY_SECONDS:
@@ -206,9 +213,13 @@ class LoadedModels:
 
     def _num_free_bytes(self, model: ServedModel) -> int | None:
         """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return None
-        return self._max_bytes - sum(one.num_bytes for one in self._list_loaded(model))
+        others = [
+            *self._list_loaded(model),
+            *(one for one in (*self._leaving, *self._arriving) if one.is_loaded),
+        ]
+        return self.max_bytes - sum(one.num_bytes for one in others if one is not model)
 
     def _list_loaded(self, without: ServedModel) -> list[ServedModel]:
         """Return the other models that have an engine."""

@@ -17,7 +17,7 @@ from cllm.served_model import ServedModel
 log = logging.getLogger("cllm.registry")
 
 MAX_NAME = 300  # characters of a model's name
-REPLACED_SECONDS = 2.0  # that a replaced model stays for requests that are being prepared
+REPLACED_SECONDS = 2.0  # that a removed model stays for requests that are being prepared
 
 
 class Registry(LoadedModels):
@@ -43,6 +43,7 @@ class Registry(LoadedModels):
         self._scan = scan
         self._scanned = clock()
         self._scanning = asyncio.Lock()
+        self._failed: dict[str, object] = {}  # recipes with which models could not be replaced
 
     @property
     def default(self) -> ServedModel:
@@ -84,81 +85,110 @@ class Registry(LoadedModels):
     async def rescan(self, min_age: float = 0.0) -> None:
         """Add the files that are new in the folder of models, forget those that are gone and not
         loaded, and replace models whose files have changed, unless the last scan is less than
-        ``min_age`` seconds old.
+        ``min_age`` seconds old, or is going on.
         """
+        if min_age and (self._scanning.locked() or self._clock() - self._scanned < min_age):
+            return
         try:
-            await self._scan_again(min_age)
+            await self._scan_again(reads_settings=False)
         except (StartupError, OSError) as error:
             log.error("the folder of models cannot be read: %s", error)
 
-    async def reload(self) -> None:
-        """Do what ``rescan`` does, and use the present settings of the models.
+    async def reload(self) -> list[str]:
+        """Do what ``rescan`` does, and use the present settings of the models. Return why some
+        models stay as they were.
 
-        Raises StartupError if they cannot be used; then nothing has changed.
+        Raises StartupError if the settings cannot be used; then nothing has changed.
         """
-        await self._scan_again(reads_settings=True)
+        self._failed.clear()
+        return await self._scan_again(reads_settings=True)
 
-    async def _scan_again(self, min_age: float = 0.0, *, reads_settings: bool = False) -> None:
+    async def _scan_again(self, *, reads_settings: bool) -> list[str]:
         if self._scan is None:
-            return
+            return []
         async with self._scanning:
-            if self._clock() - self._scanned < min_age:
-                return
             found = await asyncio.to_thread(self._scan, reads_settings)
             self._scanned = self._clock()
-            await self._use_found({model.name: model for model in found})
+            faults = await self._use_found({model.name: model for model in found})
         self.on_rescan()
+        return faults
 
-    async def _use_found(self, found: dict[str, ServedModel]) -> None:
+    async def _use_found(self, found: dict[str, ServedModel]) -> list[str]:
+        """Use ``found`` from now on. Return why some models stay as they were."""
+        faults = []
         for model in [one for one in self.models if not one.is_created and one.parent is None]:
             new = found.get(model.name)
             is_used = model.is_loaded or model.is_loading
             if new is None or new.parent is not None:
                 if not (model.is_found and is_used):
                     self.remove(model.name)
-                    self._keep(asyncio.create_task(self._end(model)))
-            elif new.recipe != model.recipe:
-                await self._replace(model, new)
-            else:
+                    self._keep(asyncio.create_task(self._end(model, REPLACED_SECONDS)))
+            elif new.recipe == model.recipe:
                 model.aliases, model.pinned, model.preload = new.aliases, new.pinned, new.preload
                 if model.keep_alive != new.keep_alive:
                     model.keep_alive = model.stay = new.keep_alive
+            elif self._failed.get(model.name) != new.recipe:
+                faults += await self._replace(model, new)
         for model in self.models:
             is_gone = model.adapter_hash and found.get(model.name) is None
             model.is_removed |= bool(is_gone) and not model.is_created
         self.models = [model for model in self.models if not model.is_removed]
         known = {model.name for model in self.models}
         for model in found.values():
-            if model.name not in known:
-                if model.parent is not None:  # an adapter of a model that may be there already
-                    model.parent = self.get(model.parent.name) or model.parent
+            if model.name not in known and self._adopt_parent(model):
                 self.models.append(model)
+                if model.preload:
+                    self._begin_load(model)
         first = next(iter(found), None)
         self.models.sort(key=lambda model: model.name != first)
+        return faults
 
-    async def _replace(self, old: ServedModel, new: ServedModel) -> None:
+    def _adopt_parent(self, model: ServedModel) -> bool:
+        """Let an adapter belong to the model that is there under its parent's name. Return False if
+        that has other adapters, because it could not be replaced.
+        """
+        if model.parent is None:
+            return True
+        parent = self.get(model.parent.name)
+        if parent is None or parent.recipe != model.parent.recipe:
+            log.warning("the adapter %s is not served: its model stays as it was", model.name)
+            return False
+        model.parent = parent
+        return True
+
+    async def _replace(self, old: ServedModel, new: ServedModel) -> list[str]:
         """Let ``new`` answer the requests from now on that ``old`` would have got. If that is
-        loaded, load ``new`` first; if it cannot be loaded, ``old`` stays.
+        loaded, load ``new`` first; if it cannot be loaded, ``old`` stays. Return why, if so.
         """
         if old.is_loaded or old.is_loading:
+            old.successor = new
+            self._arriving.append(new)
             try:
                 await self.load(new)
             except CLLMError as error:
-                log.error("the model %s stays as it was: %s", old.name, error.__cause__ or error)
+                reason = f"the model {old.name} stays as it was: {error.__cause__ or error}"
+                log.error("%s", reason)
+                self._failed[old.name] = new.recipe
                 if new.service is not None:
                     await new.service.engine.close()
                     await new.service.close()
-                return
+                return [reason]
+            finally:
+                old.successor = None
+                self._arriving.remove(new)
+            log.info("the model %s is replaced", old.name)
         new.num_loads = max(new.num_loads, old.num_loads)
         old.is_removed = True
         self.models = [new if model is old else model for model in self.models]
         for model in self.models:
             if model.parent is old:
                 model.parent = new
-                model.is_removed = bool(model.adapter_hash)  # those of ``new`` come with it
+                # adapters of ``new`` come with it, and what clients have made from them follows
+                model.is_removed = bool(model.adapter_use.adapters)
         self.models = [model for model in self.models if not model.is_removed]
         if old.service is not None:
             self._keep(asyncio.create_task(self._end(old, REPLACED_SECONDS)))
+        return []
 
     def add(self, model: ServedModel) -> None:
         """Add a model, in place of one with the same name."""

@@ -29,7 +29,8 @@ class ServedModel:
     adapter_key, adapter_hash: the name by which its engine knows its
     adapter, and a hash of that file; "" if it is not one. min_bytes: the memory that must
     be free for it. path: of its file, "" if unknown. recipe: everything that its engine and service
-    are made from; they are replaced if that changes.
+    are made from; they are replaced if that changes. successor: the model that is being loaded to
+    replace it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ServedModel:
     is_draining: bool = False  # it is to be unloaded, and gets no further requests until then
     failure: tuple[float, CLLMError] | None = None  # when a load failed, and why
     is_removed: bool = False
+    successor: ServedModel | None = field(default=None, repr=False)
     loading: asyncio.Task[Service] | None = field(default=None, repr=False)
     _derived: Service | None = field(default=None, repr=False)
 

@@ -35,12 +35,16 @@ class Outbox:
         self.sent = []
         self.explanations = []
         self.adapters = []
+        self.withdrawn = []
 
     def send(self, outputs, stats) -> None:
         self.sent.append((outputs, stats))
 
     def send_explanation(self, explanation) -> None:
         self.explanations.append(explanation)
+
+    def send_withdrawn(self, request_id, done) -> None:
+        self.withdrawn.append((request_id, done))
 
     def send_adapter(self, name, error) -> None:
         self.adapters.append((name, error))

@@ -15,7 +15,7 @@ from conftest import PATIENCE
 from cllm.backends.params import SingleGpu
 from cllm.core.output import Stats, combine_stats
 from cllm.core.params import SamplingParams
-from cllm.core.request import EmbeddingRequest, Request
+from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.core.segments import Segment
 from cllm.engine.commands import Fault
 from cllm.engine.params import EngineParams
@@ -48,8 +48,12 @@ def run(test, count, params=PARAMS, **more):
 
 def ask(pool, name, prompt, account="", count=20, **params):
     """Submit a request of ``count`` tokens, which no other one equals."""
+    return submit(pool, name, prompt, account=account, count=count, **params)
+
+
+def submit(pool, name, prompt, *, account="", priority=Priority.NORMAL, count=20, **params):
     sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **params)
-    return pool.submit([Request(name, [*prompt], sampling, account)])
+    return pool.submit([Request(name, [*prompt], sampling, account, priority)])
 
 
 async def read(pool, stream):
@@ -133,6 +137,81 @@ def test_no_request_waits_while_another_engine_has_room():
     run(test, 2, msgspec.structs.replace(PARAMS, max_num_seqs=1))
 
 
+def test_places_are_counted_by_sequences():
+    """A request with several sequences does not leave room for another one."""
+
+    async def test(pool):
+        both = ask(pool, "both", [1, 1], count=900, n=2)
+        await both.arrival()
+        home = home_of(pool, "both")
+        others = [ask(pool, f"other{i}", [3, i], count=3) for i in range(6)]
+        for i, stream in enumerate(others):
+            assert await read(pool, stream) == count_on(i, 3)
+        assert not any(output.finish for output in both.take())
+        assert pool.members[home].stats.num_waiting == 0
+        pool.close_stream(both)
+
+    run(test, 2)
+
+
+def test_classes_hold_for_all_engines():
+    """Interactive requests do not wait for one engine while another one begins batch requests."""
+
+    async def test(pool):
+        shared = [*range(64)]
+        running = [ask(pool, f"r{i}", [200, i], count=100) for i in range(2)]
+        for stream in running:
+            await stream.arrival()
+        batch = [
+            submit(pool, f"b{i}", [*shared, i], priority=Priority.BATCH, count=60)
+            for i in range(12)
+        ]
+        urgent = [
+            submit(pool, f"u{i}", [*shared, 99, i], priority=Priority.INTERACTIVE, count=10)
+            for i in range(8)
+        ]
+        for i, stream in enumerate(urgent):
+            assert await read(pool, stream) == count_on(i, 10)
+        assert sum(bool(stream._outputs) for stream in batch) <= 2
+        for stream in (*running, *batch):
+            pool.close_stream(stream)
+
+    run(test, 2, msgspec.structs.replace(PARAMS, max_num_seqs=1, context_length=512))
+
+
+def test_embeddings_take_no_places():
+    async def test(pool):
+        texts = [[[i, j] for j in range(50)] for i in range(4)]
+        waiters = [pool.embed(EmbeddingRequest(f"e{i}", each)) for i, each in enumerate(texts)]
+        assert [member.num_seqs for member in pool.members] == [[0, 0, 0]] * 2
+        streams = [ask(pool, f"r{i}", [i], count=30) for i in range(4)]
+        assert sorted(home_of(pool, f"r{i}") for i in range(4)) == [0, 0, 1, 1]
+        for i, stream in enumerate(streams):
+            assert await read(pool, stream) == count_on(i, 30)
+        for waiter in waiters:
+            assert len(await waiter.done) == 50
+            pool.forget(waiter)
+
+    run(test, 2)
+
+
+def test_engine_survives_an_explanation_that_nobody_waits_for():
+    """As when the server shuts down."""
+
+    async def test(pool):
+        asking = [asyncio.create_task(pool.explain(1, number)) for number in range(2)]
+        await asyncio.sleep(0)
+        pool.end_all(EngineError("the server shuts down"))
+        for task in asking:
+            with pytest.raises(EngineError, match="shuts down"):
+                await task
+        assert await read(pool, ask(pool, "a", [5], count=3)) == count_on(5, 3)
+        assert (await pool.explain(1)).running == []
+        assert pool.num_restarts == 0
+
+    run(test, 2)
+
+
 def test_lent_requests_leave_no_trace():
     """A request that waits is taken over by another engine; what the first one still says about it
     is not delivered.
@@ -145,8 +224,8 @@ def test_lent_requests_leave_no_trace():
         os.kill(second.supervisor.pid, signal.SIGCONT)
         answers = await asyncio.gather(*(read(pool, stream) for stream in streams))
         assert answers == [count_on(i, 60) for i in range(12)]
-        assert not first.leaving
-        assert not second.leaving
+        assert not pool._balancer._moves
+        assert first.num_seqs == second.num_seqs == [0, 0, 0]
 
     run(test, 2)
 
@@ -363,7 +442,9 @@ def test_each_gpu_gets_an_engine_if_it_can_hold_the_model(monkeypatch):
     both = [Place(variables={gpu.variable: gpu.value}) for gpu in gpus]
     assert find_places(EngineParams(weight_bytes=5_000_000_000), None) == both
     assert find_places(EngineParams(weight_bytes=12_000_000_000), None) == [ANYWHERE]
-    assert find_places(EngineParams(weight_bytes=1), 4) == both * 2
+    assert find_places(EngineParams(weight_bytes=12_000_000_000), 2) == both
+    with pytest.raises(StartupError, match="only 2 GPUs"):
+        find_places(EngineParams(weight_bytes=1), 4)
     chosen = EngineParams(weight_bytes=1, options={"devices": "CUDA1"})
     assert find_places(chosen, None) == [ANYWHERE]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -169,7 +169,7 @@ class RouterMachine(RuleBasedStateMachine):
         for number, one in getattr(self, "alive", {}).items():
             booked = self.router.booked(number)
             mine = [(booking, name) for booking, name in self.open if booking.number == number]
-            assert booked.num_requests == self.load(one)
+            assert booked.num_seqs == self.load(one)
             assert booked.num_tokens == sum(booking.num_tokens for booking, _ in mine)
             assert booked.accounts == {
                 name: sum(other == name for _, other in mine) for _, name in mine

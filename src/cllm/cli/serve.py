@@ -12,6 +12,8 @@ from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.config import Settings
+from cllm.config_sources import LoadedConfig
+from cllm.errors import StartupError
 from cllm.models import hub
 from cllm.observe import log
 from cllm.process.launch import Popen
@@ -71,6 +73,8 @@ def serve(
 
     def read_again() -> tuple[Settings, list[Source]]:
         again = settings_from_flags(config, settings, model)
+        if names_models(loaded) and not names_models(again):
+            raise StartupError("the settings name no model any more")
         return again.settings, list_sources(again, again=True)
 
     try:
@@ -80,6 +84,12 @@ def serve(
         )
     finally:
         bar.close()
+
+
+def names_models(loaded: LoadedConfig) -> bool:
+    """Return whether the settings name models or a folder of them."""
+    settings = loaded.settings
+    return bool(loaded.models or settings.model.path or settings.models.folder)
 
 
 MAX_NAMES = 8

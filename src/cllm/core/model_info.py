@@ -16,7 +16,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tile: prompt tokens that are computed together; part of a tile costs nearly as much as a whole
     one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens but not be computed.
     kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n tokens
-    takes state_bytes + n * state_bytes_per_token. fingerprint: identifies the model and everything
+    takes state_bytes + n * state_bytes_per_token. fingerprint: a hash of the file, and everything
     else that its saved states depend on. on_gpu: whether the weights are on a GPU. row_seconds:
     time of a step with one row and few tokens before it, measured at load; 0 if unknown.
 

@@ -79,6 +79,12 @@ class SetYielding(msgspec.Struct, frozen=True, tag=True, array_like=True):
     yields: bool
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget a request that has not begun, because another engine is to compute it."""
+
+    request_id: str
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Load a LoRA adapter from a file, so that requests can name it."""
 
@@ -101,6 +107,7 @@ Command = (
     | Resume
     | Embed
     | Abort
+    | Withdraw
     | LoadAdapter
     | Explain
     | SetFaults

@@ -25,6 +25,7 @@ from cllm.engine.commands import (
     SetFaults,
     SetWeights,
     SetYielding,
+    Withdraw,
 )
 from cllm.engine.disk import DiskTier
 from cllm.engine.embeddings import Embeddings
@@ -42,8 +43,6 @@ from cllm.scheduler.trace import Explanation
 log = logging.getLogger("cllm.engine")
 
 T = TypeVar("T")
-
-WAITING = "waiting for other engines"  # the name of no request
 
 
 class Inbox(Protocol):
@@ -65,6 +64,10 @@ class Outbox(Protocol):
 
     def send_explanation(self, explanation: Explanation) -> None:
         """Send the answer to Explain."""
+        ...
+
+    def send_withdrawn(self, request_id: str, done: bool) -> None:
+        """Send the answer to Withdraw."""
         ...
 
     def send_adapter(self, name: str, error: str) -> None:
@@ -124,6 +127,9 @@ class Engine:
                         outbox.send_explanation(
                             explain(self.scheduler, self.clock(), command.num_steps)
                         )
+                    case Withdraw(request_id):
+                        done = self.scheduler.withdraw(request_id)
+                        outbox.send_withdrawn(request_id, done)
                     case LoadAdapter(name, path):
                         outbox.send_adapter(name, self._load_adapter(name, path))
                     case SetFaults(faults):
@@ -238,14 +244,16 @@ class Engine:
         """
         if self._turn is None or not self.has_work():
             return self._step()
-        if not self._turn.try_begin():
-            if self._record is not None:
-                self._record.begin([WAITING], 0.0)  # an engine that waits does not hang
-            self._turn.begin()
+        self._turn.begin(self._tick)
         try:
             return self._step()
         finally:
             self._turn.end()
+
+    def _tick(self) -> None:
+        """Show that an engine that waits for its turn does not hang."""
+        if self._record is not None:
+            self._record.end()
 
     def _step(self) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []

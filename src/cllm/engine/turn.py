@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +19,8 @@ if sys.platform != "win32":
     import fcntl
 
 NEXT, NOW = 0, 1  # the bytes of the file that are locked by who computes next, and who computes
+LOOK_SECONDS = 0.001  # between two looks at whether the turn of another engine has ended
+TICK_SECONDS = 0.05  # between two signs of life while it has not
 
 
 class Turn:
@@ -26,35 +30,39 @@ class Turn:
     """
 
     def __init__(self, path: str) -> None:
-        """``path``: of the file that the engines lock; see ``create_turn_file``."""
-        self._file = os.open(path, os.O_RDWR)
+        """``path``: of the file that the engines lock, created if it is gone; see
+        ``create_turn_file``.
+        """
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
-    def try_begin(self) -> bool:
-        """Begin a turn, if no other engine computes or waits."""
+    def begin(self, tick: Callable[[], None]) -> None:
+        """Begin a turn, after those of the engines that compute or wait already.
+
+        ``tick`` is called regularly while it waits, so that one that is stopped is noticed.
+        """
+        self._lock(NEXT, tick)
         try:
-            self._lock(NEXT, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        try:
-            self._lock(NOW, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+            self._lock(NOW, tick)
         finally:
-            self._lock(NEXT, fcntl.LOCK_UN)
-        return True
-
-    def begin(self) -> None:
-        """Begin a turn, after those of the engines that compute or wait already."""
-        self._lock(NEXT, fcntl.LOCK_EX)
-        self._lock(NOW, fcntl.LOCK_EX)
-        self._lock(NEXT, fcntl.LOCK_UN)
+            self._unlock(NEXT)
 
     def end(self) -> None:
         """End the turn."""
-        self._lock(NOW, fcntl.LOCK_UN)
+        self._unlock(NOW)
 
-    def _lock(self, byte: int, how: int) -> None:
-        fcntl.lockf(self._file, how, 1, byte)
+    def _lock(self, byte: int, tick: Callable[[], None]) -> None:
+        ticked = 0.0
+        while True:
+            with suppress(BlockingIOError, PermissionError):  # another engine has it
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                return
+            if time.monotonic() - ticked >= TICK_SECONDS:
+                tick()
+                ticked = time.monotonic()
+            time.sleep(LOOK_SECONDS)
+
+    def _unlock(self, byte: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
 
 
 def create_turn_file() -> str:

@@ -39,6 +39,7 @@ from cllm.process.messages import (
     Start,
     Stepped,
     Tokenize,
+    Withdrawn,
     frame,
 )
 from cllm.process.step_record import StepRecord
@@ -101,6 +102,9 @@ class PipeOutbox:
 
     def send_explanation(self, explanation: Explanation) -> None:
         self.send_message(Explained(explanation))
+
+    def send_withdrawn(self, request_id: str, done: bool) -> None:
+        self.send_message(Withdrawn(request_id, done))
 
     def send_adapter(self, name: str, error: str) -> None:
         self.send_message(AdapterLoaded(name, error))
@@ -165,7 +169,8 @@ def main() -> None:
         engine = build_engine(backend, params)
         engine.use_record(record)
         if params.turn_file and not backend.info.on_gpu:
-            engine.take_turns(Turn(params.turn_file))
+            with contextlib.suppress(OSError):  # without turns it is only slower
+                engine.take_turns(Turn(params.turn_file))
     except StartupError as error:
         report_failure(str(error))
     gc.collect()

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from cllm.core.request import EmbeddingRequest, Request
-from cllm.process.member import Member
-from cllm.routing.router import Booking, Candidate, Router, RoutingRequest
+from cllm.process.member import Booked, Member
+from cllm.routing.router import Candidate, Router, RoutingRequest
 
 # Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK
 # tokens, or an eighth of what is before it if that is more.
@@ -34,21 +34,27 @@ class Homes:
         """Return the engines that are ready."""
         return [member for member in self._members if member.ready]
 
+    def _list_responding(self) -> list[Member]:
+        """Return the engines that do not seem to hang, if any do not."""
+        ready = self.list_ready()
+        return [one for one in ready if not one.seems_to_hang()] or ready
+
     def assign(
         self, request: Request | EmbeddingRequest, members: Sequence[Member] = ()
-    ) -> tuple[Member, Booking | None]:
+    ) -> tuple[Member, Booked]:
         """Choose one of ``members``, or else of the engines that are ready, or else of all. Return
-        it, and the booking there.
+        it, and what is booked there.
         """
         member, booking = self._members[0], None
         if len(self._members) > 1:
-            members = members or self.list_ready() or self._members
+            members = members or self._list_responding() or self._members
             # they compute equally fast, so a token of a prompt takes as long everywhere
             candidates = [Candidate(one.number, max(1, one.stats.num_seq_ids)) for one in members]
             booking = self._router.choose(describe(request), candidates)
             member = self._members[booking.number]
         self._by_id[request.request_id] = member
-        return member, booking
+        num_seqs = 0 if isinstance(request, EmbeddingRequest) else request.params.n
+        return member, Booked(booking, request.priority, num_seqs)
 
     def find(self, request_id: str) -> Member | None:
         """Return the engine of a request that has not ended."""
@@ -80,9 +86,9 @@ class Homes:
 def describe(request: Request | EmbeddingRequest) -> RoutingRequest:
     """Return what matters of a request for the choice of an engine."""
     if isinstance(request, EmbeddingRequest):
-        return RoutingRequest((), (), sum(map(len, request.texts)), request.account)
+        return RoutingRequest((), (), sum(map(len, request.texts)), request.account, 0)
     names, ends = name_blocks(request.prompt, request.cache_salt)
-    return RoutingRequest(names, ends, len(request.prompt), request.account)
+    return RoutingRequest(names, ends, len(request.prompt), request.account, request.params.n)
 
 
 def name_blocks(prompt: list[int], salt: str) -> tuple[list[int], list[int]]:

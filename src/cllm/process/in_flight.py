@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
-from cllm.core.request import Progress, Request
+from cllm.core.request import Priority, Progress, Request
 from cllm.engine.commands import Add, Resume
 from cllm.errors import CLLMError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
@@ -114,11 +114,6 @@ class InFlightRequest:
         return bool(self.readers) or self.unfinished <= self.stopped
 
     @property
-    def may_move(self) -> bool:
-        """Whether another engine can compute it without losing work, as far as is known."""
-        return not (self.started or self.has_begun or self._progress) and self.request.params.n == 1
-
-    @property
     def is_unread(self) -> bool:
         """Whether all of its streams have readers that do not read."""
         return bool(self.unread) and self.unread >= self.readers.keys()
@@ -213,18 +208,14 @@ class InFlightRequests:
         entry = self._by_id.get(request_id)
         return None if entry is None else entry.request
 
-    def find_waiting(self, request_ids: Iterable[str], num_seq_ids: int) -> str | None:
-        """Return the one of an engine's requests that has waited longest in its class, as far as
-        is known; None if none waits. request_ids: in the order of their submission. num_seq_ids:
-        how many of its sequences have a seq_id.
-        """
-        entries = [entry for name in request_ids if (entry := self._by_id.get(name)) is not None]
-        num_begun = sum(len(entry.unfinished & entry.started) for entry in entries)
-        waiting = [entry for entry in entries if entry.may_move]
-        waiting.sort(key=lambda entry: entry.request.priority)
-        # the prompts of the first ones are being computed
-        left = waiting[max(0, num_seq_ids - num_begun) :]
-        return left[0].request.request_id if left else None
+    def list_waiting(self, request_ids: Iterable[str], priority: Priority) -> list[str]:
+        """Return those of ``request_ids`` of one class that have not begun, as far as is known."""
+        entries = [self._by_id[name] for name in request_ids if name in self._by_id]
+        return [
+            entry.request.request_id
+            for entry in entries
+            if entry.request.priority == priority and not (entry.started or entry.has_begun)
+        ]
 
     def make_command(self, request_id: str) -> Add | Resume | None:
         """Return the command with which another engine computes the rest of a request. None if it

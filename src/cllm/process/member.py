@@ -6,16 +6,25 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.core.output import EmbeddingOutput, Stats
+from cllm.core.request import Priority
 from cllm.engine.commands import Abort, Add, Embed, Explain, LoadAdapter, Resume, SetYielding
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
 from cllm.process.launch import Place, Popen
-from cllm.process.messages import AdapterLoaded, Explained, FromChild, Stepped, Tokenized, frame
+from cllm.process.messages import (
+    AdapterLoaded,
+    Explained,
+    FromChild,
+    Stepped,
+    Tokenized,
+    Withdrawn,
+    frame,
+)
 from cllm.process.pending_tokens import resolve
 from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
 from cllm.process.suspects import Suspects
@@ -23,6 +32,8 @@ from cllm.routing.router import Booking, Candidate, is_crowded
 from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
+
+Result = Stepped | EmbeddingOutput | Tokenized | Withdrawn
 
 
 class Owner(Protocol):
@@ -42,7 +53,7 @@ class Owner(Protocol):
         """Return whether a request yields to others."""
         ...
 
-    def take(self, member: Member, message: Stepped | EmbeddingOutput | Tokenized) -> None:
+    def take(self, member: Member, message: Result) -> None:
         """Handle results of an engine."""
         ...
 
@@ -58,17 +69,31 @@ class Owner(Protocol):
         """Handle the death of an engine."""
         ...
 
+    def fail(self, member: Member, request_ids: Iterable[str], error: EngineError) -> None:
+        """End requests of an engine, and the texts that it is to tokenize, with ``error``."""
+        ...
+
     def record_failure(self, member: Member) -> None:
         """Note that a restart has failed."""
         ...
+
+
+class Booked(NamedTuple):
+    """A request of an engine: its booking, if there are several engines, its class, and how many
+    sequences it has.
+    """
+
+    booking: Booking | None
+    priority: Priority
+    num_seqs: int
 
 
 class Member:
     """One engine of a pool, and the requests that it was given.
 
     number: from 0. ``stats`` are its latest statistics. ``bookings``: the requests that it computes
-    or will compute, in the order in which it got them. ``leaving``: those that it is to end,
-    because another engine has got them.
+    or will compute, in the order in which it got them. ``num_seqs``: their sequences by class,
+    with those that are on their way from or to other engines.
     """
 
     def __init__(
@@ -86,8 +111,8 @@ class Member:
         self.number = number
         self.place = place
         self.stats = Stats()
-        self.bookings: dict[str, Booking | None] = {}
-        self.leaving: set[str] = set()
+        self.bookings: dict[str, Booked] = {}
+        self.num_seqs = [0] * len(Priority)
         self.supervisor = Supervisor(
             params,
             self._take,
@@ -107,6 +132,7 @@ class Member:
         self._has_suspects = False
         self._held: set[str] = set()  # requests that this engine has not got yet
         self._ready_since = 0.0
+        self._file = ""  # a hash of the file that the last engine had
         self._clock = clock
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
@@ -127,21 +153,27 @@ class Member:
         """The number of requests that the engine has got and not answered completely."""
         return len(self.bookings) - len(self._held)
 
-    def is_crowded(self, other: Member) -> bool:
-        """Whether ``other``, which has room, should take over requests that wait here: it has
-        nothing to do, or much less.
+    def count_seqs(self, priority: Priority) -> int:
+        """Return how many sequences are here, or on their way, that a sequence of a class does not
+        go before.
         """
-        if not self.stats.num_waiting or self.num_requests <= self.stats.num_seq_ids:
-            return False
-        own = Candidate(self.number, self.stats.num_seq_ids)
-        least = other.num_requests
-        return not least or is_crowded(self.num_requests, least, own)
+        return sum(self.num_seqs[: priority + 1])
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a request that it gets now would run at once."""
-        stats = self.stats
-        return not stats.num_waiting and self.num_requests < stats.num_seq_ids
+    def has_room(self, priority: Priority) -> bool:
+        """Return whether a sequence of a class has to wait here at most for those of lower ones."""
+        count, stats = self.count_seqs(priority), self.stats
+        waits = stats.num_waiting > 0 and count >= stats.num_running  # for memory
+        return count < stats.num_seq_ids and not waits
+
+    def should_relieve(self, other: Member, priority: Priority) -> bool:
+        """Return whether this engine should take over requests of a class that wait for ``other``:
+        it has none, or much fewer.
+        """
+        count, stats = other.count_seqs(priority), other.stats
+        if not stats.num_waiting or count <= min(stats.num_seq_ids, stats.num_running):
+            return False
+        least = self.count_seqs(priority)
+        return not least or is_crowded(count, least, Candidate(other.number, stats.num_seq_ids))
 
     def _has_work(self) -> bool:
         return self.num_requests > 0
@@ -156,6 +188,10 @@ class Member:
         """
         return request_id in self._held or not self.supervisor.is_responding()
 
+    def seems_to_hang(self) -> bool:
+        """Return whether the engine has requests and makes no steps."""
+        return self.num_requests > 0 and not self.supervisor.is_responding()
+
     def write(self, data: bytes) -> None:
         """Send frames to the engine, if it is ready."""
         if self.ready:
@@ -163,18 +199,24 @@ class Member:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def take_over(self, request_id: str, booking: Booking | None) -> None:
+    def give(self, request_id: str, booked: Booked) -> None:
+        """Note that a request belongs to this engine. If that is ready, the caller sends it."""
+        self.bookings[request_id] = booked
+        self.num_seqs[booked.priority] += booked.num_seqs
+
+    def take_over(self, request_id: str, booked: Booked) -> None:
         """Continue a request of another engine."""
-        self.bookings[request_id] = booking
+        self.give(request_id, booked)
         if self.ready:
             self._held.add(request_id)
             self._resume([request_id])
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        booking = self.bookings.pop(request_id, None)
-        if booking is not None:
-            booking.release()
+        if (booked := self.bookings.pop(request_id, None)) is not None:
+            self.num_seqs[booked.priority] -= booked.num_seqs
+            if booked.booking is not None:
+                booked.booking.release()
         self._held.discard(request_id)
         del self._ends[request_id]
 
@@ -187,27 +229,17 @@ class Member:
             self._resume(self._suspects.forget(request_id))
 
     def leave(self, request_id: str) -> None:
-        """Forget a request that another engine continues."""
+        """Forget a request that another engine continues, and that this one has forgotten."""
         num_ends = self._ends[request_id]
-        if self.has(request_id):
-            self.leaving.add(request_id)
-        self.abort(request_id)
+        self.remove(request_id)
+        if self._has_suspects:
+            self._resume(self._suspects.forget(request_id))
         if num_ends:
             self._ends[request_id] = num_ends
 
     def list_harmless(self) -> list[str]:
         """Return the requests that no death makes a suspect."""
         return [name for name in self.bookings if not self._suspects.is_suspect(name)]
-
-    def _drop_leaving(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Return the outputs of requests that are still here."""
-        kept = []
-        for output in outputs:
-            if output.request_id not in self.leaving:
-                kept.append(output)
-            elif output.finish:
-                self.leaving.remove(output.request_id)
-        return kept
 
     async def explain(self, num_steps: int) -> Explanation:
         """Return the last ``num_steps`` steps, and what runs or waits and why.
@@ -235,31 +267,30 @@ class Member:
     def forget_step(self, error: CLLMError) -> None:
         """Forget what only this engine knows. Answers that it owes become ``error``."""
         self.stats = without_work(self.stats)
-        self.leaving.clear()
         for explanation in self._pending_explanations:
             resolve(explanation, error)
-        self._pending_explanations.clear()  # the next engine does not answer them
         for futures in self._pending_adapters.values():
             for future in futures:
                 resolve(future, error)
-        self._pending_adapters.clear()
 
     # --- messages of the engine ------------------------------------------------------------------
 
     def _take(self, message: FromChild) -> None:
         match message:
-            case Stepped(outputs, stats):
-                self.stats = stats
-                if self.leaving:
-                    message = Stepped(self._drop_leaving(outputs), stats)
+            case Stepped():
+                self.stats = message.stats
                 self._owner.take(self, message)
+                if self._ends:
+                    for output in message.outputs:
+                        if output.token >= 0:
+                            del self._ends[output.request_id]
                 if self._has_suspects:
                     self._release_suspects({output.request_id for output in message.outputs})
             case EmbeddingOutput():
                 self._owner.take(self, message)
                 if self._has_suspects and (message.vectors or message.error):
                     self._release_suspects({message.request_id})
-            case Tokenized():
+            case Tokenized() | Withdrawn():
                 self._owner.take(self, message)
             case AdapterLoaded(name, error):
                 for future in self._pending_adapters.pop(name, ()):
@@ -286,6 +317,14 @@ class Member:
         """Send everything that waits to an engine that has become ready."""
         info = self.supervisor.info
         assert info is not None
+        file = info.fingerprint.partition(" ")[0]
+        if self._file not in ("", file):
+            log.error("the model's file has changed; requests that had begun get an error")
+            error = EngineError("The model's file has changed; please retry.")
+            self._owner.fail(self, [*self.bookings], error)
+        self._file = file
+        self._pending_explanations.clear()  # this engine does not know them
+        self._pending_adapters.clear()
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=info.max_num_seqs, num_cells=info.num_cells)
         self._ready_since = self._clock()

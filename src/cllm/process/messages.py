@@ -64,6 +64,13 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     explanation: Explanation
 
 
+class Withdrawn(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to Withdraw. ``done``: the request had not begun, and is forgotten."""
+
+    request_id: str
+    done: bool
+
+
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to LoadAdapter. ``error``: why it was not loaded."""
 
@@ -96,7 +103,15 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 FromChild = (
-    Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained | AdapterLoaded | Tokenized
+    Loading
+    | Ready
+    | Failed
+    | Stepped
+    | EmbeddingOutput
+    | Explained
+    | Withdrawn
+    | AdapterLoaded
+    | Tokenized
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cllm.backends.registry import import_loader
 from cllm.engine.params import EngineParams
+from cllm.errors import StartupError
 from cllm.models.memory import COMPUTE_BYTES, MIN_CONTEXT
 from cllm.process.launch import ANYWHERE, Place
 
@@ -18,6 +19,8 @@ CPUS = Path("/sys/devices/system/cpu")
 def find_places(params: EngineParams, count: int | None) -> list[Place]:
     """Return the places of ``count`` engines of a model. None: one for each GPU if each can hold
     the model, one for each NUMA node if there are no GPUs, otherwise one.
+
+    Raises StartupError if there are fewer GPUs than engines.
     """
     if count == 1:
         return [ANYWHERE]
@@ -28,10 +31,10 @@ def find_places(params: EngineParams, count: int | None) -> list[Place]:
         need += params.kv_bytes_per_token * (params.context_length or MIN_CONTEXT)
         fits = len(gpus) > 1 and all(gpu.num_free_bytes >= need for gpu in gpus)
         count = count or (len(gpus) if fits else 1)
+        if count > len(gpus):
+            raise StartupError(f"engine.count is {count}, but only {len(gpus)} GPUs can be used")
         places = [Place(variables={gpu.variable: gpu.value}) for gpu in gpus]
-        return (
-            [places[number % len(places)] for number in range(count)] if count > 1 else [ANYWHERE]
-        )
+        return places[:count] if count > 1 else [ANYWHERE]
     cores = list_cores()
     if count is None:
         count = len({node for node, _ in cores}) if loader.may_divide_cores(params) else 1

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats, combine_stats
@@ -29,12 +29,13 @@ from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError, FatalRequest
 from cllm.models.memory import measure_available_bytes
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
+from cllm.process.balancer import Balancer
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.homes import Homes
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import ANYWHERE, Place, Popen
-from cllm.process.member import Member
-from cllm.process.messages import Stepped, Tokenized, frame
+from cllm.process.member import Member, Result
+from cllm.process.messages import Stepped, Tokenized, Withdrawn, frame
 from cllm.process.pending_tokens import Texts
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
@@ -100,6 +101,9 @@ class Pool:
         self._texts = Texts(self.members)
         self._in_flight = InFlightRequests(
             backlog, ResultCache() if results is None else results, self._homes.remove
+        )
+        self._balancer = Balancer(
+            self.members, self._homes, self._in_flight, self._embeddings, clock
         )
         self.on_wanted = on_wanted
         self.draining = False  # whether the server shuts down, and accepts no further requests
@@ -215,6 +219,7 @@ class Pool:
         """
         for member in self.members:
             member.forget_step(EngineError("The model was unloaded; please retry."))
+            self._balancer.cancel(member)
             self._homes.forget_prefixes(member)
         self._in_flight.backlog.pause()
         await asyncio.gather(*(member.supervisor.unload() for member in self.members))
@@ -239,18 +244,20 @@ class Pool:
 
     # --- messages of the engines -----------------------------------------------------------------
 
-    def take(self, member: Member, message: Stepped | EmbeddingOutput | Tokenized) -> None:
+    def take(self, member: Member, message: Result) -> None:
         """See Owner."""
         match message:
             case Stepped():
                 self._in_flight.backlog.observe(self.stats)
                 self._in_flight.put(message.outputs)
                 if len(self.members) > 1:
-                    self._balance()
+                    self._balancer.balance()
             case EmbeddingOutput():
                 self._embeddings.put(message)
             case Tokenized():
                 self._texts.put(message)
+            case Withdrawn():
+                self._balancer.take(message)
 
     def knows(self, request_id: str) -> bool:
         """See Owner."""
@@ -278,6 +285,7 @@ class Pool:
         """Prepare to continue all requests in other engines, except one that kills engines."""
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
         member.forget_step(error)
+        self._balancer.cancel(member)
         self._homes.forget_prefixes(member)
         if not self.ready:
             self._in_flight.backlog.pause()
@@ -290,63 +298,31 @@ class Pool:
             fatal = FatalRequest("The engine died twice while it computed this request alone.")
             self._in_flight.fail_one(culprit, fatal)
             self._embeddings.fail_one(culprit, fatal)
-        self._move_all(member)
+        self._balancer.move_all(member)
 
     def record_failure(self, member: Member) -> None:
         """See Owner."""
         if member.supervisor.num_failed < MAX_FAILED_STARTS:
             return
         error = EngineError("The engine cannot be started.", self.seconds_until_ready())
-        if not self.ready:
+        if all(one.supervisor.num_failed >= MAX_FAILED_STARTS for one in self.members):
             self.end_all(error)
-            return
-        for request_id in [*member.bookings]:
+        else:  # others compute what they can take over
+            self.fail(member, {*member.bookings}.difference(member.list_harmless()), error)
+
+    def fail(self, member: Member, request_ids: Iterable[str], error: EngineError) -> None:
+        """See Owner."""
+        for request_id in request_ids:
             self._in_flight.fail_one(request_id, error)
             self._embeddings.fail_one(request_id, error)
         self._texts.fail(error, member)
 
-    # --- which engine ----------------------------------------------------------------------------
-
-    def _move(self, request_id: str, target: Sequence[Member]) -> None:
-        """Let one of the engines ``target`` continue a request of another engine."""
-        request = self._in_flight.find(request_id) or self._embeddings.find(request_id)
-        if request is not None:
-            member, booking = self._homes.assign(request, target)
-            member.take_over(request_id, booking)
-
-    def _move_all(self, member: Member) -> None:
-        """Let engines that are ready continue the requests of one that is not, except those that
-        may have been the cause of its death.
-        """
-        ready = self._homes.list_ready()
-        for request_id in member.list_harmless() if ready else ():
-            member.leave(request_id)
-            self._move(request_id, ready)
-
     def fill(self, member: Member) -> None:
         """See Owner."""
-        others = [one for one in self.members if one is not member]
-        for other in others:
+        for other in self.members:
             if not other.ready:
-                self._move_all(other)
-        while member.has_room:
-            crowded = [one for one in others if one.is_crowded(member)]
-            if not crowded:
-                return
-            other = max(crowded, key=lambda one: one.num_requests)
-            in_use = other.stats.num_seq_ids_in_use
-            request_id = self._in_flight.find_waiting(other.bookings, in_use)
-            if request_id is None:
-                return
-            other.leave(request_id)
-            self._move(request_id, [member])
-
-    def _balance(self) -> None:
-        """Let no request wait for an engine while another one has room, and much less to do."""
-        if any(member.stats.num_waiting for member in self.members):
-            for member in self.members:
-                if member.ready and member.has_room:
-                    self.fill(member)
+                self._balancer.move_all(other)
+        self._balancer.relieve_others(member)
 
     @property
     def reservations(self) -> Mapping[str, int]:
@@ -387,8 +363,8 @@ class Pool:
         stream, new = self._in_flight.submit(requests, claim)
         frames: dict[Member, list[bytes]] = {}
         for request in new:
-            member, booking = self._homes.assign(request)
-            member.bookings[request.request_id] = booking
+            member, booked = self._homes.assign(request)
+            member.give(request.request_id, booked)
             frames.setdefault(member, []).append(frame(Add(request)))
         for member, own in frames.items():
             member.write(b"".join(own))
@@ -432,8 +408,8 @@ class Pool:
         """
         self.check_available()
         waiter = self._embeddings.begin(request)
-        member, booking = self._homes.assign(request)
-        member.bookings[request.request_id] = booking
+        member, booked = self._homes.assign(request)
+        member.give(request.request_id, booked)
         member.write(frame(Embed(request)))
         return waiter
 

@@ -30,13 +30,14 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
     blocks: a name for each prefix of the prompt that ends a block, shortest first: those of
     ``name_prefixes`` or the hash_ids of a trace. ends: the number of tokens up to the end of each
-    block. num_tokens: tokens of the prompt.
+    block. num_tokens: tokens of the prompt. num_seqs: the places that it takes.
     """
 
     blocks: Sequence[int]
     ends: Sequence[int]
     num_tokens: int
     account: str = ""
+    num_seqs: int = 1
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -55,12 +56,14 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class BookedLoad:
-    """The load of one replica. num_tokens: prompt tokens that it probably has to compute."""
+    """The load of one replica. num_seqs: sequences of its requests. num_tokens: prompt tokens that
+    it probably has to compute. accounts: how many requests each has.
+    """
 
-    __slots__ = ("accounts", "num_requests", "num_tokens")
+    __slots__ = ("accounts", "num_seqs", "num_tokens")
 
     def __init__(self) -> None:
-        self.num_requests = 0
+        self.num_seqs = 0
         self.num_tokens = 0
         self.accounts: Counter[str] = Counter()
 
@@ -70,14 +73,17 @@ class Booking:
     there until ``release``.
     """
 
-    __slots__ = ("_account", "_booked", "num_tokens", "number")
+    __slots__ = ("_account", "_booked", "_num_seqs", "num_tokens", "number")
 
-    def __init__(self, number: int, booked: BookedLoad, num_tokens: int, account: str) -> None:
+    def __init__(
+        self, number: int, booked: BookedLoad, num_tokens: int, account: str, num_seqs: int
+    ) -> None:
         self.number = number
+        self._num_seqs = num_seqs
         self.num_tokens = num_tokens
         self._booked: BookedLoad | None = booked
         self._account = account
-        booked.num_requests += 1
+        booked.num_seqs += num_seqs
         booked.num_tokens += num_tokens
         booked.accounts[account] += 1
 
@@ -86,7 +92,7 @@ class Booking:
         if self._booked is None:
             raise RuntimeError("the booking has already been released")
         booked, self._booked = self._booked, None
-        booked.num_requests -= 1
+        booked.num_seqs -= self._num_seqs
         booked.num_tokens -= self.num_tokens
         booked.accounts[self._account] -= 1
         if not booked.accounts[self._account]:
@@ -141,7 +147,8 @@ class Router:
         number = self._choose(request, candidates).number
         num_known = self._remember(request.blocks, 1 << number)
         num_tokens = request.num_tokens - (request.ends[num_known - 1] if num_known else 0)
-        return Booking(number, self._booked[number], max(0, num_tokens), request.account)
+        booked = self._booked[number]
+        return Booking(number, booked, max(0, num_tokens), request.account, request.num_seqs)
 
     def forget(self, number: int) -> None:
         """Remove a replica that has ended. Its bookings can still be released."""
@@ -197,7 +204,7 @@ class Router:
     # --- load -----------------------------------------------------------------------------------
 
     def _load(self, replica: Candidate) -> int:
-        return self._booked[replica.number].num_requests
+        return self._booked[replica.number].num_seqs
 
     def _least(self, candidates: Sequence[Candidate]) -> int:
         return min(map(self._load, candidates))
@@ -209,9 +216,7 @@ class Router:
 
     def _others_wait(self, replica: Candidate, account: str) -> bool:
         booked = self._booked[replica.number]
-        return booked.num_requests > replica.max_num_seqs and bool(
-            booked.accounts.keys() - {account}
-        )
+        return booked.num_seqs > replica.max_num_seqs and bool(booked.accounts.keys() - {account})
 
     # --- prefixes -------------------------------------------------------------------------------
 

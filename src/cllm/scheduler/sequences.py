@@ -240,6 +240,17 @@ class Sequences:
             self._end(seq, FinishReason.ABORT)
         return self.take_outputs()
 
+    def withdraw(self, request_id: str) -> bool:
+        """Forget a request of which no sequence has begun. Return False if there is none."""
+        seqs = [*self._requests.get(request_id, {}).values()]
+        waits = all(seq in self.waiting and seq.status is Status.WAITING for seq in seqs)
+        if not seqs or not waits:
+            return False
+        for seq in seqs:
+            self.waiting.remove(seq)
+            self.release(seq)
+        return True
+
     def _expire(self, now: float) -> None:
         for seq in self._expiries.take(now):
             self._end(seq, FinishReason.TIMEOUT)

@@ -128,11 +128,12 @@ class HttpServer(uvicorn.Server):
 
         async def reload() -> None:
             try:
-                await self.registry.reload()
+                faults = await self.registry.reload()
             except StartupError as error:
                 log.error("the settings were not reloaded: %s", error)
-            else:
-                log.info("the settings were reloaded; models: %s", self.registry.describe())
+                return
+            but = " with faults" if faults else ""
+            log.info("the settings were reloaded%s; models: %s", but, self.registry.describe())
 
         self._reloading = asyncio.create_task(reload())
 
@@ -177,19 +178,19 @@ def open_server(
     first: Pool | None,
     memory: int,
     turn_file: str,
-    read_again: Callable[[], tuple[Settings, Sequence[Source]]] | None = None,
+    read_again: Callable[[], tuple[Settings, Sequence[Source], int]] | None = None,
 ) -> HttpServer:
     """Return a server that does not listen yet, with the models of ``sources``. Raises
     StartupError.
 
     first: the engine of the source that is the first one to be loaded. memory: bytes for all loaded
-    models, 0 for any. turn_file: of engines that share cores. read_again: reads
-    the settings and the models of their files again.
+    models, 0 for any. turn_file: of engines that share cores. read_again: returns
+    the present settings, sources and memory.
     """
     recorder = make_recorder(settings)
 
     def make_service(source: Source, pool: Pool) -> Service:
-        timeout, sampling = settings.scheduler.request_timeout, source.settings.sampling
+        timeout, sampling = source.settings.scheduler.request_timeout, source.settings.sampling
         return Service(
             *(pool, Metrics(source.name), source.name, timeout, recorder, access.ledger, sampling)
         )
@@ -197,8 +198,10 @@ def open_server(
     async def open_service(source: Source, model: ServedModel) -> Service:
         params = await in_daemon(lambda: source.read_params(check_going_on))
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, memory // MIN_KV_SHARE)
-        model.path, model.min_bytes = params.path, weigh(params.weight_bytes, kv_bytes)
-        return make_service(source, make_pool(source.settings, params, turn_file))
+        pool = make_pool(source.settings, params, turn_file)
+        model.path = params.path
+        model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
+        return make_service(source, pool)
 
     def check_going_on(*_: object) -> None:
         """End a download when the server shuts down."""
@@ -227,8 +230,10 @@ def open_server(
         """Return all models; with ``reads_settings``, those of the present settings."""
         nonlocal current
         if reads_settings and read_again is not None:
-            current = read_again()
-            access.use(current[0])
+            used, known, max_bytes = read_again()
+            current = used, known
+            access.use(used)
+            registry.max_bytes = max_bytes or None
         used, known = current
         adapters_of = {source.name: source.adapters for source in known}
         listed = [source for source in known if not source.is_found]

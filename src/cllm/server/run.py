@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]
+"""Reads the settings and the models of their files again."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -99,21 +100,28 @@ async def run(
     arrived before the server could handle them. launched: a process that becomes the first engine.
     read_again: reads the settings and the models of their files again, after SIGHUP.
     """
-    memory = measure_memory(settings, sources)
-    turn_file = create_turn_file() if len(sources) > 1 or is_growing(settings) else ""
+    free = measure_available_bytes()
+    memory = measure_memory(settings, sources, free)
+    turn_file = create_turn_file()
     engine, loading = None, None
     if params is not None:
         engine = make_pool(settings, params, turn_file, on_loading, launched)
         # a model that is alone, so far, may use all memory
         loading = asyncio.create_task(engine.start(memory if len(sources) > 1 else 0))
     elif launched is not None:
-        launched.kill()
+        end_process(launched)
     begun = time.monotonic()
     server: HttpServer | None = None
+
+    def again() -> tuple[Settings, Sequence[Source], int]:
+        assert read_again is not None
+        new, found = read_again()
+        return new, found, measure_memory(new, found, free)
+
     starting: asyncio.Task[None] | None = None
     try:
         server = opened = await asyncio.to_thread(
-            open_server, settings, access, sources, engine, memory, turn_file, read_again
+            open_server, settings, access, sources, engine, memory, turn_file, again
         )
         gc.enable()  # __main__ has turned it off for the imports
 
@@ -162,6 +170,12 @@ async def run(
             await access.close()
 
 
+def end_process(process: Popen[bytes]) -> None:
+    """End an engine process that is not needed."""
+    process.kill()
+    process.wait()
+
+
 def is_terminal() -> bool:
     """Return whether a person at a terminal has started the server."""
     return sys.stdin is not None and sys.stdin.isatty()
@@ -174,13 +188,15 @@ def as_startup_error(error: BaseException) -> BaseException:
     return StartupError(str(error)) if isinstance(error, EngineError) else error
 
 
-def measure_memory(settings: Settings, sources: Sequence[Source]) -> int:
-    """Return the bytes for all loaded models together; 0 for any, if there is only one model."""
+def measure_memory(settings: Settings, sources: Sequence[Source], free: int | None) -> int:
+    """Return the bytes for all loaded models together; 0 for any, if there is only one model.
+    ``free``: what was free at the start.
+    """
     if len(sources) < 2 and not is_growing(settings):
         return 0
     if settings.models.max_memory_mb is not None:
         return settings.models.max_memory_mb * 1_000_000
-    return measure_available_bytes() or 0
+    return free or 0
 
 
 def make_pool(
@@ -202,7 +218,7 @@ def make_pool(
     if places[0] == ANYWHERE and params.options.get("n_threads") is None:
         params = msgspec.structs.replace(params, turn_file=turn_file)
     if launched is not None and places[0] != ANYWHERE:
-        launched.kill()
+        end_process(launched)
         launched = None
     return Pool(params, on_loading, limits, results, launched, places=places)
 
@@ -214,7 +230,7 @@ def open_server(
     first: Pool | None,
     memory: int,
     turn_file: str,
-    read_again: ReadAgain | None = None,
+    read_again: Callable[[], tuple[Settings, Sequence[Source], int]],
 ) -> HttpServer:
     """Import and open the server. Raises StartupError."""
     from cllm.server import http_server
@@ -248,6 +264,8 @@ def run_forever(
     signals: list[int] = []
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, _: signals.append(number))
+    if hasattr(signal, "SIGHUP") and not is_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the settings can be read again
     with asyncio.Runner(loop_factory=factory) as runner:
         served = runner.run(
             run(

@@ -47,7 +47,8 @@ class Source:
             update={"aliases": [], "keep_alive": None, "pinned": False, "preload": False}
         )
         adapters = [(name, one, stamp(adapter_path(one))) for name, one in self.adapters.items()]
-        others = (own.kv, own.engine, own.backend, own.sampling, own.scheduler)
+        scheduler = own.scheduler.model_copy(update={"weights": {}, "priorities": {}})
+        others = (own.kv, own.engine, own.backend, own.sampling, scheduler)
         return live, others, self.path, stamp(self.path), adapters
 
     def read_params(self, progress: Progress | None = None) -> EngineParams:
@@ -57,6 +58,7 @@ class Source:
         path = self.path or resolve(self.settings, progress)
         params = engine_params(self.settings, path)
         files = {name: adapter_path(adapter) for name, adapter in self.adapters.items()}
+        files = {name: file for name, file in files.items() if file.is_file()}
         if weight_bytes := params.weight_bytes:  # 0: nothing is checked
             weight_bytes += sum(file.stat().st_size for file in files.values())
         names = {name: str(file) for name, file in files.items()}

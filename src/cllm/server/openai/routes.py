@@ -83,10 +83,13 @@ async def models(request: Request, reload: bool = False) -> dict[str, Any]:
     """
     if reload and call_of(request).account().is_admin:
         try:
-            await registry_of(request).reload()
+            faults = await registry_of(request).reload()
         except StartupError as error:
             message = f"The settings were not reloaded: {error}"
             raise BadRequest(message, code="invalid_settings") from None
+        if faults:
+            message = f"The settings were reloaded, but {'; '.join(faults)}"
+            raise BadRequest(message, code="model_not_replaced")
     elif reload:
         await registry_of(request).rescan()
     registry, served = registry_of(request), served_models(request)

@@ -1,0 +1,121 @@
+"""Moves requests between the engines of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cllm.core.request import Priority
+from cllm.engine.commands import Withdraw
+from cllm.process.embeddings import Embeddings
+from cllm.process.homes import Homes
+from cllm.process.in_flight import InFlightRequests
+from cllm.process.member import Member
+from cllm.process.messages import Withdrawn, frame
+
+BALANCE_SECONDS = 0.05  # between two looks at whether requests wait for the wrong engine
+
+
+class Move(NamedTuple):
+    """A request that ``source`` is to withdraw, so that ``target`` gets it."""
+
+    source: Member
+    target: Member
+    priority: Priority
+    num_seqs: int
+
+    def transfer(self, sign: int) -> None:
+        """Count its sequences for the target already (1), or no longer (-1)."""
+        self.source.num_seqs[self.priority] -= sign * self.num_seqs
+        self.target.num_seqs[self.priority] += sign * self.num_seqs
+
+
+class Balancer:
+    """Moves requests from engines that are not ready, and those that wait for one engine while
+    another one has room. An engine withdraws a request only if it has not begun it.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        homes: Homes,
+        in_flight: InFlightRequests,
+        embeddings: Embeddings,
+        clock: Callable[[], float],
+    ) -> None:
+        """``clock`` returns seconds."""
+        self._members = members
+        self._homes = homes
+        self._in_flight = in_flight
+        self._embeddings = embeddings
+        self._clock = clock
+        self._balanced = 0.0
+        self._moves: dict[str, Move] = {}  # by request, those that are not answered yet
+
+    def move_all(self, member: Member) -> None:
+        """Let engines that are ready continue the requests of one that is not, except those that
+        may have been the cause of its death.
+        """
+        ready = self._homes.list_ready()
+        for request_id in member.list_harmless() if ready else ():
+            self._move(member, request_id, ready)
+
+    def _move(self, source: Member, request_id: str, targets: list[Member]) -> None:
+        """Let one of ``targets`` continue a request that ``source`` does not know any longer."""
+        source.leave(request_id)
+        request = self._in_flight.find(request_id) or self._embeddings.find(request_id)
+        if request is not None:
+            member, booked = self._homes.assign(request, targets)
+            member.take_over(request_id, booked)
+
+    def balance(self) -> None:
+        """Look whether requests wait for an engine while another one has room for them. To be
+        called often.
+        """
+        now = self._clock()
+        if now - self._balanced < BALANCE_SECONDS:
+            return
+        if any(member.stats.num_waiting for member in self._members):
+            self._balanced = now
+            for member in self._members:
+                if member.ready:
+                    self.relieve_others(member)
+
+    def relieve_others(self, member: Member) -> None:
+        """Let an engine get requests that wait for others, as far as it has room."""
+        others = [one for one in self._members if one is not member]
+        for priority in Priority:
+            for other in sorted(others, key=lambda one: -one.count_seqs(priority)):
+                if not member.has_room(priority):
+                    return
+                if other.ready and member.should_relieve(other, priority):
+                    self._withdraw(other, member, priority)
+
+    def _withdraw(self, source: Member, target: Member, priority: Priority) -> None:
+        """Ask ``source`` for requests of a class that ``target`` should have."""
+        for request_id in self._in_flight.list_waiting(source.bookings, priority):
+            if not (target.has_room(priority) and target.should_relieve(source, priority)):
+                return
+            if request_id not in self._moves and source.has(request_id):
+                booked = source.bookings[request_id]
+                move = Move(source, target, priority, booked.num_seqs)
+                self._moves[request_id] = move
+                move.transfer(1)
+                source.write(frame(Withdraw(request_id)))
+
+    def take(self, message: Withdrawn) -> None:
+        """Handle the answer of an engine."""
+        move = self._moves.pop(message.request_id, None)
+        if move is None:
+            return
+        move.transfer(-1)
+        if message.done and message.request_id in move.source.bookings:
+            targets = [move.target] if move.target.ready else self._homes.list_ready()
+            self._move(move.source, message.request_id, targets)
+
+    def cancel(self, source: Member) -> None:
+        """Note that an engine will not answer any more."""
+        for request_id, move in [*self._moves.items()]:
+            if move.source is source:
+                del self._moves[request_id]
+                move.transfer(-1)
