@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import cllm
 from cllm.cli.main import COMMANDS
@@ -55,9 +56,11 @@ def test_commands_and_sections_of_the_configuration():
 
 
 def test_metrics():
+    engines = [(True, 0, Stats())] * 2
+    current: dict[str, Any] = {"ready": True, "num_restarts": 0, "reservations": {}}
     registries = [
         ServerMetrics().update({}, 0),
-        Metrics("m").update(Stats(), ready=True, num_restarts=0, reservations={}),
+        Metrics("m").update(Stats(), engines=engines, **current),
     ]
     page = render(registries).decode()
     found = re.findall(r"^# TYPE (cllm:\w+) ", page, re.MULTILINE)

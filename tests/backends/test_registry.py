@@ -107,7 +107,7 @@ def test_loader_implements_the_protocol(name: str) -> None:
         for function, member in vars(Loader).items()
         if inspect.isfunction(member) and not function.startswith("_")
     }
-    assert len(functions) == 5
+    assert len(functions) == 7
     for function, signature in functions.items():
         parameters = list(signature.parameters.values())[1:]
         offered = inspect.signature(getattr(loader, function)).parameters.values()
