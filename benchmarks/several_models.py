@@ -7,9 +7,10 @@ that is loaded again.
 MODEL is served under two names; the built-in model by default.
 
 idle: tokens/s of 4 clients of one model, alone in its server, and beside another loaded model, in
-turn. both: tokens/s of 4 clients of each model, in turns, and without turns with all threads and
-with half of them each. swap: TTFT of a prompt of 2,000 tokens after its model was unloaded and
-loaded again, with a disk cache, and the times of the load and of the prompt without a cache.
+turn. both: tokens/s of 4 clients of each model, with divided cores as by default, with all threads
+each, and with half of them each. swap: TTFT of a prompt of 2,000 tokens after its model was
+unloaded and loaded again, with a disk cache, and the times of the load and of the prompt without a
+cache.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def count_loads(url: str) -> int:
 def measure_both(folder: Path, model: Path, seconds: float, rounds: int) -> None:
     cpus = count_cpus()
     ways = {
-        "turns": "",
+        "divided": "",
         "all threads each": f"backend.llama_cpp.n_threads: {cpus}",
         "half of the threads each": f"backend.llama_cpp.n_threads: {max(1, cpus // 2)}",
     }

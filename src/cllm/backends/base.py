@@ -54,6 +54,10 @@ class Backend(Protocol):
         """
         ...
 
+    def share_cores(self, num_engines: int) -> None:
+        """Use only one in ``num_engines`` of the cores from now on, because others are busy too."""
+        ...
+
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter, so that batches can name it, in place of one with the same name.
 

@@ -163,7 +163,7 @@ def describe_processor(model: dict[str, Any]) -> str:
     engines = model.get("engines", 1)
     text = "GPU" if model["size_vram"] else "CPU"
     text += f", {engines} engines" if engines > 1 else ""
-    return text + (", takes turns" if model.get("takes_turns") else "")
+    return text + (", shared cores" if model.get("shares_cores") else "")
 
 
 def run(

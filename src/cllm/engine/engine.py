@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
@@ -31,8 +32,8 @@ from cllm.engine.disk import DiskTier
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.faults import Faults
 from cllm.engine.grammars import Grammars
+from cllm.engine.shared_cores import SharedCores
 from cllm.engine.side_jobs import Record, SideJob
-from cllm.engine.turn import Turn
 from cllm.errors import EngineError, StartupError
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
@@ -107,7 +108,9 @@ class Engine:
         self._batch: Batch | None = None  # being computed
         self._check = check
         self._record: Record | None = None
-        self._turn: Turn | None = None
+        self._cores: SharedCores | None = None
+        self._num_busy = 1  # engines that share the cores now
+        self._step_began = math.inf
         self._faults = Faults()
         self._weights = {} if weights is None else weights
 
@@ -150,9 +153,9 @@ class Engine:
         """Note in ``record`` what is being computed."""
         self._record = self.embeddings.record = record
 
-    def take_turns(self, turn: Turn) -> None:
-        """Let other engines compute between two steps."""
-        self._turn = turn
+    def share_cores(self, cores: SharedCores) -> None:
+        """Leave a part of the cores to other engines while these compute."""
+        self._cores = cores
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or any(job.has_work() for job in self.side_jobs)
@@ -242,20 +245,8 @@ class Engine:
 
         Fetch embeddings with ``embeddings.take``.
         """
-        if self._turn is None or not self.has_work():
-            return self._step()
-        self._turn.begin(self._tick)
-        try:
-            return self._step()
-        finally:
-            self._turn.end()
-
-    def _tick(self) -> None:
-        """Show that an engine that waits for its turn does not hang."""
-        if self._record is not None:
-            self._record.end()
-
-    def _step(self) -> list[TokenOutput]:
+        if self._cores is not None and self.has_work():
+            self._divide_cores(self._cores)
         outputs: list[TokenOutput] = []
         for job in self.side_jobs:
             outputs += self._attempt(job.before, self.clock())
@@ -267,6 +258,14 @@ class Engine:
         if self._record is not None:
             self._record.end()
         return outputs
+
+    def _divide_cores(self, cores: SharedCores) -> None:
+        now = self.clock()
+        num_busy = cores.begin(now - self._step_began)  # this step may take as long as the last one
+        self._step_began = now
+        if num_busy != self._num_busy:
+            self._num_busy = num_busy
+            self.backend.share_cores(num_busy)
 
     def _generate(self, now: float) -> list[TokenOutput]:
         if self._record is not None and self.scheduler.running:  # a draft model computes as well

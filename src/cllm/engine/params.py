@@ -16,8 +16,8 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fit_memory``).
     max_bytes: what the engine may take of it, 0 without other models beside it.
     target_itl, prefill_share: see SchedulerParams; prefill_share None depends on the device.
-    turn_file: the file of a ``Turn``, for engines that may use the same cores at the same time; ""
-    without others.
+    cores_file: the file of ``SharedCores``, for engines that may use the same cores at the same
+    time; "" without others.
     check: verify the conservation laws after every step, and raise the exceptions that an engine
     otherwise survives.
     """
@@ -35,6 +35,6 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     speculation: str = "prompt_lookup"
     draft_path: str = ""
     max_draft_tokens: int = 8
-    turn_file: str = ""
+    cores_file: str = ""
     check: bool = False
     log_level: str = "warning"

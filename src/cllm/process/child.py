@@ -23,7 +23,7 @@ from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
-from cllm.engine.turn import Turn
+from cllm.engine.shared_cores import SharedCores
 from cllm.errors import StartupError
 from cllm.observe import log
 from cllm.observe.cpu_time import decoding
@@ -168,9 +168,9 @@ def main() -> None:
         backend = build_backend(params, report_progress, report_failure)
         engine = build_engine(backend, params)
         engine.use_record(record)
-        if params.turn_file and not backend.info.on_gpu:
-            with contextlib.suppress(OSError):  # without turns it is only slower
-                engine.take_turns(Turn(params.turn_file))
+        if params.cores_file and not backend.info.on_gpu:
+            with contextlib.suppress(OSError):  # without it, it is only slower
+                engine.share_cores(SharedCores(params.cores_file))
     except StartupError as error:
         report_failure(str(error))
     gc.collect()

@@ -185,9 +185,9 @@ class Pool:
         return len(self._in_flight) + len(self._embeddings)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether its engine computes while those of other models do not."""
-        return bool(self.params.turn_file) and self.info is not None and not self.info.on_gpu
+    def shares_cores(self) -> bool:
+        """Whether its engines leave a part of the cores to those of other models."""
+        return bool(self.params.cores_file) and self.info is not None and not self.info.on_gpu
 
     @property
     def has_requests(self) -> bool:

@@ -177,14 +177,14 @@ def open_server(
     sources: Sequence[Source],
     first: Pool | None,
     memory: int,
-    turn_file: str,
+    cores_file: str,
     read_again: Callable[[], tuple[Settings, Sequence[Source], int]] | None = None,
 ) -> HttpServer:
     """Return a server that does not listen yet, with the models of ``sources``. Raises
     StartupError.
 
     first: the engine of the source that is the first one to be loaded. memory: bytes for all loaded
-    models, 0 for any. turn_file: of engines that share cores. read_again: returns
+    models, 0 for any. cores_file: of engines that share cores. read_again: returns
     the present settings, sources and memory.
     """
     recorder = make_recorder(settings)
@@ -198,7 +198,7 @@ def open_server(
     async def open_service(source: Source, model: ServedModel) -> Service:
         params = await in_daemon(lambda: source.read_params(check_going_on))
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, memory // MIN_KV_SHARE)
-        pool = make_pool(source.settings, params, turn_file)
+        pool = make_pool(source.settings, params, cores_file)
         model.path = params.path
         model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
         return make_service(source, pool)

@@ -20,7 +20,7 @@ import msgspec
 
 from cllm.config import Settings
 from cllm.engine.params import EngineParams
-from cllm.engine.turn import create_turn_file, remove_turn_file
+from cllm.engine.shared_cores import create_cores_file, remove_cores_file
 from cllm.errors import EngineError, LoadFailed, StartupError
 from cllm.models.memory import measure_available_bytes
 from cllm.process.backlog import QueueLimits
@@ -102,10 +102,10 @@ async def run(
     """
     free = measure_available_bytes()
     memory = measure_memory(settings, sources, free)
-    turn_file = create_turn_file()
+    cores_file = create_cores_file()
     engine, loading = None, None
     if params is not None:
-        engine = make_pool(settings, params, turn_file, on_loading, launched)
+        engine = make_pool(settings, params, cores_file, on_loading, launched)
         # a model that is alone, so far, may use all memory
         loading = asyncio.create_task(engine.start(memory if len(sources) > 1 else 0))
     elif launched is not None:
@@ -121,7 +121,7 @@ async def run(
     starting: asyncio.Task[None] | None = None
     try:
         server = opened = await asyncio.to_thread(
-            open_server, settings, access, sources, engine, memory, turn_file, again
+            open_server, settings, access, sources, engine, memory, cores_file, again
         )
         gc.enable()  # __main__ has turned it off for the imports
 
@@ -166,7 +166,7 @@ async def run(
             elif engine is not None:
                 await engine.close()
         finally:
-            remove_turn_file(turn_file)
+            remove_cores_file(cores_file)
             await access.close()
 
 
@@ -202,11 +202,11 @@ def measure_memory(settings: Settings, sources: Sequence[Source], free: int | No
 def make_pool(
     settings: Settings,
     params: EngineParams,
-    turn_file: str = "",
+    cores_file: str = "",
     on_loading: Callable[[float], None] | None = None,
     launched: Popen[bytes] | None = None,
 ) -> Pool:
-    """Return the pool for a model's engines. ``turn_file``: for those that share cores with
+    """Return the pool for a model's engines. ``cores_file``: for those that share cores with
     others.
     """
     scheduler, cache = settings.scheduler, settings.cache
@@ -216,7 +216,7 @@ def make_pool(
     results = ResultCache(cache.max_results, cache.max_memory_mb * 1_000_000)
     places = find_places(params, settings.engine.count)
     if places[0] == ANYWHERE and params.options.get("n_threads") is None:
-        params = msgspec.structs.replace(params, turn_file=turn_file)
+        params = msgspec.structs.replace(params, cores_file=cores_file)
     if launched is not None and places[0] != ANYWHERE:
         end_process(launched)
         launched = None
@@ -229,13 +229,13 @@ def open_server(
     sources: Sequence[Source],
     first: Pool | None,
     memory: int,
-    turn_file: str,
+    cores_file: str,
     read_again: Callable[[], tuple[Settings, Sequence[Source], int]],
 ) -> HttpServer:
     """Import and open the server. Raises StartupError."""
     from cllm.server import http_server
 
-    return http_server.open_server(settings, access, sources, first, memory, turn_file, read_again)
+    return http_server.open_server(settings, access, sources, first, memory, cores_file, read_again)
 
 
 def run_forever(

@@ -13,6 +13,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.llama_cpp.backend import LlamaCppBackend
 from cllm.backends.llama_cpp.embedder import Embedder
 from cllm.backends.llama_cpp.options import Options
+from cllm.backends.llama_cpp.threads import Threads
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Chunk
 
@@ -61,7 +62,7 @@ def test_pooling_matches_that_of_llama_cpp(
     number = {"mean": 1, "cls": 2, "last": 3}[pooling]
     expected = pooled_by_llama_cpp(backend._model, number)
     facts = backend._embedder._facts._replace(pooling=pooling)
-    embedder = Embedder(backend._model, facts, 256, 1, backend._scale)
+    embedder = Embedder(backend._model, facts, 256, Threads(Options(n_threads=1)), backend._scale)
     request.addfinalizer(embedder.close)
     cuts = [len(TEXT)] if facts.whole else [4, 9, len(TEXT)]
     rows = [

@@ -118,6 +118,9 @@ class FakeBackend:
         self._adapters: Adapters = ()
         self.num_steps = 0
 
+    def share_cores(self, num_engines: int) -> None:
+        self.num_engines = num_engines
+
     def load_adapter(self, name: str, path: str) -> None:
         if not Path(path).is_file():
             raise StartupError(f"the adapter {name}: there is no file {path}")

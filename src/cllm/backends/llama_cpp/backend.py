@@ -54,11 +54,11 @@ from cllm.backends.llama_cpp.placement import (
     scaled_length,
 )
 from cllm.backends.llama_cpp.states import CELL
+from cllm.backends.llama_cpp.threads import Threads
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
-from cllm.environment import count_cpus
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import compute_fingerprint
 
@@ -143,6 +143,8 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
+        self._threads = Threads(options)
+        self.share_cores = self._threads.share
         self._scale = partial(scale_positions, options, trained)
         trained = scaled_length(options, trained)
         # In the unified layout, llama.cpp silently gives a sequence's cells before its window to
@@ -161,9 +163,8 @@ class LlamaCppBackend:
         if not generates:  # an encoder keeps no state between texts
             self._close_context()
         room = max(USUAL_CONTEXT, sizes.num_cells // MIN_SEQS)  # it has cells of its own
-        max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens, room)
-        threads = options.n_threads_batch or options.n_threads
-        self._embedder = Embedder(self._model, vectors, max_embedding_tokens, threads, self._scale)
+        longest = min(sizes.context_length, trained, vectors.max_tokens, room)
+        self._embedder = Embedder(self._model, vectors, longest, self._threads, self._scale)
         self.info = ModelInfo(
             name=self._metadata("general.name") or self._path.stem,
             architecture=self._metadata("general.architecture") or "unknown",
@@ -188,7 +189,7 @@ class LlamaCppBackend:
             generates=generates,
             embedding_size=vectors.size,
             pooling=vectors.pooling,
-            max_embedding_tokens=max_embedding_tokens,
+            max_embedding_tokens=longest,
             max_embedding_batch_tokens=vectors.max_batch_tokens,
             embeds_whole=vectors.whole,
             state_bytes=probed.state_bytes,
@@ -260,6 +261,7 @@ class LlamaCppBackend:
 
     def _close_context(self) -> None:
         lib.llama_free(self._context)
+        self._threads.forget("model")
         self._context = None  # so it is not freed again
         self._adapters.reset()
         for each in (self._pages, self._addresses):
@@ -345,7 +347,6 @@ class LlamaCppBackend:
 
     def _make_context(self, sizes: Fit) -> Any:
         params, options = self._params, self._options
-        threads = options.n_threads or count_cpus()
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
         if sizes.layout == "paged":
@@ -354,8 +355,7 @@ class LlamaCppBackend:
         c_params.n_ubatch = min(options.n_ubatch, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
         c_params.n_outputs_max = max_samples(params, sizes)
-        c_params.n_threads = threads
-        c_params.n_threads_batch = options.n_threads_batch or threads
+        self._threads.set(c_params)
         c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
         c_params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         self._scale(c_params)
@@ -368,7 +368,7 @@ class LlamaCppBackend:
             f"cannot create a context of {c_params.n_ctx} tokens with {params.kv_type} cells for "
             f"{self._path}"
         )
-        return check_pointer(context, what)
+        return self._threads.keep("model", check_pointer(context, what))
 
     def _check_architecture(self) -> None:
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):

@@ -17,8 +17,8 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.library import last_error
+from cllm.backends.llama_cpp.threads import Threads
 from cllm.core.batch import MAX_CHUNKS, Chunk
-from cllm.environment import count_cpus
 from cllm.errors import EngineError
 
 POOLINGS = {
@@ -70,7 +70,7 @@ class Embedder:
         model: Any,
         facts: EmbeddingFacts,
         max_tokens: int,
-        threads: int | None,
+        threads: Threads,
         scale_positions: Callable[[Any], None],
     ) -> None:
         """``max_tokens``: the limit of one text. ``scale_positions`` sets the parameters of a
@@ -79,7 +79,7 @@ class Embedder:
         self._model = model
         self._facts = facts
         self._max_tokens = max_tokens
-        self._threads = threads or count_cpus()
+        self._threads = threads
         self._scale_positions = scale_positions
         self._context: Any = None
         self._room = 0  # length of the longest text for which there are cells
@@ -139,7 +139,7 @@ class Embedder:
         c_params.n_ctx = -(-(room + num_tokens) // PADDING) * PADDING
         c_params.n_batch = c_params.n_ubatch = num_tokens
         c_params.n_seq_max = MAX_CHUNKS
-        c_params.n_threads = c_params.n_threads_batch = self._threads
+        self._threads.set(c_params)
         self._scale_positions(c_params)
         c_params.embeddings = True
         rank = lib.LLAMA_POOLING_TYPE_RANK
@@ -152,6 +152,7 @@ class Embedder:
                 f"cannot create a context for texts of {room} tokens: "
                 f"{last_error('no reason given')}"
             )
+        self._threads.keep("embeddings", self._context)
         self._room = room
         self._memory = lib.llama_get_memory(self._context)
         self._arrays = BatchArrays(num_tokens, MAX_CHUNKS)
@@ -198,6 +199,7 @@ class Embedder:
     def close(self) -> None:
         """Free the context. The embedder may be used again."""
         context, self._context, self._room = self._context, None, 0
+        self._threads.forget("embeddings")
         if context is not None:
             lib.llama_free(context)
 

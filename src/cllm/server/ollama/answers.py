@@ -96,15 +96,15 @@ class TagsAnswer(ResponseModel):
 
 
 class LoadedModel(ModelEntry):
-    """engines: that share its requests. takes_turns: whether it computes while other models do
-    not.
+    """engines: that share its requests. shares_cores: whether it leaves a part of
+    the cores to other models while these compute.
     """
 
     size_vram: int
     expires_at: str
     context_length: int
     engines: int
-    takes_turns: bool
+    shares_cores: bool
 
 
 class PsAnswer(ResponseModel):

@@ -292,7 +292,7 @@ async def running(request: Request) -> Response:
             "expires_at": NEVER if expires is None else time_text(time.time() + expires - now),
             "context_length": info.context_length,
             "engines": len(engine.members),
-            "takes_turns": engine.takes_turns,
+            "shares_cores": engine.shares_cores,
         }
         models.append(loaded_model)
     return json_answer({"models": models})

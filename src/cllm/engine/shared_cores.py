@@ -1,0 +1,70 @@
+"""Lets engines that use the same cores divide them while several compute.
+
+The threads of llama.cpp spin while they wait for each other. With two engines that use all cores,
+each one's threads wait for threads that the other one's have displaced, and both together are about
+half as fast as one. With half of the threads each, they are faster than one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+if sys.platform != "win32":
+    import fcntl
+
+MOST_SECONDS = 5.0
+SLOTS = 256  # engines that can use a file
+BUSY_SECONDS = (
+    0.5  # after the begin of a step; an engine that ends without a word is forgotten then
+)
+
+
+class SharedCores:
+    """A file in which each engine notes that it computes. Its process has locked the byte of its
+    slot, so that no other one uses that; the system releases the lock when the process ends.
+    """
+
+    def __init__(self, path: str) -> None:
+        """``path``: of the file; see ``create_cores_file``. Raises OSError if it cannot be used."""
+        self._file = os.open(path, os.O_RDWR)
+        self._slot = self._find_slot()
+        self._until = np.frombuffer(mmap.mmap(self._file, 8 * SLOTS), np.float64)
+
+    def _find_slot(self) -> int:
+        for slot in range(SLOTS):
+            with contextlib.suppress(BlockingIOError, PermissionError):  # another engine has it
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+                return slot
+        raise OSError(f"more than {SLOTS} engines share cores")
+
+    def begin(self, seconds: float) -> int:
+        """Note that a step begins, which should take ``seconds``, MOST_SECONDS at most. Return how
+        many engines compute, with this one.
+        """
+        now = time.monotonic()  # the same for all processes
+        self._until[self._slot] = now + min(max(seconds, 0.0), MOST_SECONDS) + BUSY_SECONDS
+        return int(np.count_nonzero(self._until > now))
+
+
+def create_cores_file() -> str:
+    """Create a file for ``SharedCores``, and return its path; "" where bytes cannot be locked."""
+    if sys.platform == "win32":
+        return ""
+    descriptor, path = tempfile.mkstemp(prefix="cllm-cores-")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(bytes(8 * SLOTS))
+    return path
+
+
+def remove_cores_file(path: str) -> None:
+    """Remove the file, if there is one. Engines that have opened it can still use it."""
+    with contextlib.suppress(OSError):
+        Path(path).unlink()
