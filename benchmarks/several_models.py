@@ -107,7 +107,7 @@ def first_token(url: str, prompt: str) -> float:
 
 
 def measure_swap(folder: Path, model: Path, rounds: int) -> None:
-    cache = f"kv.disk_cache: {folder / 'prefixes'}\nkv.ram_cache_mb: 0"
+    cache = f"kv.disk_cache: {folder / 'prefixes'}"
     with serve(folder, model, "ab", cache) as url:
         for number in range(rounds):
             text = " ".join(WORDS[(i * (number + 3) + i // 7) % len(WORDS)] for i in range(1990))

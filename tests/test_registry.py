@@ -668,3 +668,71 @@ def test_settings_with_a_fault_change_nothing():
         assert [model.name for model in fleet.registry.models] == ["a", "b", "c"]
 
     run(test())
+
+
+def test_reload_loads_what_is_to_be_preloaded_and_stays_ready():
+    async def test():
+        fleet = Fleet(max_megabytes=100)
+        await fleet.use("a")
+        assert fleet.registry.ready
+        reloadable(fleet, a=1, d=1)
+        scan = fleet.registry._scan
+
+        def preloading(reads_settings):
+            models = scan(reads_settings)
+            models[1].preload = True
+            return models
+
+        fleet.registry._scan = preloading
+        await fleet.registry.reload()
+        assert fleet.registry.ready
+        await fleet.turns()
+        assert fleet.registry.find("d").is_loaded
+        assert fleet.registry.ready
+
+    run(test())
+
+
+def test_requests_wait_for_the_successor_of_a_model_that_had_to_leave():
+    """There is room for one. Neither is the old one loaded again, nor does a request fail."""
+
+    async def test():
+        fleet = Fleet(names="a", max_megabytes=15)
+        reloadable(fleet, a=2)
+        await fleet.use("a")
+        old = fleet.models["a"]
+        fleet.now += 100
+        reloading = asyncio.create_task(fleet.registry.reload())
+        await fleet.turns()
+        service = await fleet.registry.load(old)
+        assert service.model_name == "a2"
+        assert await reloading == []
+        await fleet.turns()
+        assert [event for event in fleet.events if "load" in event] == [
+            "load a",
+            "unload a",
+            "load a2",
+        ]
+
+    run(test())
+
+
+def test_adapter_of_a_model_that_could_not_be_replaced_is_not_served(caplog):
+    async def test():
+        fleet = Fleet(names="a", max_megabytes=100)
+        reloadable(fleet, a=2)
+        fleet.errors["a"] = StartupError("no such adapter")
+        scan = fleet.registry._scan
+
+        def with_adapter(reads_settings):
+            models = scan(reads_settings)
+            return [*models, ServedModel(name="poet", parent=models[0], adapter_hash="1")]
+
+        fleet.registry._scan = with_adapter
+        await fleet.use("a")
+        faults = await fleet.registry.reload()
+        assert faults == ["the model a stays as it was: no such adapter"]
+        assert [model.name for model in fleet.registry.models] == ["a"]
+
+    run(test())
+    assert "the adapter poet is not served" in caplog.text

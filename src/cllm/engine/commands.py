@@ -99,7 +99,11 @@ class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop the engine, even if sequences are running."""
+    """Stop the engine, even if sequences are running. ``seconds``: to save prefixes on disk, and
+    again to write them.
+    """
+
+    seconds: float = 1.5
 
 
 Command = (

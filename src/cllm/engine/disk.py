@@ -40,8 +40,6 @@ PIECE = 1 << 24  # bytes that one thread reads at a time
 READERS = 4
 MAX_PENDING = 1 << 30  # bytes waiting to be written; snapshots beyond this limit are not written
 SUFFIX = ".kv"
-# seconds that a closing engine spends on saving prefixes, and again on writing them
-LAST_SAVES = 1.5
 
 log = logging.getLogger("cllm.disk")
 
@@ -344,14 +342,14 @@ class DiskTier(SideJob):
             operations = [*self._scheduler.drain_pending_operations(), *operations]
         return bool(operations) and run_operations(self._backend, self._scheduler, operations)
 
-    def close(self) -> None:
-        """Save the idle prefixes and write them to files; takes up to 2 * LAST_SAVES seconds."""
-        until = self._clock() + LAST_SAVES
+    def close(self, seconds: float) -> None:
+        """Save the idle prefixes and write them to files, each for up to ``seconds``."""
+        until = self._clock() + seconds
         try:
             while self._clock() < until and self.idle():
                 pass
         finally:
-            self._files.flush(LAST_SAVES)
+            self._files.flush(seconds)
 
 
 def delete(path: Path) -> None:

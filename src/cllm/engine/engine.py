@@ -122,9 +122,9 @@ class Engine:
             outputs: list[TokenOutput] = []
             for command in inbox.drain(block=not self.has_work() and not self.idle()):
                 match command:
-                    case Close():
+                    case Close(seconds):
                         if self._disk is not None:
-                            self._attempt(self._disk.close)
+                            self._attempt(self._disk.close, seconds)
                         return
                     case Explain():
                         outbox.send_explanation(

@@ -28,6 +28,7 @@ log = logging.getLogger("cllm.process")
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0
 HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
+UNLOAD_SECONDS = 10.0  # to save prefixes on disk, and again to write them
 USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 WATCH_SECONDS = 1.0  # between two looks at the engine's step
 # An engine with work hangs if it finishes no step within HANG_SECONDS, or HANG_FACTOR times the
@@ -158,21 +159,21 @@ class Supervisor:
         when this returns. ``start`` starts the next one.
         """
         self.unloaded = True
-        await self._end()
+        await self._end(Close(UNLOAD_SECONDS), 2 * UNLOAD_SECONDS + CLOSE_TIMEOUT)
 
     async def close(self) -> None:
         """End the engine process for good. It has ended when this returns."""
         self.closing = True
-        await self._end()
+        await self._end(Close(), CLOSE_TIMEOUT)
 
-    async def _end(self) -> None:
+    async def _end(self, command: Close, limit: float) -> None:
         if self._serving is not None and not self._serving.done() and not self.ready:
             self._serving.cancel()
         self.ready = False
         if self.process is not None and not self.process.ended.is_set():
-            self.write(frame(Close()))
+            self.write(frame(command))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.ended.wait(), CLOSE_TIMEOUT)
+                await asyncio.wait_for(self.process.ended.wait(), limit)
             await self.process.stop()
         if self._serving is not None:
             with contextlib.suppress(asyncio.CancelledError):
