@@ -10,12 +10,12 @@ from cllm.process.member import Booked, Member
 from cllm.routing.router import Candidate, Router, RoutingRequest
 
 # Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK
-# tokens, or an eighth of what is before it if that is more.
+# tokens, or a fifth of what is before it if that is more.
 BLOCK = 64
-SAMPLED_AFTER, SAMPLED_STRIDE = 1024, 8
+SAMPLED_AFTER, SAMPLED_STRIDE = 1024, 16
 ENDS = [BLOCK]
 while ENDS[-1] < 10_000_000:
-    ENDS.append(ENDS[-1] + max(BLOCK, ENDS[-1] // 8))
+    ENDS.append(ENDS[-1] + max(BLOCK, ENDS[-1] // 5))
 
 
 class Homes:

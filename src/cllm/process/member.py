@@ -106,8 +106,9 @@ class Member:
         clock: Callable[[], float],
         place: Place,
         ends: Counter[str],
+        label: str,
     ) -> None:
-        """``ends``: as in Suspects, of all members."""
+        """``ends``: as in Suspects, of all members. ``label``: its name in the log."""
         self.number = number
         self.place = place
         self.stats = Stats()
@@ -124,6 +125,7 @@ class Member:
             launched,
             clock,
             place,
+            label,
         )
         self._owner = owner
         self._earlier_stats = Stats()  # of the engines that have died

@@ -94,6 +94,7 @@ class Pool:
                 clock,
                 place,
                 ends,
+                f"engine {number}" if len(places) > 1 else "the engine",
             )
             for number, place in enumerate(places)
         ]

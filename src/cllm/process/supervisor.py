@@ -73,11 +73,13 @@ class Supervisor:
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
         place: Place = ANYWHERE,
+        label: str = "the engine",
     ) -> None:
         """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
         called for each engine, ``on_failure`` for each restart that failed. ``has_work``: whether
         the engine has something to compute. ``launched``: a process that becomes the first engine.
-        ``clock`` returns seconds. ``place``: of the others.
+        ``clock`` returns seconds. ``place``: of the others. ``label``: its name in
+        the log.
         """
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
@@ -96,6 +98,7 @@ class Supervisor:
         self._on_loading = on_loading
         self._launched = launched
         self._place = place
+        self._label = label
         self._clock = clock
         self._loaded: asyncio.Future[Ready]
         self._record: StepRecord | None = None
@@ -268,7 +271,8 @@ class Supervisor:
                 self._num_oom_kills = count_oom_kills()
             elif now - since > longest(entry):
                 log.error(
-                    "the engine has not finished a step for %.0f s (%.1f s expected); killing it",
+                    "%s has not finished a step for %.0f s (%.1f s expected); killing it",
+                    self._label,
                     now - since,
                     entry.expected_seconds,
                 )
@@ -301,14 +305,15 @@ class Supervisor:
                     self.num_failed += 1
                     is_expected = isinstance(error, StartupError)
                     log.error(
-                        "the engine failed to start: %s; next attempt in %.1f s",
+                        "%s failed to start: %s; next attempt in %.1f s",
+                        self._label,
                         error,
                         self._backoff,
                         exc_info=None if is_expected else error,
                     )
                     self._on_failure()
             self.num_restarts += 1
-            log.warning("the engine is ready again")
+            log.warning("%s is ready again", self._label)
 
     def _describe_death(self, process: EngineProcess, entry: Entry) -> Death:
         """Log and return why the engine has ended."""
@@ -317,7 +322,8 @@ class Supervisor:
         if out_of_memory:
             cause += ", out of memory"
         log.error(
-            "the engine died (%s) with %d requests in its step; restarting it in %.1f s",
+            "%s died (%s) with %d requests in its step; restarting it in %.1f s",
+            self._label,
             cause,
             len(entry.request_ids),
             self._backoff,
