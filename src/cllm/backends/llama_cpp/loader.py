@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 # options that say which GPUs to use
-CHOICES = ("split", "tensor_split", "devices", "main_gpu", "cpu_moe_layers", "override_tensors")
+CHOICES = (
+    *("split", "tensor_split", "devices", "rpc", "main_gpu"),
+    *("cpu_moe_layers", "override_tensors"),
+)
 # the variables that hide GPUs, by the beginning of llama.cpp's names for them
 VISIBLE = {
     "CUDA": "CUDA_VISIBLE_DEVICES",

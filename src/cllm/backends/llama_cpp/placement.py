@@ -5,6 +5,7 @@ numbers of its own.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import re
 from functools import cache
@@ -17,6 +18,8 @@ from cllm.errors import StartupError
 
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options
+
+log = logging.getLogger("cllm.backend")
 
 SECTION = "backend.llama_cpp"
 SPLIT_MODES = {
@@ -51,7 +54,7 @@ class Override(ctypes.Structure):
 
 def chosen_gpus(options: Options, gpus: list[Device] | None = None) -> list[Device]:
     """Return the GPUs that will hold weights. Raises StartupError for names of others."""
-    gpus = list_gpus() if gpus is None else gpus
+    gpus = list_all_gpus(options) if gpus is None else gpus
     if options.devices is not None:
         named = [find_gpu(name, gpus) for name in options.devices.split(",")]
         gpus = [gpu for gpu in named if gpu is not None]
@@ -60,6 +63,13 @@ def chosen_gpus(options: Options, gpus: list[Device] | None = None) -> list[Devi
             raise StartupError(f"{SECTION}.main_gpu is {options.main_gpu} of {len(gpus)} GPUs")
         return [gpus[options.main_gpu]]
     return gpus
+
+
+def list_all_gpus(options: Options) -> list[Device]:
+    """Return the GPUs of this machine and of RPC servers. Raises StartupError for the latter."""
+    for address in split(options.rpc or ""):
+        add_rpc_server(address)
+    return list_gpus()
 
 
 def find_gpu(name: str, gpus: list[Device]) -> Device:
@@ -93,7 +103,7 @@ class Placement:
 
     def __init__(self, options: Options, kv_type: str) -> None:
         """Raises StartupError if the options contradict each other, or name what is not there."""
-        gpus = list_gpus()
+        gpus = list_all_gpus(options)
         check(options, kv_type, has_gpu=bool(gpus))
         self._options = options
         self._shares = read_shares(options.tensor_split)
@@ -148,6 +158,25 @@ def describe_positions(options: Options) -> str:
         options.yarn_original_context,
     )
     return "" if own == ("auto", 1.0, None, None) else f" rope {own}"
+
+
+@cache  # llama.cpp keeps the devices of a process
+def add_rpc_server(address: str) -> None:
+    """Let llama.cpp use the devices of an RPC server. Raises StartupError."""
+    functions, pointer, text = lib._lib, ctypes.c_void_p, ctypes.c_char_p  # noqa: SLF001
+    if not re.fullmatch(r"[\w.-]+:\d{1,5}", address):
+        raise StartupError(f"{SECTION}.rpc must be addresses such as 10.0.0.5:50052, not {address}")
+    if not lib.llama_supports_rpc():
+        raise StartupError(
+            f"{SECTION}.rpc: this build of llama.cpp has no RPC backend; it needs -DGGML_RPC=ON"
+        )
+    log.warning("%s: RPC is not encrypted, and whoever reaches it can run code there", address)
+    backend = bind(functions, "ggml_backend_reg_by_name", pointer, text)(b"RPC")
+    find = bind(functions, "ggml_backend_reg_get_proc_address", pointer, pointer, text)
+    add = ctypes.CFUNCTYPE(pointer, text)(find(backend, b"ggml_backend_rpc_add_server"))
+    if not (devices := add(address.encode())):
+        raise StartupError(f"{SECTION}.rpc: there is no RPC server at {address}")
+    bind(functions, "ggml_backend_register", None, pointer)(devices)
 
 
 @cache  # llama.cpp keeps the first strategy of a process
