@@ -119,7 +119,8 @@ class LoadedModels:
         """
         if (service := self.use(model)) is not None:
             return service
-        if (successor := model.origin.successor) is not None:
+        successor = model.origin.successor
+        if successor is not None and not model.adapter_use.adapters:
             with suppress(CLLMError):  # then the old one stays
                 return model.view(await self.load(successor))
         if model.origin.failure is not None:
@@ -201,6 +202,7 @@ class LoadedModels:
         service.engine.on_wanted = partial(self._want, model)
         model.failure = None
         model.num_loads += 1
+        self._has_served |= self.has_served
         info = service.info
         # the next load must have room for a sequence as long as this one
         kv_bytes = info.context_length * info.kv_bytes_per_token
@@ -236,7 +238,8 @@ class LoadedModels:
         Raises EngineError if it can never fit.
         """
         while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
-            movable = [one for one in self._list_loaded(model) if not one.pinned]
+            leaving = [one for one in self._leaving if one.is_loaded and one is not model]
+            movable = [one for one in self._list_loaded(model) if not one.pinned] + leaving
             most = free + sum(one.num_bytes for one in movable)
             if most < model.min_bytes:
                 raise EngineError(
@@ -325,7 +328,7 @@ class LoadedModels:
         self.draining = True
         for service in self.services:
             service.engine.draining = True
-        for model in self.models:
+        for model in (*self.models, *self._leaving, *self._arriving):
             if model.loading is not None and not model.is_busy:
                 model.loading.cancel()
 

@@ -106,6 +106,10 @@ class Registry(LoadedModels):
     async def _scan_again(self, *, reads_settings: bool) -> list[str]:
         if self._scan is None:
             return []
+        if not self.has_served:
+            if reads_settings:
+                raise StartupError("the server is still loading its first model")
+            return []
         async with self._scanning:
             found = await asyncio.to_thread(self._scan, reads_settings)
             self._scanned = self._clock()

@@ -212,6 +212,55 @@ def test_engine_survives_an_explanation_that_nobody_waits_for():
     run(test, 2)
 
 
+def test_requests_that_wait_for_a_hung_engine_block_no_others():
+    """The idle engine takes over what waits for a healthy one, although the hung one has not
+    answered.
+    """
+
+    async def test(pool):
+        long = [ask(pool, f"long{i}", [i], count=900) for i in range(3)]
+        for stream in long:
+            await stream.arrival()
+        homes = {home_of(pool, f"long{i}"): stream for i, stream in enumerate(long)}
+        others = [ask(pool, f"w{i}", [50, i], count=3) for i in range(6)]
+        await asyncio.sleep(0.1)
+        hung = pool.members[0]
+        os.kill(hung.supervisor.pid, signal.SIGSTOP)
+        pool.close_stream(homes[1])  # that engine becomes idle
+        waiting = [stream for i, stream in enumerate(others) if home_of(pool, f"w{i}") != 0]
+        for stream in waiting:
+            assert len(await asyncio.wait_for(read(pool, stream), 20)) == 3
+        os.kill(hung.supervisor.pid, signal.SIGCONT)
+        for stream in others:
+            if stream not in waiting:
+                assert len(await read(pool, stream)) == 3
+        for number in (0, 2):
+            pool.close_stream(homes[number])
+        await until(lambda: not pool._balancer._moves)
+        assert [member.num_seqs for member in pool.members] == [[0, 0, 0]] * 3
+
+    run(test, 3, msgspec.structs.replace(PARAMS, max_num_seqs=1))
+
+
+def test_adapters_are_loaded_into_all_engines_and_the_next_ones(tmp_path):
+    async def test(pool):
+        path = tmp_path / "a.gguf"
+        path.write_text("an adapter")
+        assert await pool.load_adapter("a", str(path)) == ""
+        assert "no file" in await pool.load_adapter("b", str(tmp_path / "missing"))
+        assert [*pool.more_adapters] == ["a"]
+        path.unlink()
+        for member in pool.members:  # the file is needed no longer, but for the adapter itself
+            os.kill(member.supervisor.pid, signal.SIGKILL)
+        await until(lambda: not pool.ready)
+        with pytest.raises(EngineError, match="not ready"):
+            await pool.load_adapter("c", str(path))
+        await until(lambda: all(member.ready for member in pool.members))
+        assert await read(pool, ask(pool, "r", [5], count=3)) == count_on(5, 3)
+
+    run(test, 2)
+
+
 def test_lent_requests_leave_no_trace():
     """A request that waits is taken over by another engine; what the first one still says about it
     is not delivered.

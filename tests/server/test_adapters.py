@@ -244,6 +244,24 @@ def test_adapters_are_loaded_and_forgotten_while_the_server_runs(server, tmp_pat
     assert server.client.post("/v1/unload_lora_adapter", json=forget).status_code == 404
 
 
+def test_adapter_whose_file_is_gone_does_not_keep_its_base_from_loading(server, tmp_path):
+    """Whether it has been forgotten before or not."""
+    before = scores(server, "base")
+    for forget in (True, False):
+        path = tmp_path / "gone.gguf"
+        write_adapter(path, BUILTIN, seed=1)
+        assert load(server, "gone", path, load_inplace=True).status_code == 200
+        if forget:
+            answer = server.client.post("/v1/unload_lora_adapter", json={"lora_name": "gone"})
+            assert answer.status_code == 200
+        path.unlink()
+        server.client.post("/models/unload", json={"model": "base"}).raise_for_status()
+        assert same(scores(server, "base"), before)
+    asked = server.client.post("/v1/completions", json={"model": "gone", "prompt": "x"})
+    assert asked.status_code in (500, 503)
+    server.client.post("/v1/unload_lora_adapter", json={"lora_name": "gone"}).raise_for_status()
+
+
 def test_what_is_no_adapter_is_refused(server, tmp_path):
     missing = load(server, "bad", tmp_path / "missing.gguf")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "lora_path")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
@@ -110,7 +109,7 @@ class Engine:
         self._record: Record | None = None
         self._cores: SharedCores | None = None
         self._num_busy = 1  # engines that share the cores now
-        self._step_began = math.inf
+        self._step_seconds = 0.0  # of the last step
         self._faults = Faults()
         self._weights = {} if weights is None else weights
 
@@ -120,6 +119,7 @@ class Engine:
         """
         while True:
             outputs: list[TokenOutput] = []
+            withdrawn: dict[str, bool] = {}
             for command in inbox.drain(block=not self.has_work() and not self.idle()):
                 match command:
                     case Close(seconds):
@@ -131,8 +131,7 @@ class Engine:
                             explain(self.scheduler, self.clock(), command.num_steps)
                         )
                     case Withdraw(request_id):
-                        done = self.scheduler.withdraw(request_id)
-                        outbox.send_withdrawn(request_id, done)
+                        withdrawn[request_id] = self.scheduler.withdraw(request_id)
                     case LoadAdapter(name, path):
                         outbox.send_adapter(name, self._load_adapter(name, path))
                     case SetFaults(faults):
@@ -148,6 +147,8 @@ class Engine:
             for embedded in self.embeddings.take():
                 outbox.send_embedded(embedded)
             outbox.send(outputs, self.stats())
+            for request_id, done in withdrawn.items():
+                outbox.send_withdrawn(request_id, done)
 
     def use_record(self, record: Record) -> None:
         """Note in ``record`` what is being computed."""
@@ -247,9 +248,10 @@ class Engine:
         """
         if self._cores is not None and self.has_work():
             self._divide_cores(self._cores)
+        begun = self.clock()
         outputs: list[TokenOutput] = []
         for job in self.side_jobs:
-            outputs += self._attempt(job.before, self.clock())
+            outputs += self._attempt(job.before, begun)
         outputs += self._attempt(self._generate, self.clock())
         for job in self.side_jobs:
             outputs += self._attempt(job.after, self.clock())
@@ -257,12 +259,11 @@ class Engine:
             self.scheduler.check()
         if self._record is not None:
             self._record.end()
+        self._step_seconds = self.clock() - begun
         return outputs
 
     def _divide_cores(self, cores: SharedCores) -> None:
-        now = self.clock()
-        num_busy = cores.begin(now - self._step_began)  # this step may take as long as the last one
-        self._step_began = now
+        num_busy = cores.begin(self._step_seconds)  # this step may take as long as the last one
         if num_busy != self._num_busy:
             self._num_busy = num_busy
             self.backend.share_cores(num_busy)

@@ -21,6 +21,7 @@ if sys.platform != "win32":
     import fcntl
 
 MOST_SECONDS = 5.0
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # files here are never written to a disk
 SLOTS = 256  # engines that can use a file
 BUSY_SECONDS = (
     0.5  # after the begin of a step; an engine that ends without a word is forgotten then
@@ -55,13 +56,16 @@ class SharedCores:
 
 
 def create_cores_file() -> str:
-    """Create a file for ``SharedCores``, and return its path; "" where bytes cannot be locked."""
+    """Create a file for ``SharedCores``, and return its path; "" where that is impossible."""
     if sys.platform == "win32":
         return ""
-    descriptor, path = tempfile.mkstemp(prefix="cllm-cores-")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(bytes(8 * SLOTS))
-    return path
+    for folder in (SHARED_MEMORY, None):  # None: the folder for temporary files
+        with contextlib.suppress(OSError):
+            descriptor, path = tempfile.mkstemp(prefix="cllm-cores-", dir=folder)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(8 * SLOTS))
+            return path
+    return ""
 
 
 def remove_cores_file(path: str) -> None:

@@ -51,6 +51,7 @@ class Balancer:
         self._clock = clock
         self._balanced = 0.0
         self._moves: dict[str, Move] = {}  # by request, those that are not answered yet
+        self._overdue: set[str] = set()  # of these, those of engines that seem to hang
 
     def move_all(self, member: Member) -> None:
         """Let engines that are ready continue the requests of one that is not, except those that
@@ -75,6 +76,10 @@ class Balancer:
         now = self._clock()
         if now - self._balanced < BALANCE_SECONDS:
             return
+        for request_id, move in self._moves.items():
+            if request_id not in self._overdue and move.source.seems_to_hang():
+                self._overdue.add(request_id)
+                move.transfer(-1)  # it must not keep others from the target
         if any(member.stats.num_waiting for member in self._members):
             self._balanced = now
             for member in self._members:
@@ -88,7 +93,8 @@ class Balancer:
             for other in sorted(others, key=lambda one: -one.count_seqs(priority)):
                 if not member.has_room(priority):
                     return
-                if other.ready and member.should_relieve(other, priority):
+                responds = other.ready and not other.seems_to_hang()
+                if responds and member.should_relieve(other, priority):
                     self._withdraw(other, member, priority)
 
     def _withdraw(self, source: Member, target: Member, priority: Priority) -> None:
@@ -108,7 +114,11 @@ class Balancer:
         move = self._moves.pop(message.request_id, None)
         if move is None:
             return
-        move.transfer(-1)
+        if message.request_id not in self._overdue:
+            move.transfer(-1)
+        self._overdue.discard(message.request_id)
+        if not message.done:
+            self._in_flight.note_begun([message.request_id])  # do not ask for it again
         if message.done and message.request_id in move.source.bookings:
             targets = [move.target] if move.target.ready else self._homes.list_ready()
             self._move(move.source, message.request_id, targets)
@@ -118,4 +128,6 @@ class Balancer:
         for request_id, move in [*self._moves.items()]:
             if move.source is source:
                 del self._moves[request_id]
-                move.transfer(-1)
+                if request_id not in self._overdue:
+                    move.transfer(-1)
+                self._overdue.discard(request_id)

@@ -169,7 +169,7 @@ def main() -> None:
         engine = build_engine(backend, params)
         engine.use_record(record)
         if params.cores_file and not backend.info.on_gpu:
-            with contextlib.suppress(OSError):  # without it, it is only slower
+            with contextlib.suppress(OSError, ValueError):  # without it, it is only slower
                 engine.share_cores(SharedCores(params.cores_file))
     except StartupError as error:
         report_failure(str(error))

@@ -295,6 +295,8 @@ class Member:
             case Tokenized() | Withdrawn():
                 self._owner.take(self, message)
             case AdapterLoaded(name, error):
+                if error:
+                    log.warning("%s", error)
                 for future in self._pending_adapters.pop(name, ()):
                     resolve(future, error)
             case Explained():
@@ -325,6 +327,7 @@ class Member:
             error = EngineError("The model's file has changed; please retry.")
             self._owner.fail(self, [*self.bookings], error)
         self._file = file
+        self.forget_step(EngineError("The engine has been restarted; please retry."))
         self._pending_explanations.clear()  # this engine does not know them
         self._pending_adapters.clear()
         self._earlier_stats = self.stats_since_start

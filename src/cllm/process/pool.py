@@ -20,6 +20,7 @@ from cllm.engine.commands import (
     Add,
     Embed,
     Fault,
+    LoadAdapter,
     Resume,
     SetFaults,
     SetWeights,
@@ -109,6 +110,7 @@ class Pool:
         self.on_wanted = on_wanted
         self.draining = False  # whether the server shuts down, and accepts no further requests
         self._faults: list[Fault] = []
+        self.more_adapters: dict[str, str] = {}  # paths of those that were loaded meanwhile
 
     def _report_loading(self, number: int) -> Callable[[float], None]:
         def report(share: float) -> None:
@@ -208,7 +210,7 @@ class Pool:
         ends = await asyncio.gather(*starts, return_exceptions=True)
         errors = [end for end in ends if end is not None]
         if errors:
-            await asyncio.gather(*(member.supervisor.unload() for member in self.members))
+            await self.unload()
             raise errors[0]
 
     async def unload(self) -> None:
@@ -280,6 +282,8 @@ class Pool:
         if self._faults:
             member.write(frame(SetFaults(self._faults)))
         member.write(frame(SetWeights(dict(self.params.weights))))  # they change with the accounts
+        for name, path in self.more_adapters.items():  # before the requests that name them
+            member.write(frame(LoadAdapter(name, path)))
         self._texts.resend(member)
 
     def record_death(self, member: Member, death: Death) -> None:
@@ -439,14 +443,16 @@ class Pool:
         """Let all engines load a LoRA adapter, also those that are started later. Return why one
         cannot load it, or "".
 
-        Raises EngineError if an engine dies meanwhile.
+        Raises EngineError if no engine is ready, or if one dies meanwhile.
         """
-        self.check_available()
         ready = self._homes.list_ready()
+        if not ready:
+            raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
+        self.more_adapters[name] = path
         for error in await asyncio.gather(*(one.load_adapter(name, path) for one in ready)):
             if error:
+                self.more_adapters.pop(name, None)
                 return error
-        self.params.adapters[name] = path  # the supervisors have the same mapping
         return ""
 
     def set_faults(self, faults: list[Fault]) -> None:

@@ -162,7 +162,8 @@ class Supervisor:
         when this returns. ``start`` starts the next one.
         """
         self.unloaded = True
-        await self._end(Close(UNLOAD_SECONDS), 2 * UNLOAD_SECONDS + CLOSE_TIMEOUT)
+        seconds = UNLOAD_SECONDS if self._params.disk_cache else 0.0
+        await self._end(Close(seconds), 2 * seconds + CLOSE_TIMEOUT)
 
     async def close(self) -> None:
         """End the engine process for good. It has ended when this returns."""

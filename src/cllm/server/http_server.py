@@ -27,7 +27,6 @@ from cllm.answer import AdapterUse
 from cllm.batches import Batches
 from cllm.config import Adapter, Settings
 from cllm.errors import EngineError, StartupError
-from cllm.models.gguf import compute_fingerprint
 from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -43,7 +42,7 @@ from cllm.server.http_protocol import Protocol
 from cllm.server.ollama.manage import add_all_created
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sources import Source, adapter_path, list_found
+from cllm.server.sources import Source, adapter_path, hash_adapter, list_found
 from cllm.server.sse import streaming
 from cllm.service import Service
 from cllm.store.created import CreatedModels
@@ -86,6 +85,7 @@ class HttpServer(uvicorn.Server):
         self._drain_timeout = settings.server.drain_timeout
         self._access = access
         self._last_tick = 0.0
+        self._reloading: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections.
@@ -147,6 +147,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.registry.drain()
+        if self._reloading is not None:
+            self._reloading.cancel()
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
@@ -197,7 +199,8 @@ def open_server(
 
     async def open_service(source: Source, model: ServedModel) -> Service:
         params = await in_daemon(lambda: source.read_params(check_going_on))
-        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, memory // MIN_KV_SHARE)
+        most = registry.max_bytes or 0
+        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
         pool = make_pool(source.settings, params, cores_file)
         model.path = params.path
         model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
@@ -231,16 +234,17 @@ def open_server(
         nonlocal current
         if reads_settings and read_again is not None:
             used, known, max_bytes = read_again()
-            current = used, known
-            access.use(used)
-            registry.max_bytes = max_bytes or None
-        used, known = current
+        else:
+            (used, known), max_bytes = current, registry.max_bytes or 0
         adapters_of = {source.name: source.adapters for source in known}
         listed = [source for source in known if not source.is_found]
         listed += [
             replace(source, adapters=adapters_of.get(source.name, {}))
             for source in list_found(used, listed)
         ]
+        current = used, known  # nothing can be wrong with them any more
+        access.use(used)
+        registry.max_bytes = max_bytes or None
         models = [make_model(source) for source in listed]
         for model, source in zip([*models], listed, strict=True):
             models += make_adapters(model, source.adapters)
@@ -282,7 +286,7 @@ def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[
     made = []
     for name, adapter in adapters.items():
         try:
-            found = compute_fingerprint(adapter_path(adapter))
+            found = hash_adapter(adapter_path(adapter))
         except OSError as error:
             log.warning("the adapter %s is not served: %s", name, error.strerror)
             continue

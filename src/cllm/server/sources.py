@@ -5,10 +5,12 @@ It imports little, because ``cllm serve`` needs it before everything else.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -140,6 +142,17 @@ def stamp(path: Path | None) -> tuple[int, ...]:
     except OSError:
         status = None
     return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else ()
+
+
+def hash_adapter(path: Path) -> str:
+    """Return a hash of a file with an adapter. Raises OSError."""
+    return _hash_file(path, stamp(path))
+
+
+@lru_cache(maxsize=1000)
+def _hash_file(path: Path, _stamp: tuple[int, ...]) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
 
 
 def adapter_path(adapter: Adapter) -> Path:

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cllm.answer import AdapterUse
-from cllm.errors import BadRequest
-from cllm.models.gguf import compute_fingerprint
-from cllm.registry import MAX_NAME
+from cllm.errors import BadRequest, EngineError
+from cllm.registry import MAX_NAME, Registry
 from cllm.served_model import ServedModel
 from cllm.server.body import (
     Body,
@@ -42,6 +41,7 @@ from cllm.server.resolve import (
     scales_of,
     service_for,
 )
+from cllm.server.sources import hash_adapter
 from cllm.server.sse import until_disconnect
 
 router = APIRouter(tags=["llama-server"])
@@ -134,10 +134,7 @@ async def load_adapter(request: Request) -> Response:
     body = await read_body(request, LoadAdapterBody)
     registry = registry_of(request)
     base = model_for(request, body.base_model_name).origin
-    known = registry.get(body.lora_name)
-    if known is not None and not (body.load_inplace and known.adapter_hash and known.is_created):
-        message = f"The model {body.lora_name!r} exists already."
-        raise BadRequest(message, param="lora_name", code="invalid_value")
+    check_name(registry, body)
     try:
         path, found = await asyncio.to_thread(find_file, body.lora_path)
     except (OSError, ValueError) as error:
@@ -151,14 +148,40 @@ async def load_adapter(request: Request) -> Response:
     if fault:
         message = "Invalid 'lora_path': this file is not an adapter of the model."
         raise BadRequest(message, param="lora_path", code="invalid_value")
+    known = check_name(registry, body)  # again: much may have happened
+    if base.is_removed:
+        service.engine.more_adapters.pop(key, None)
+        raise EngineError("The base of the adapter has been replaced; please retry.")
+    if known is not None:
+        forget_adapter(registry, known)
     registry.add(make_adapter(body.lora_name, base, key, found))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+def check_name(registry: Registry, body: LoadAdapterBody) -> ServedModel | None:
+    """Return the adapter that is to be replaced, if there is one. Raises BadRequest if the name is
+    that of another model.
+    """
+    known = registry.get(body.lora_name)
+    if known is not None and not (body.load_inplace and known.adapter_hash and known.is_created):
+        message = f"The model {body.lora_name!r} exists already."
+        raise BadRequest(message, param="lora_name", code="invalid_value")
+    return known
+
+
+def forget_adapter(registry: Registry, model: ServedModel) -> None:
+    """Forget an adapter that was loaded while the server runs. Engines that have it keep it for
+    requests that have begun; the next ones do not load it.
+    """
+    registry.remove(model.name)
+    for service in registry.services:
+        service.engine.more_adapters.pop(model.adapter_key, None)
 
 
 def find_file(name: str) -> tuple[str, str]:
     """Return the path of a file and its hash. Raises OSError and ValueError."""
     path = Path(name).expanduser().resolve()
-    return str(path), compute_fingerprint(path)
+    return str(path), hash_adapter(path)
 
 
 def make_adapter(name: str, base: ServedModel, key: str, found: str) -> ServedModel:
@@ -188,5 +211,5 @@ async def unload_adapter(request: Request) -> Response:
         message = f"No adapter {body.lora_name!r} was loaded by this API."
         raise BadRequest(message, param="lora_name", code="not_found", status=404)
     call_of(request).audit("unload adapter", model=known.name)
-    registry.remove(known.name)
+    forget_adapter(registry, known)
     return PlainTextResponse(f"Success: LoRA adapter '{known.name}' removed successfully.")
