@@ -32,7 +32,7 @@ NUM_WORKERS = 6
 # Seconds after which the server ends a request with 504, and after which a client gives up.
 TIMEOUT, PATIENCE = 60, 120.0
 # Of these, the operator allows none by default.
-OFF = {"/benchmark", "/api/pull", "/faults"}
+OFF = {"/benchmark", "/api/pull", "/faults", "/lora-adapters"}
 QUESTION, RIGHT = "What is 27 plus 45?", "72"
 
 VALUES: list[Any] = [

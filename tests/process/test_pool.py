@@ -727,7 +727,9 @@ def test_backoff_grows_until_engine_has_served_for_a_minute(monkeypatch, caplog)
             await until(lambda: pool.ready)
         pool.close_stream(stream)
         pauses = [
-            record.args[-1] for record in caplog.records if record.msg.startswith("the engine died")
+            record.args[-1]
+            for record in caplog.records
+            if record.getMessage().startswith("the engine died")
         ]
         assert pauses == [0.0, 0.1, 0.2, 0.0]
 

@@ -102,6 +102,9 @@ GENERIC = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "example"), [*bodies()])
 def test_large_body_does_not_block_the_loop_on_any_route(fake, path, example):
+    if isinstance(example, list):
+        send(fake, path, example * (STRUCTURE // 4))
+        return
     model = {"model": ""} if "model" in example else {}
     send(fake, path, {**example, **model, "unknown": GENERIC["members"]})
 

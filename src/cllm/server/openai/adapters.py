@@ -21,6 +21,7 @@ from cllm.registry import MAX_NAME, Registry
 from cllm.served_model import ServedModel
 from cllm.server.body import (
     Body,
+    admit,
     check_structure,
     check_type,
     describe_route,
@@ -31,6 +32,7 @@ from cllm.server.body import (
     read_value,
 )
 from cllm.server.call import call_of
+from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import AdapterList, Done
 from cllm.server.openai.schema import MAX_ADAPTERS, AdapterScale
 from cllm.server.resolve import (
@@ -108,9 +110,14 @@ async def set_adapters(request: Request, model: str | None = None) -> dict[str, 
     check_enabled(request, OPTION)
     check_type(request.headers.get("content-type", ""))
     data = await read_bytes(request)
-    check_structure(data)
     call = call_of(request)
-    body = read_value(parse_json(b'{"lora":' + data + b"}"), ScalesBody, call)
+    admit(call, len(data))
+
+    def read() -> ScalesBody:
+        check_structure(data)
+        return read_value(parse_json(b'{"lora":' + data + b"}"), ScalesBody, call)
+
+    body = await off_loop(call, read)
     call.lora = None
     served = model_for(request, model)
     known = registry_of(request).list_adapters(served)
