@@ -79,8 +79,7 @@ class LoadedModels:
     def has_served(self) -> bool:
         """Whether requests could be computed at some time."""
         preloaded = [model for model in self.models if model.preload]
-        self._has_served |= all(model.num_loads for model in preloaded)
-        return self._has_served
+        return self._has_served or all(model.num_loads for model in preloaded)
 
     @property
     def ready(self) -> bool:
@@ -202,7 +201,7 @@ class LoadedModels:
         service.engine.on_wanted = partial(self._want, model)
         model.failure = None
         model.num_loads += 1
-        self._has_served |= self.has_served
+        self._has_served = self.has_served
         info = service.info
         # the next load must have room for a sequence as long as this one
         kv_bytes = info.context_length * info.kv_bytes_per_token

@@ -110,6 +110,7 @@ class Registry(LoadedModels):
             if reads_settings:
                 raise StartupError("the server is still loading its first model")
             return []
+        self._has_served = True  # whatever models come now
         async with self._scanning:
             found = await asyncio.to_thread(self._scan, reads_settings)
             self._scanned = self._clock()

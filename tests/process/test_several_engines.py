@@ -250,7 +250,7 @@ def test_adapters_are_loaded_into_all_engines_and_the_next_ones(tmp_path):
         assert "no file" in await pool.load_adapter("b", str(tmp_path / "missing"))
         assert [*pool.more_adapters] == ["a"]
         path.unlink()
-        for member in pool.members:  # the file is needed no longer, but for the adapter itself
+        for member in pool.members:  # the next engines start without the file
             os.kill(member.supervisor.pid, signal.SIGKILL)
         await until(lambda: not pool.ready)
         with pytest.raises(EngineError, match="not ready"):
@@ -261,10 +261,8 @@ def test_adapters_are_loaded_into_all_engines_and_the_next_ones(tmp_path):
     run(test, 2)
 
 
-def test_lent_requests_leave_no_trace():
-    """A request that waits is taken over by another engine; what the first one still says about it
-    is not delivered.
-    """
+def test_requests_that_move_are_delivered_once():
+    """Those that wait for a stopped engine, and are withdrawn when it goes on."""
 
     async def test(pool):
         first, second = pool.members

@@ -20,12 +20,10 @@ import numpy as np
 if sys.platform != "win32":
     import fcntl
 
-MOST_SECONDS = 5.0
+MOST_SECONDS = 5.0  # that a step is expected to take
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # files here are never written to a disk
 SLOTS = 256  # engines that can use a file
-BUSY_SECONDS = (
-    0.5  # after the begin of a step; an engine that ends without a word is forgotten then
-)
+BUSY_SECONDS = 0.5  # after the expected end of a step; then an engine counts as idle
 
 
 class SharedCores:
@@ -34,7 +32,10 @@ class SharedCores:
     """
 
     def __init__(self, path: str) -> None:
-        """``path``: of the file; see ``create_cores_file``. Raises OSError if it cannot be used."""
+        """``path``: of the file; see ``create_cores_file``.
+
+        Raises OSError if it cannot be used, and ValueError if it is too short.
+        """
         self._file = os.open(path, os.O_RDWR)
         self._slot = self._find_slot()
         self._until = np.frombuffer(mmap.mmap(self._file, 8 * SLOTS), np.float64)

@@ -28,7 +28,7 @@ WINDOW = 8
 class RoutingRequest(msgspec.Struct, frozen=True):
     """The properties of a request that matter for routing.
 
-    blocks: a name for each prefix of the prompt that ends a block, shortest first: those of
+    blocks: a name for each prefix of the prompt that ends a block, shortest first, such as those of
     ``name_prefixes`` or the hash_ids of a trace. ends: the number of tokens up to the end of each
     block. num_tokens: tokens of the prompt. num_seqs: the places that it takes.
     """

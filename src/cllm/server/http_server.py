@@ -201,7 +201,8 @@ def open_server(
         params = await in_daemon(lambda: source.read_params(check_going_on))
         most = registry.max_bytes or 0
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
-        pool = make_pool(source.settings, params, cores_file)
+        # in a thread, because it may ask another process for the GPUs
+        pool = await in_daemon(lambda: make_pool(source.settings, params, cores_file))
         model.path = params.path
         model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
         return make_service(source, pool)

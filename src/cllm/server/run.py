@@ -113,6 +113,11 @@ async def run(
     begun = time.monotonic()
     server: HttpServer | None = None
 
+    def open_server() -> HttpServer:
+        from cllm.server import http_server  # it takes long
+
+        return http_server.open_server(settings, access, sources, engine, memory, cores_file, again)
+
     def again() -> tuple[Settings, Sequence[Source], int]:
         assert read_again is not None
         new, found = read_again()
@@ -120,9 +125,7 @@ async def run(
 
     starting: asyncio.Task[None] | None = None
     try:
-        server = opened = await asyncio.to_thread(
-            open_server, settings, access, sources, engine, memory, cores_file, again
-        )
+        server = opened = await asyncio.to_thread(open_server)
         gc.enable()  # __main__ has turned it off for the imports
 
         async def load() -> None:
@@ -144,9 +147,7 @@ async def run(
                 on_ready(opened.registry)
 
         opened.early = early
-        if (
-            hasattr(signal, "SIGHUP") and not is_terminal()
-        ):  # else it means that the terminal is gone
+        if can_reload():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, opened.reload)
         starting = asyncio.create_task(load())
         starting.add_done_callback(started)
@@ -176,9 +177,10 @@ def end_process(process: Popen[bytes]) -> None:
     process.wait()
 
 
-def is_terminal() -> bool:
-    """Return whether a person at a terminal has started the server."""
-    return sys.stdin is not None and sys.stdin.isatty()
+def can_reload() -> bool:
+    """Return whether SIGHUP asks for a reload. At a terminal it means that the terminal is gone."""
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    return hasattr(signal, "SIGHUP") and not is_terminal
 
 
 def as_startup_error(error: BaseException) -> BaseException:
@@ -223,21 +225,6 @@ def make_pool(
     return Pool(params, on_loading, limits, results, launched, places=places)
 
 
-def open_server(
-    settings: Settings,
-    access: Access,
-    sources: Sequence[Source],
-    first: Pool | None,
-    memory: int,
-    cores_file: str,
-    read_again: Callable[[], tuple[Settings, Sequence[Source], int]],
-) -> HttpServer:
-    """Import and open the server. Raises StartupError."""
-    from cllm.server import http_server
-
-    return http_server.open_server(settings, access, sources, first, memory, cores_file, read_again)
-
-
 def run_forever(
     settings: Settings,
     access: Access,
@@ -264,7 +251,7 @@ def run_forever(
     signals: list[int] = []
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, _: signals.append(number))
-    if hasattr(signal, "SIGHUP") and not is_terminal():
+    if can_reload():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the settings can be read again
     with asyncio.Runner(loop_factory=factory) as runner:
         served = runner.run(
