@@ -185,9 +185,10 @@ class FakeEngine:
     ) -> Request:
         """Submit a request; it is greedy unless a temperature is given."""
         limits = {word: params.pop(word, None) for word in ("deadline", "queue_timeout")}
-        salt = params.pop("cache_salt", "")
+        words = ("cache_salt", "adapters", "num_base_tokens")
+        others = {word: params.pop(word) for word in words if word in params}
         sampling = SamplingParams(**{"temperature": 0, **params})
-        request = Request(name, prompt, sampling, account, priority, **limits, cache_salt=salt)
+        request = Request(name, prompt, sampling, account, priority, **limits, **others)
         self.engine.handle(Add(request))
         return request
 

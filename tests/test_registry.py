@@ -9,6 +9,7 @@ from conftest import PATIENCE
 
 from cllm import loaded_models
 from cllm.answer import NO_ADAPTERS
+from cllm.core.request import AdapterFile
 from cllm.errors import (
     EngineError,
     KilledWhileLoading,
@@ -17,6 +18,7 @@ from cllm.errors import (
     UnknownModel,
 )
 from cllm.registry import MAX_NAME, Registry
+from cllm.routing.residency import MIN_STAY
 from cllm.served_model import ServedModel
 
 MB = 1_000_000
@@ -269,10 +271,10 @@ def test_two_wanted_models_do_not_thrash():
                 await fleet.use("a")
                 fleet.now -= 1
             assert not any(task.done() for task in first)
-            fleet.now += loaded_models.MIN_STAY
+            fleet.now += MIN_STAY
             await asyncio.gather(*first)
             second = [await fleet.loading("a") for _ in range(3)]
-            fleet.now += loaded_models.MIN_STAY
+            fleet.now += MIN_STAY
             await asyncio.gather(*second)
         assert len(fleet.events) == 1 + 10 * 4
 
@@ -726,7 +728,10 @@ def test_adapter_of_a_model_that_could_not_be_replaced_is_not_served(caplog):
 
         def with_adapter(reads_settings):
             models = scan(reads_settings)
-            return [*models, ServedModel(name="poet", parent=models[0], adapter_hash="1")]
+            return [
+                *models,
+                ServedModel(name="poet", parent=models[0], adapter_file=AdapterFile("1")),
+            ]
 
         fleet.registry._scan = with_adapter
         await fleet.use("a")

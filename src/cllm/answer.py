@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -13,7 +14,7 @@ from typing import NamedTuple, Self
 from cllm.core.account import ANONYMOUS, Account
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.core.request import Adapters, Priority, Request
+from cllm.core.request import AdapterFile, Adapters, Priority, Request
 from cllm.core.vocabulary import Pieces
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
@@ -101,6 +102,7 @@ class Generation:
     usage: Usage = field(default_factory=Usage)
     times: Times = field(default_factory=Times)
     unenforced: tuple[str, ...] = ()
+    model: str = ""  # set by the service
 
     def bind(self, answer: CheckedGrammar) -> None:
         """Constrain the text by a grammar."""
@@ -192,7 +194,7 @@ class Answer:
         if self._recorder is not None:
             for request in self._stream.requests:
                 num_tokens = self._reader.num_tokens(request.request_id)
-                self._recorder.record(request, seconds, num_tokens)
+                self._recorder.record(request, seconds, num_tokens, self.generation.model)
         log.debug(
             "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
             self.generation.request_id,
@@ -346,17 +348,41 @@ def grammar_error() -> BadRequest:
 
 
 class AdapterUse(NamedTuple):
-    """How a model computes with adapters. identity: of their scales and files."""
+    """How a model computes with adapters. identity: of their scales and files. invocation: as in
+    AdapterFile.
+    """
 
     adapters: Adapters = ()
     identity: str = ""
+    invocation: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, scales: Mapping[str, float], hashes: Mapping[str, str]) -> AdapterUse:
-        """Return the use of adapters with these scales by name; ``hashes``: of their files."""
+    def of(cls, scales: Mapping[str, float], files: Mapping[str, AdapterFile]) -> AdapterUse:
+        """Return the use of adapters with these scales and files by name.
+
+        Raises ValueError for an activated LoRA among several adapters.
+        """
         adapters = tuple(sorted((name, scale) for name, scale in scales.items() if scale))
-        identity = [f"{name}\0{scale!r}\0{hashes[name]}" for name, scale in adapters]
-        return cls(adapters, "\0".join(identity))
+        identity = [f"{name}\0{scale!r}\0{files[name].hash}" for name, scale in adapters]
+        invocations = [found for name, _ in adapters if (found := files[name].invocation)]
+        if invocations and len(adapters) > 1:
+            raise ValueError("an activated LoRA cannot be combined with other adapters")
+        return cls(adapters, "\0".join(identity), *invocations)
+
+    def find_begin(self, prompt: list[int]) -> int | None:
+        """Return the number of tokens of ``prompt`` that are computed without the adapters; None if
+        all are, because the prompt does not invoke an activated LoRA.
+
+        The last invocation counts, as in llama-server. See Greenewald et al., "Activated LoRA"
+        (2025).
+        """
+        if not self.invocation:
+            return 0
+        tokens, wanted = array("i", prompt), array("i", self.invocation).tobytes()
+        data, end = tokens.tobytes(), len(prompt) * tokens.itemsize
+        while (at := data.rfind(wanted, 0, end)) > 0 and at % tokens.itemsize:
+            end = at + len(wanted) - 1  # found in the middle of a token
+        return at // tokens.itemsize if at >= 0 else None
 
     def salt(self, salt: str) -> str:
         """Return the cache salt of a request that asks for ``salt``, which has no zero byte at its
@@ -375,6 +401,9 @@ def make_request(
     scheduling: SchedulingOptions,
     use: AdapterUse = NO_ADAPTERS,
 ) -> Request:
+    num_base_tokens = use.find_begin(prompt)
+    if num_base_tokens is None:
+        use, num_base_tokens = NO_ADAPTERS, 0
     return Request(
         request_id,
         prompt,
@@ -383,6 +412,7 @@ def make_request(
         scheduling.priority,
         scheduling.left_of(scheduling.deadline),
         scheduling.left_of(scheduling.queue_timeout),
-        use.salt(scheduling.cache_salt),
+        scheduling.cache_salt if num_base_tokens else use.salt(scheduling.cache_salt),
         use.adapters,
+        num_base_tokens,
     )

@@ -25,15 +25,13 @@ from cllm.errors import (
 from cllm.models.gguf import format_size
 from cllm.models.memory import weigh
 from cllm.process.pool import Pool
+from cllm.routing.residency import choose_to_drain, choose_to_unload, compute_stay
 from cllm.served_model import ServedModel
 from cllm.service import Service
 
 log = logging.getLogger("cllm.registry")
 
 MAX_SHOWN = 8  # models in an error
-# A model stays at least for MIN_STAY seconds, and for STAY_FACTOR times what its load took, so that
-# two models that are both wanted do not spend their time with loading.
-MIN_STAY, STAY_FACTOR = 2.0, 2.0
 GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
 LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
 MAX_KILLS = 3  # of an engine while it loads, before that is an error
@@ -208,7 +206,7 @@ class LoadedModels:
         needed = weigh(info.model_bytes, kv_bytes, in_ram=not info.on_gpu)
         model.min_bytes = max(model.min_bytes, min(needed, model.num_bytes))
         model.last_used = now
-        model.stays_until = now + max(MIN_STAY, STAY_FACTOR * seconds)
+        model.stays_until = compute_stay(now, seconds)
         if service.vocabulary.chat_template:
             self._keep(asyncio.create_task(service.renderer.start()))
 
@@ -257,13 +255,10 @@ class LoadedModels:
         try:
             while True:
                 now = self._clock()
-                idle = [one for one in models if not one.is_busy and one.stays_until <= now]
-                if idle:
-                    await self._unload(min(idle, key=lambda one: one.last_used))
+                if (leaving := choose_to_unload(models, now)) is not None:
+                    await self._unload(leaving)
                     return
-                oldest = min(models, key=lambda one: one.last_used)
-                if drained is None and oldest.stays_until <= now:
-                    drained = oldest
+                if drained is None and (drained := choose_to_drain(models, now)) is not None:
                     drained.is_draining = True
                 await asyncio.sleep(LOOK_SECONDS)
         finally:

@@ -80,7 +80,7 @@ class Registry(LoadedModels):
 
     def list_adapters(self, model: ServedModel) -> list[ServedModel]:
         """Return the adapters of a model, which are models too."""
-        return [one for one in self.models if one.adapter_hash and one.origin is model.origin]
+        return [one for one in self.models if one.adapter_file and one.origin is model.origin]
 
     async def rescan(self, min_age: float = 0.0) -> None:
         """Add the files that are new in the folder of models, forget those that are gone and not
@@ -135,7 +135,7 @@ class Registry(LoadedModels):
             elif self._failed.get(model.name) != new.recipe:
                 faults += await self._replace(model, new)
         for model in self.models:
-            is_gone = model.adapter_hash and found.get(model.name) is None
+            is_gone = model.adapter_file and found.get(model.name) is None
             model.is_removed |= bool(is_gone) and not model.is_created
         self.models = [model for model in self.models if not model.is_removed]
         known = {model.name for model in self.models}

@@ -12,6 +12,7 @@ from cllm.answer import NO_ADAPTERS, AdapterUse
 from cllm.backends.registry import BACKENDS
 from cllm.config import Sampling
 from cllm.core.model_info import ModelInfo
+from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError
 from cllm.service import Service
 
@@ -26,8 +27,8 @@ class ServedModel:
     pinned: never unloaded to make room. is_found: by the scan of a folder.
     parent: the model that computes for it, if it differs from that one only in its name, its
     system message, its defaults of sampling parameters, and its adapters. is_created: by a client.
-    adapter_key, adapter_hash: the name by which its engine knows its
-    adapter, and a hash of that file; "" if it is not one. min_bytes: the memory that must
+    adapter_key, adapter_file: the name by which its engine knows its
+    adapter, and that file; None if it is not one. min_bytes: the memory that must
     be free for it. path: of its file, "" if unknown. recipe: everything that its engine and service
     are made from; they are replaced if that changes. successor: the model that is being loaded to
     replace it.
@@ -48,7 +49,7 @@ class ServedModel:
     sampling: Sampling = field(default_factory=Sampling)
     adapter_use: AdapterUse = NO_ADAPTERS
     adapter_key: str = ""
-    adapter_hash: str = ""
+    adapter_file: AdapterFile | None = None
     min_bytes: int = 0
     path: str = ""
     recipe: object = None

@@ -434,8 +434,9 @@ class Service:
                 charge.settle(failed=True)
             if self._recorder is not None and isinstance(error, QueueFull):
                 for request in requests:
-                    self._recorder.record(request, 0.0, [0] * request.params.n)
+                    self._recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
             raise
+        generation.model = self.model_name
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
         generation.usage.cached_tokens = stream.num_reused_tokens
         self.metrics.count_request(

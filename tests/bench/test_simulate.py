@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cllm.backends.fake.backend import Costs
@@ -509,3 +510,50 @@ def test_help_describes_simulate(cllm) -> None:
     )
     _, out, _ = cllm("simulate", "synth", "--help")
     assert all(workload in out for workload in WORKLOADS)
+
+
+# --- several models ------------------------------------------------------------------------------
+
+
+def of_model(at: float, model: str) -> Entry:
+    return msgspec.structs.replace(entry(at=at), model=model)
+
+
+def test_models_are_loaded_when_requests_name_them() -> None:
+    """The model that was used the longest ago makes room, and a request waits for the load."""
+    names = ["a", "b", "a", "c", "a", "b"]  # c replaces b, and b replaces c
+    entries = [of_model(100 * i, name) for i, name in enumerate(names)]
+    setup = Setup(context=4096, models=2, load_seconds=7)
+    courses, replicas = simulate(entries, setup)
+    waits = [course.times[0] - course.entry.arrived for course in courses]
+    assert [wait > 7 for wait in waits] == [True, True, False, True, False, True]
+    assert len(replicas) == 4
+    assert (
+        summarize(courses, replicas, trace="", settings=msgspec.to_builtins(setup)).num_loads == 4
+    )
+
+
+def test_busy_model_is_not_unloaded() -> None:
+    """It gets no further requests while another one waits for its memory."""
+    entries = [of_model(at, name) for at, name in ((0, "a"), (20, "a"), (20.1, "b"), (20.2, "a"))]
+    courses, _ = simulate(entries, Setup(context=4096, models=1, load_seconds=3))
+    assert all(not course.failure for course in courses)
+    first, second, other, last = courses
+    assert first.ended < second.ended <= other.times[0] - 3
+    assert last.times[0] >= other.ended + 3
+
+
+def test_all_models_fit_unless_a_limit_is_set() -> None:
+    entries = [of_model(0, "a"), of_model(0.1, "b")]
+    courses, replicas = simulate(entries, Setup(context=4096))
+    assert {course.replica for course in courses} == {0, 1}
+    assert len(replicas) == 2
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_every_request_to_more_models_than_fit_is_served(models: int) -> None:
+    entries = synthesize("models", 120, 0.5, seed=2)
+    assert {one.model for one in entries} == {"model-0", "model-1", "model-2"}
+    courses, replicas = simulate(entries, Setup(context=8192, models=models, load_seconds=2))
+    assert all(not course.failure for course in courses)
+    assert len(replicas) > 3

@@ -309,7 +309,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         snapshot = data.draw(st.sampled_from(reading))
         if succeeded:
-            saved = msgspec.msgpack.encode(snapshot.tokens.tolist())
+            saved = msgspec.msgpack.encode((snapshot.tokens.tolist(), []))
             buffer = self.backend.new_state_buffer(len(saved))
             buffer.data[:] = saved
             self.backend.install_snapshot(snapshot.key, buffer)
@@ -368,9 +368,7 @@ class LedgerMachine(RuleBasedStateMachine):
         in_ram = {
             old.key: old.tokens.tolist() for old in self.snapshots() if old.tier is StorageTier.RAM
         }
-        assert {
-            key: msgspec.msgpack.decode(data) for key, data in self.backend._snapshots.items()
-        } == in_ram
+        assert {key: self.backend._saved(key)[0] for key in self.backend._snapshots} == in_ram
 
     def teardown(self) -> None:
         self.run_operations(len(self.operations), 0)

@@ -14,7 +14,7 @@ from cllm.scheduler.adapter_turns import SWITCH_SECONDS, SWITCH_SHARE, AdapterTu
 def sequences(*names: str, account: str = "") -> list[Any]:
     return [
         SimpleNamespace(
-            request=SimpleNamespace(adapters=((name, 1.0),) if name else (), account=account)
+            adapters=((name, 1.0),) if name else (), request=SimpleNamespace(account=account)
         )
         for name in names
     ]
@@ -32,7 +32,7 @@ def run(made: AdapterTurns, seqs: list[Any], num_steps: int, cost: Any) -> list[
     for _ in range(num_steps):
         chosen = made.select(seqs, seqs, ())
         assert chosen
-        assert {seq.request.adapters for seq in chosen} == {made.current}
+        assert {seq.adapters for seq in chosen} == {made.current}
         name = made.current[0][0] if made.current else ""
         switched = not found or found[-1] != name
         made.observe(made.current, cost(name, switched), only_decodes=True)

@@ -76,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     options: ClassVar[dict] = {}
     is_naive = False
+    uses_adapters = False
     other_ends: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -123,6 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         begin=st.integers(0, 9),
         queue_timeout=st.sampled_from([None, None, None, 3.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        num_base_tokens=st.sampled_from([None, None, None, 0, 5, 16, 20, 40]),
     )
     def arrive(
         self,
@@ -134,12 +136,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         begin: int,
         queue_timeout: float | None,
         prompt_logprobs: int | None,
+        num_base_tokens: int | None,
     ) -> None:
-        """Send a request whose prompt may begin like that of an earlier one."""
+        """Send a request whose prompt may begin like that of an earlier one, and which may have an
+        adapter from its beginning or from a later token on.
+        """
         before = [*self.requests.values()][-begin].prompt if 0 < begin <= len(self.requests) else []
         prompt = [*before, *(len(self.requests) + i for i in range(CONTEXT))][:size]
+        adapters = {}
+        if self.uses_adapters and num_base_tokens is not None:
+            begin = num_base_tokens if num_base_tokens < len(prompt) else 0
+            adapters = {
+                "adapters": (("poet", 1.0),),
+                "num_base_tokens": begin,
+                "cache_salt": "" if begin else "poet",
+            }
         self.send(
             prompt,
+            **adapters,
             account=account,
             priority=priority,
             n=n,
@@ -184,7 +198,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if request.params.max_tokens is None
                 else min(space, request.params.max_tokens)
             )
-            expected = [(request.prompt[-1] + 1 + i) % 256 for i in range(limit)]
+            stride = 2 if request.adapters else 1
+            expected = [(request.prompt[-1] + stride * (1 + i)) % 256 for i in range(limit)]
             for index in range(request.params.n):
                 tokens, end = self.engine.tokens(name, index), ends[f"{name}.{index}"]
                 assert tokens == expected[: len(tokens)], f"{name}.{index} has a wrong text"
@@ -232,6 +247,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overcommitted_pool_keeps_invariants(layout: str) -> None:
     machine = type("Machine", (SchedulerMachine,), {"options": LAYOUTS[layout]})
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_never_compute_with_cells_of_others(layout: str) -> None:
+    fields = {"options": LAYOUTS[layout], "uses_adapters": True}
+    machine = type("Machine", (SchedulerMachine,), fields)
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
 
 

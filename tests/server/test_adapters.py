@@ -13,6 +13,7 @@ from cllm.bench.make_adapter import write_adapter
 from cllm.models.catalog import BUILTIN
 
 QUESTION = [{"role": "user", "content": "What is 27 plus 45?"}]
+INVOCATION = tuple(b"/verse")
 LONG = "Tell me a story about a fox. " * 20
 SETTINGS = """
 model: {{path: cllm-builtin, name: base}}
@@ -23,6 +24,7 @@ adapters:
   two: {{path: {folder}/two.gguf}}
   elsewhere: {{path: {folder}/two.gguf, base: other}}
   nothing: {{path: {folder}/zero.gguf}}
+  late: {{path: {folder}/late.gguf}}
 kv: {{max_memory_mb: 100}}
 server: {{allow_model_changes: true, enable_faults: true}}
 """
@@ -34,6 +36,7 @@ def server(start_server_once, tmp_path_factory):
     write_adapter(folder / "one.gguf", BUILTIN, seed=1)
     write_adapter(folder / "two.gguf", BUILTIN, seed=2)
     write_adapter(folder / "zero.gguf", BUILTIN, seed=3, strength=0.0)
+    write_adapter(folder / "late.gguf", BUILTIN, seed=4, invocation=INVOCATION)
     (folder / "c.yaml").write_text(SETTINGS.format(folder=folder))
     return start_server_once("--config", str(folder / "c.yaml"))
 
@@ -47,7 +50,7 @@ def complete(server, model, prompt=LONG, **more):
 
 def scores(server, model, prompt=LONG, **more):
     """Return the logprobs of the most probable first tokens."""
-    found = complete(server, model, prompt, max_tokens=1, logprobs=10, **more)
+    found = complete(server, model, prompt, max_tokens=1, min_tokens=1, logprobs=10, **more)
     return found["choices"][0]["logprobs"]["top_logprobs"][0]
 
 
@@ -64,11 +67,13 @@ def test_adapters_are_listed_with_the_model_that_they_change(server):
         "base": None,
         "other": None,
         "elsewhere": "other",
-        **dict.fromkeys(("one", "half", "two", "nothing"), "base"),
+        **dict.fromkeys(("one", "half", "two", "nothing", "late"), "base"),
     }
     listed = server.client.get("/lora-adapters", params={"model": "half"}).json()
-    assert [entry["path"] for entry in listed] == ["one", "half", "two", "nothing"]
-    assert [entry["scale"] for entry in listed] == [0, 0.5, 0, 0]
+    assert [entry["path"] for entry in listed] == ["one", "half", "two", "nothing", "late"]
+    assert [entry["scale"] for entry in listed] == [0, 0.5, 0, 0, 0]
+    assert listed[4]["alora_invocation_tokens"] == [*INVOCATION]
+    assert "alora_invocation_tokens" not in listed[0]
 
 
 def test_each_adapter_has_its_own_answers_and_the_base_is_unchanged(server):
@@ -100,6 +105,31 @@ def test_prefixes_are_shared_among_requests_with_the_same_adapter_only(server):
     assert cached("base") == 0
     assert cached("one") > 50
     assert cached("half") == 0
+
+
+def test_activated_adapter_uses_the_prefix_of_its_base(server):
+    """It changes nothing before its invocation, and nothing at all without one."""
+    text = "A sailor saw an island behind the fog and rowed there at night. " * 10
+    prompt = [*text.encode()]
+    assert same(scores(server, "late", prompt), scores(server, "base", prompt))
+    invoked = [*prompt, *INVOCATION, *b" of the sea"]
+    found = complete(server, "late", invoked, max_tokens=1, min_tokens=1, logprobs=10)
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt)
+    changed = found["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert not same(changed, scores(server, "base", invoked))
+    for salt in ("a", "b", "b"):  # with new salts, the whole prompt is computed again
+        assert same(scores(server, "late", invoked, cache_salt=salt), changed)
+    assert same(scores(server, "base", prompt), scores(server, "late", prompt))
+
+
+def test_activated_adapter_cannot_be_combined_with_others(server):
+    lora = [{"id": 0, "scale": 1}, {"id": 4, "scale": 1}]
+    body = {"model": "base", "prompt": "x", "max_tokens": 1, "lora": lora}
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "lora"
+    assert "activated" in error["message"]
 
 
 def test_requests_with_different_adapters_run_at_the_same_time(server):
@@ -137,7 +167,7 @@ def test_request_chooses_adapters_by_their_numbers(server):
     assert same(both, chosen("base", two, one))
     assert not same(both, scores(server, "one"))
     assert not same(both, scores(server, "two"))
-    body = {"model": "base", "prompt": "x", "lora": [{"id": 4}]}
+    body = {"model": "base", "prompt": "x", "lora": [{"id": 5}]}
     refused = server.client.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "lora"
@@ -229,8 +259,8 @@ def test_adapters_are_loaded_and_forgotten_while_the_server_runs(server, tmp_pat
     assert same(scores(server, "fresh"), before["one"])
     assert same(scores(server, "base"), before["base"])
     listed = server.client.get("/lora-adapters").json()
-    assert [entry["path"] for entry in listed] == ["one", "half", "two", "nothing", "fresh"]
-    assert same(scores(server, "base", lora=[{"id": 4}]), before["one"])
+    assert [entry["path"] for entry in listed] == ["one", "half", "two", "nothing", "late", "fresh"]
+    assert same(scores(server, "base", lora=[{"id": 5}]), before["one"])
     assert load(server, "fresh", tmp_path / "new.gguf").status_code == 400
     write_adapter(tmp_path / "other.gguf", BUILTIN, seed=2)
     assert load(server, "fresh", tmp_path / "other.gguf", load_inplace=True).status_code == 200

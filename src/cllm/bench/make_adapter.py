@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -11,10 +12,17 @@ MATRICES = ("attn_q", "attn_v", "ffn_up", "ffn_down")
 
 
 def write_adapter(
-    path: Path, model: Path, *, rank: int = 4, seed: int = 0, strength: float = 1.0
+    path: Path,
+    model: Path,
+    *,
+    rank: int = 4,
+    seed: int = 0,
+    strength: float = 1.0,
+    invocation: Sequence[int] = (),
 ) -> Path:
     """Write an adapter that changes some matrices of all layers of ``model``; ``strength`` 1 is
-    enough to change its answers, 0 changes nothing.
+    enough to change its answers, 0 changes nothing. invocation: the tokens that activate it, if it
+    is an activated LoRA.
     """
     reader, random = gguf.GGUFReader(model), np.random.default_rng(seed)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -22,6 +30,13 @@ def write_adapter(
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
+    if invocation:
+        writer.add_key_value(
+            gguf.Keys.Adapter.ALORA_INVOCATION_TOKENS,
+            [*invocation],
+            gguf.GGUFValueType.ARRAY,
+            gguf.GGUFValueType.UINT32,
+        )
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and tensor.name.split(".")[2] in MATRICES:
             num_in, num_out = map(int, tensor.shape)

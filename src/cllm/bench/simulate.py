@@ -9,6 +9,7 @@ step are known when it ends.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -28,6 +29,7 @@ from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry
+from cllm.routing.residency import choose_to_drain, choose_to_unload, compute_stay
 from cllm.routing.router import Booking, Candidate, Router, Routing, RoutingRequest
 
 # a model of 0.6 billion weights on two cores
@@ -45,7 +47,9 @@ Progress = Callable[[int], None]
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated system.
 
-    Sizes are those of one replica. ``num_cells`` is for layouts in which sequences share cells.
+    Sizes are those of one replica; each model has as many. ``num_cells`` is for layouts in which
+    sequences share cells. ``models``: that can be loaded at the same time; 0 for all, which are
+    then loaded from the beginning.
 
     Raises StartupError for inconsistent sizes.
     """
@@ -53,6 +57,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     policy: str = "fair"
     replicas: int = 1
+    models: int = 0
+    load_seconds: float = 5.0
     routing: Routing = "least-loaded"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -128,7 +134,8 @@ class Timekeeper(FakeBackend):
 class Replica:
     """An engine, its clock, and its unfinished requests."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, number: int) -> None:
+        self.number = number
         unified = setup.layout == "unified"
         backend = (FakeBackend if setup.check else Timekeeper)(
             context_length=setup.context,
@@ -160,17 +167,19 @@ class Replica:
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def take(self, name: str, course: Course, booking: Booking) -> None:
-        """Add a request that arrives. If a step is in progress, the next step sees the request."""
+    def take(self, name: str, course: Course, booking: Booking, now: float) -> None:
+        """Add a request. If a step is in progress, the next step sees it."""
         entry = course.entry
         if not self.is_stepping:
-            self.now = entry.arrived
+            self.now = now
         self.courses[name] = course
         self._bookings[name] = booking
         params = SamplingParams(
             max_tokens=entry.output_length, temperature=0, seed=0, ignore_eos=True
         )
-        deadline = None if entry.deadline_ms is None else entry.deadline_ms / 1000
+        deadline = None
+        if entry.deadline_ms is not None:
+            deadline = entry.arrived + entry.deadline_ms / 1000 - now
         request = Request(
             name, entry.make_prompt(), params, entry.account, entry.service_class, deadline
         )
@@ -214,44 +223,170 @@ def routing_request(entry: Entry) -> RoutingRequest:
 def simulate(
     entries: list[Entry], setup: Setup, progress: Progress = lambda _: None
 ) -> tuple[list[Course], list[Replica]]:
-    """Run ``entries``, which are in order of time, on the replicas until all requests have
-    ended.
+    """Run ``entries``, which are in order of time, on the replicas of their models until all
+    requests have ended.
     """
-    replicas = [Replica(setup) for _ in range(setup.replicas)]
-    candidates = [
-        Candidate(i, setup.max_num_seqs, prompt_token_seconds=setup.costs.token)
-        for i in range(setup.replicas)
-    ]
-    max_blocks = setup.cells * setup.replicas // entries[0].block_size
-    router = Router(setup.routing, max_blocks, seed=setup.seed)
     courses = [Course(entry) for entry in entries]
-    stepping: list[tuple[float, int]] = []  # heap of (end of the step, index of the replica)
+    events = Events()
+    models = Models(entries, setup, events)
     num_arrived = num_ended = 0
-    while num_arrived < len(courses) or stepping:
-        if num_arrived < len(courses) and (
-            not stepping or entries[num_arrived].arrived <= stepping[0][0]
-        ):
+    while num_arrived < len(courses) or events:
+        if num_arrived < len(courses) and entries[num_arrived].arrived <= events.next_time:
             course = courses[num_arrived]
             num_arrived += 1
             if course.entry.input_length >= setup.context:
                 course.failure = TOO_LONG
                 num_ended += 1
-                continue
-            booking = router.choose(routing_request(course.entry), candidates)
-            course.replica = booking.number
-            replica = replicas[course.replica]
-            replica.take(f"r{num_arrived}", course, booking)
-            if not replica.is_stepping:
-                replica.is_stepping = True
-                heapq.heappush(stepping, (replica.now, course.replica))
+            else:
+                models.take(f"r{num_arrived}", course)
             continue
-        index = heapq.heappop(stepping)[1]
-        replica = replicas[index]
-        if ended := replica.finish_step():
-            num_ended += ended
-            progress(num_ended)
-        if replica.step():
-            heapq.heappush(stepping, (replica.now, index))
-        else:
-            replica.is_stepping = False
-    return courses, replicas
+        now, item = events.pop()
+        if isinstance(item, Replica):
+            if ended := item.finish_step():
+                num_ended += ended
+                progress(num_ended)
+            if item.step():
+                events.add(item.now, item.number, item)
+            else:
+                item.is_stepping = False
+        elif isinstance(item, Model):
+            models.finish_load(item, now)
+        models.make_room(now)
+    return courses, models.replicas
+
+
+class Events:
+    """What happens next, in the order of times and then of numbers: the end of a replica's step or
+    of a model's load, or None for a look at what may be unloaded.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Replica | Model | None]] = []
+        self._added = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    @property
+    def next_time(self) -> float:
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, at: float, number: int, item: Replica | Model | None) -> None:
+        heapq.heappush(self._heap, (at, number, next(self._added), item))
+
+    def pop(self) -> tuple[float, Replica | Model | None]:
+        at, _, _, item = heapq.heappop(self._heap)
+        return at, item
+
+
+class Model:
+    """A model of the trace: its replicas while it is loaded, and the requests that wait for it."""
+
+    def __init__(self) -> None:
+        self.replicas: list[Replica] = []
+        self.is_loading = self.is_draining = False
+        self.last_used = self.stays_until = 0.0
+        self.waiting: list[tuple[str, Course]] = []
+        self.router: Router | None = None
+        self.candidates: list[Candidate] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return any(replica.courses for replica in self.replicas)
+
+
+class Models:
+    """The models of a trace. They are loaded when a request names them, one after the other, if not
+    all fit; see routing/residency.py. A model that is unloaded loses its cached prefixes.
+    """
+
+    def __init__(self, entries: list[Entry], setup: Setup, events: Events) -> None:
+        self.replicas: list[Replica] = []  # of all times
+        self._setup = setup
+        self._events = events
+        self._block_size = entries[0].block_size
+        self._models = {name: Model() for name in sorted({entry.model for entry in entries})}
+        self._max_loaded = setup.models or len(self._models)
+        self._wanted: list[Model] = []  # in the order in which they are loaded
+        self._drained: Model | None = None
+        self._next_look = 0.0  # when a model may be unloaded that must stay now
+        if self._max_loaded >= len(self._models):
+            for model in self._models.values():
+                self._start(model)
+
+    def take(self, name: str, course: Course) -> None:
+        """Give a request that arrives to a replica of its model, or let it wait for that."""
+        model, now = self._models[course.entry.model], course.entry.arrived
+        model.last_used = now
+        if model.replicas and not model.is_draining:
+            self._place(model, name, course, now)
+            return
+        model.waiting.append((name, course))
+        if not model.replicas:
+            self._want(model)
+        self.make_room(now)
+
+    def make_room(self, now: float) -> None:
+        """Begin to load the next model, once another one has left if there are too many."""
+        if not self._wanted or self._wanted[0].is_loading:
+            return
+        loaded = [model for model in self._models.values() if model.replicas]
+        if len(loaded) >= self._max_loaded:
+            leaving = choose_to_unload(loaded, now)
+            if leaving is None:
+                if self._drained is None:
+                    self._drained = choose_to_drain(loaded, now)
+                    if self._drained is not None:
+                        self._drained.is_draining = True
+                    elif self._next_look <= now:
+                        self._next_look = min(loaded, key=lambda one: one.last_used).stays_until
+                        self._events.add(self._next_look, -1, None)
+                return
+            leaving.replicas = []
+            if leaving.waiting:
+                self._want(leaving)
+            if self._drained is not None:
+                self._drained.is_draining = False
+                if self._drained.replicas:
+                    self._deliver(self._drained, now)
+                self._drained = None
+        self._wanted[0].is_loading = True
+        self._events.add(now + self._setup.load_seconds, -1, self._wanted[0])
+
+    def finish_load(self, model: Model, now: float) -> None:
+        """Start the replicas of a model that is loaded, and give it the requests that wait."""
+        self._wanted.remove(model)
+        model.is_loading = False
+        self._start(model)
+        model.last_used, model.stays_until = now, compute_stay(now, self._setup.load_seconds)
+        self._deliver(model, now)
+
+    def _want(self, model: Model) -> None:
+        if model not in self._wanted:
+            self._wanted.append(model)
+
+    def _start(self, model: Model) -> None:
+        setup, begin = self._setup, len(self.replicas)
+        model.replicas = [Replica(setup, begin + i) for i in range(setup.replicas)]
+        self.replicas += model.replicas
+        model.candidates = [
+            Candidate(i, setup.max_num_seqs, prompt_token_seconds=setup.costs.token)
+            for i in range(setup.replicas)
+        ]
+        max_blocks = setup.cells * setup.replicas // self._block_size
+        model.router = Router(setup.routing, max_blocks, seed=setup.seed)
+
+    def _deliver(self, model: Model, now: float) -> None:
+        waiting, model.waiting = model.waiting, []
+        for name, course in waiting:
+            self._place(model, name, course, now)
+
+    def _place(self, model: Model, name: str, course: Course, now: float) -> None:
+        assert model.router is not None
+        booking = model.router.choose(routing_request(course.entry), model.candidates)
+        replica = model.replicas[booking.number]
+        course.replica = replica.number
+        replica.take(name, course, booking, now)
+        if not replica.is_stepping:
+            replica.is_stepping = True
+            self._events.add(replica.now, replica.number, replica)

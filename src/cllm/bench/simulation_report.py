@@ -97,6 +97,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_parked: int
     requests_per_replica: list[int]
+    num_loads: int
     keys: dict[str, KeyReport]
     fairness: Fairness | None
 
@@ -171,6 +172,7 @@ def summarize(
         requests_per_replica=[
             sum(course.replica == i for course in courses) for i in range(len(replicas))
         ],
+        num_loads=len(replicas) // settings.get("replicas", 1),
         keys={key: key_report(of_key) for key, of_key in sorted(by_key.items())},
         fairness=fairness(compared) if len(compared) > 1 else None,
     )
@@ -301,6 +303,9 @@ def results(report: SimulationReport) -> list[str]:
             f", {report.good_requests_per_s:,.2f} of them good ({report.good_share:.1%} of "
             f"all requests)"
         )
+    loads = (
+        f"; models were loaded {report.num_loads} times" if report.settings.get("models") else ""
+    )
     tokens = f"{report.output_tokens:,} output tokens, {report.prompt_tokens:,} prompt tokens"
     cached = f" of which {report.cached_tokens:,} were cached" if report.cached_tokens else ""
     parked = f"; sequences were parked {report.num_parked} times" if report.num_parked else ""
@@ -312,7 +317,7 @@ def results(report: SimulationReport) -> list[str]:
     )
     work = (
         f"{report.num_steps:,} steps computed {report.prefill_tokens:,} tokens of "
-        f"prompts{parked}{replicas}"
+        f"prompts{parked}{replicas}{loads}"
     )
     return [*lines, rates, tokens + cached, work]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 
+import msgspec
 import numpy as np
 
 from cllm.observe.trace_file import Entry
@@ -14,6 +16,7 @@ from cllm.observe.trace_file import Entry
 BLOCK_SIZE = 16
 NUM_SYSTEM_PROMPTS, SYSTEM_PROMPT = 8, 1024
 MEAN_TURNS = 5
+NUM_MODELS = 3
 
 
 class Source:
@@ -97,6 +100,13 @@ def two_keys(source: Source) -> Iterator[Entry]:
         yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), key)
 
 
+def models(source: Source) -> Iterator[Entry]:
+    shares = 1 / np.arange(1, NUM_MODELS + 1)
+    for entry in chat(source):
+        number = bisect(np.cumsum(shares / shares.sum()), source.rng.random())
+        yield msgspec.structs.replace(entry, model=f"model-{number}")
+
+
 WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
     "chat": (chat, "unrelated prompts of about 200 tokens, answers of about 200"),
     "shared-prefix": (
@@ -108,6 +118,7 @@ WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
         "talks of about 5 turns, 20 s apart; each prompt holds all that was said",
     ),
     "long-prefill": (long_prefill, "chat, but every fifth prompt has about 8,000 tokens"),
+    "models": (models, "chat with three models, wanted in the proportions of 6, 3 and 2"),
     "two-keys": (two_keys, "chat, nine of ten requests from the key heavy and one from light"),
 }
 

@@ -49,9 +49,20 @@ class ReplayOptions:
         Parameter(
             name=("--engines", "--replicas"),
             validator=Positive,
-            help="Engines that share the load.",
+            help="Engines of each model, which share its load.",
         ),
     ] = 1
+    models: Annotated[
+        int,
+        Parameter(
+            validator=NotNegative,
+            help="Models of the trace that fit into memory at the same time. The others are loaded "
+            "when a request names them, and lose their caches when they make room. 0: all.",
+        ),
+    ] = 0
+    load_seconds: Annotated[
+        float, Parameter(validator=NotNegative, help="Seconds that it takes to load a model.")
+    ] = 5.0
     routing: Annotated[
         Routing,
         Parameter(
@@ -212,6 +223,8 @@ def setup_of(options: ReplayOptions, entries: list[Entry]) -> Setup:
     return Setup(
         policy=options.policy,
         replicas=options.engines,
+        models=options.models,
+        load_seconds=options.load_seconds,
         routing=options.routing,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import secrets
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +24,15 @@ Adapters = tuple[tuple[str, float], ...]
 """LoRA adapters, by name, each with the scale of its change to the model."""
 
 
+class AdapterFile(NamedTuple):
+    """A file with a LoRA adapter. hash: of its content. invocation: tokens from which on an
+    activated LoRA changes the model; () for other adapters, which change it from the beginning.
+    """
+
+    hash: str
+    invocation: tuple[int, ...] = ()
+
+
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; it becomes ``params.n`` sequences.
 
@@ -30,7 +40,9 @@ class Request(msgspec.Struct, frozen=True):
     the name of its account; accounts within one priority class are served fairly. queue_timeout and
     deadline: seconds from arrival within which the request must start and finish. cache_salt:
     requests share cached prefixes only if their salts are equal. adapters: with which it is
-    computed; requests with others have other salts.
+    computed, except for the first num_base_tokens of the prompt: an activated LoRA changes the
+    model only from there on. Requests with other adapters have other salts, unless all that they
+    can share is computed without any.
     """
 
     request_id: str
@@ -42,6 +54,7 @@ class Request(msgspec.Struct, frozen=True):
     queue_timeout: float | None = None
     cache_salt: str = ""
     adapters: Adapters = ()
+    num_base_tokens: int = 0
 
     @property
     def key(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
-from cllm.core.request import Progress, Request
+from cllm.core.request import Adapters, Progress, Request
 
 
 class Status(enum.Enum):
@@ -169,13 +169,32 @@ class Sequence:
         return self._array
 
     @property
+    def shareable_tokens(self) -> npt.NDArray[np.int32]:
+        """The tokens that sequences with the same salt compute alike: all, or those before an
+        activated LoRA.
+        """
+        return self.array[: self.request.num_base_tokens or None]
+
+    @property
     def reusable_tokens(self) -> npt.NDArray[np.int32]:
-        """The tokens that may be reused from the cache: those whose logits are not needed."""
-        return self.array[
-            : self.num_prompt_tokens - 1 - self.num_pending_prompt_logprobs
-            if self.num_pending_prompt_logprobs
-            else -1
+        """The tokens that may be reused from the cache: shareable, and their logits are not
+        needed.
+        """
+        scored = self.num_pending_prompt_logprobs
+        return self.shareable_tokens[
+            : (self.num_prompt_tokens - scored if scored else self.num_tokens) - 1
         ]
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters with which its next tokens are computed."""
+        request = self.request
+        return request.adapters if self.num_computed_tokens >= request.num_base_tokens else ()
+
+    def count_until_adapters(self) -> int:
+        """Return how many tokens can be computed before others of its adapters are needed."""
+        left = self.request.num_base_tokens - self.num_computed_tokens
+        return left if left > 0 else self.num_tokens
 
     def count_prompt_logprobs(self, start: int, count: int) -> int:
         """Return how many of the ``count`` positions from ``start`` give prompt logprobs not yet

@@ -36,8 +36,8 @@ class Holding:
 
     ``seq``: the running sequence they belong to, or None while they are idle.
 
-    ``path``: the tokens in the tree. These are all tokens if idle, else the tokens that the
-    sequence had when it was admitted, some of which may not be computed yet.
+    ``path``: the tokens in the tree. These are all tokens if idle, else the shareable tokens that
+    the sequence had when it was admitted, some of which may not be computed yet.
     """
 
     __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id")
@@ -160,7 +160,7 @@ class Ledger(KVCache):
                 return None
             chain, operations = prepared
         self.seq_ids.lease(seq_id)
-        holding = Holding(seq_id, chain, seq.array, seq)
+        holding = Holding(seq_id, chain, seq.shareable_tokens, seq)
         self._leased[seq_id] = holding
         self._tree.insert(holding.path, holding, holding.salt)
         return seq_id, count, operations

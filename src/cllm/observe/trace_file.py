@@ -53,6 +53,7 @@ class Entry(
     priority: Literal["interactive", "normal", "batch"] = "normal"
     block_size: Annotated[int, Meta(ge=ID_BYTES)] = 512
     deadline_ms: Annotated[float, Meta(gt=0)] | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= len(self.hash_ids) * self.block_size - self.input_length < self.block_size:
@@ -140,7 +141,7 @@ class Recorder:
             raise StartupError(f"the trace {path} cannot be written: {error.strerror}") from None
         self._path = path
         self._secret = secrets.token_bytes(32)
-        self._pending: queue.Queue[tuple[float, Request, list[int]] | None] = queue.Queue(
+        self._pending: queue.Queue[tuple[float, Request, list[int], str] | None] = queue.Queue(
             MAX_PENDING
         )
         self._failed = False
@@ -148,9 +149,11 @@ class Recorder:
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
-    def record(self, request: Request, seconds_ago: float, output_lengths: Sequence[int]) -> None:
-        """Record ``request``, which arrived ``seconds_ago`` and got answers of ``output_lengths``
-        tokens.
+    def record(
+        self, request: Request, seconds_ago: float, output_lengths: Sequence[int], model: str = ""
+    ) -> None:
+        """Record ``request`` to ``model``, which arrived ``seconds_ago`` and got answers of
+        ``output_lengths`` tokens.
 
         For an answer that did not begin, max_tokens is recorded, or else the mean length of the
         answers so far.
@@ -163,11 +166,11 @@ class Recorder:
         usual = round(self._num_tokens / (self._num_answers or 1)) or 1
         lengths = [length or request.params.max_tokens or usual for length in output_lengths]
         with contextlib.suppress(queue.Full):
-            self._pending.put_nowait((time.time() - seconds_ago, request, lengths))
+            self._pending.put_nowait((time.time() - seconds_ago, request, lengths, model))
 
     def _write(self) -> None:
         while (item := self._pending.get()) is not None:
-            arrived, request, lengths = item
+            arrived, request, lengths, model = item
             entry = Entry(
                 timestamp=round(arrived * 1000, 3),
                 input_length=len(request.prompt),
@@ -177,6 +180,7 @@ class Recorder:
                 priority=request.priority.name.lower(),  # type: ignore[arg-type]
                 block_size=RECORDED_BLOCK,
                 deadline_ms=request.deadline and request.deadline * 1000,
+                model=model,
             )
             lines = [
                 msgspec.json.encode(msgspec.structs.replace(entry, output_length=length))

@@ -87,7 +87,8 @@ def describe(request: Request | EmbeddingRequest) -> RoutingRequest:
     """Return what matters of a request for the choice of an engine."""
     if isinstance(request, EmbeddingRequest):
         return RoutingRequest((), (), sum(map(len, request.texts)), request.account, 0)
-    names, ends = name_blocks(request.prompt, request.cache_salt)
+    shared = request.prompt[: request.num_base_tokens or None]
+    names, ends = name_blocks(shared, request.cache_salt)
     return RoutingRequest(names, ends, len(request.prompt), request.account, request.params.n)
 
 

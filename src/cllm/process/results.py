@@ -29,7 +29,8 @@ def digest(request: Request) -> bytes | None:
         params = params.replace_unchecked(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
     if params.logit_bias:
         params = params.replace_unchecked(logit_bias=dict(sorted(params.logit_bias.items())))
-    return hashlib.sha256(_encoder.encode((request.prompt, params, request.cache_salt))).digest()
+    changes = request.adapters, request.num_base_tokens, request.cache_salt
+    return hashlib.sha256(_encoder.encode((request.prompt, params, changes))).digest()
 
 
 class ResultCache:

@@ -42,7 +42,7 @@ class AdapterTurns:
 
     def includes(self, seq: Sequence) -> bool:
         """Return whether ``seq`` may be in this step."""
-        return not self.is_used or seq.request.adapters == self.current
+        return not self.is_used or seq.adapters == self.current
 
     def select(
         self, decoding: list[Sequence], running: Iterable[Sequence], paused: Collection[Sequence]
@@ -55,7 +55,7 @@ class AdapterTurns:
         groups: dict[Adapters, set[str]] = {}
         for seq in running:
             if seq not in paused:
-                groups.setdefault(seq.request.adapters, set()).add(seq.request.account)
+                groups.setdefault(seq.adapters, set()).add(seq.request.account)
         if len(groups) == 1:  # it owes nobody anything
             (self.current,) = groups
             self._left = {self.current: 0.0}

@@ -172,7 +172,7 @@ class Scheduler(Sequences):
             if drafts:
                 drafts = {}
                 continue
-            self._park(self.running.tail)
+            operations += self._park(self.running.tail)
             decoding = [seq for seq in decoding if seq.seq_id >= 0]
         operations += room
         return [self._make_row(seq, 1, drafts.get(seq, ())) for seq in decoding]
@@ -202,34 +202,38 @@ class Scheduler(Sequences):
             count = min(
                 share,
                 self._count_until_checkpoint(seq),
+                seq.count_until_adapters(),
                 self._count_until_logits_run_out(seq, [*decoding, *rows]),
             )
-            room = self._make_room(seq, count, unserved)
-            if room is not None:
+            if self._make_room(seq, count, unserved, operations):
                 del unserved[seq]
-                operations += room
                 rows.append(self._make_row(seq, count))
         if rows:
             self._prompt_order.advance()
         return rows
 
     def _make_room(
-        self, seq: Sequence, count: int, unserved: dict[Sequence, int]
-    ) -> list[Operation] | None:
-        """Return operations that free ``count`` cells for ``seq``, after parking from the tail of
-        ``unserved``.
+        self,
+        seq: Sequence,
+        count: int,
+        unserved: dict[Sequence, int],
+        operations: list[Operation],
+    ) -> bool:
+        """Free ``count`` cells for ``seq`` by parking from the tail of ``unserved``; append what
+        must be done for that to ``operations``.
 
-        None if ``seq`` itself became the tail and was parked.
+        Return False if ``seq`` itself became the tail and was parked.
         """
         while (room := self.kv_cache.make_room(count)) is None:
             tail = self.running.find_last(unserved)
             if tail is seq:
                 self.step.blocked = TooFewCells(seq.name, count, 0, self.kv_cache.num_available)
             del unserved[tail]
-            self._park(tail)
+            operations += self._park(tail)
             if tail is seq:
-                return None
-        return room
+                return False
+        operations += room
+        return True
 
     def _count_until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
         """Return how many tokens of ``seq`` can be computed before the step's rows of logits run
@@ -362,14 +366,14 @@ class Scheduler(Sequences):
         if not shortage and self.kv_cache.seq_ids.num_free:
             return
         if is_higher:
-            self._park(self.running.tail)
+            self._pending_operations += self._park(self.running.tail)
         elif not match.must_wait and (
             not shortage
             or shortage.missing
             <= self._estimate_growth(*rivals)
             + sum(self.kv_cache.count_private_cells(seq.seq_id) for seq in rivals)
         ):
-            self._park(rivals[-1])
+            self._pending_operations += self._park(rivals[-1])
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -143,22 +143,23 @@ class Sequences:
 
     # --- parking and resuming --------------------------------------------------------------------
 
-    def _park(self, seq: Sequence) -> None:
+    def _park(self, seq: Sequence) -> list[Operation]:
         """Release a running sequence's cells. It resumes later from those that are still in the
-        pool or in RAM.
+        pool or in RAM. Return operations to run before others that use these cells.
         """
-        self._free_cells(seq, soon=True)
+        operations = self._free_cells(seq, soon=True)
         self.running.remove(seq)
         seq.status, seq.waits_since = Status.PARKED, self.step.at
         if seq.effective_priority == AGED:
             seq.effective_priority = self._choose_priority(seq)
         self.waiting.push(seq)
         self.statistics.num_parked += 1
+        return operations
 
     def empty_cells(self) -> list[Operation]:
         """Park all running sequences; return operations that empty all cells."""
         while self.running:
-            self._park(self.running.tail)
+            self._pending_operations += self._park(self.running.tail)
         return [
             *self.drain_pending_operations(),
             *(self.kv_cache.make_room(self.kv_cache.cells.size) or ()),
@@ -196,7 +197,8 @@ class Sequences:
         awaited = self.kv_cache.layout.state.checkpoints(
             (*self.deferred.count_awaited(seq), seq.num_prompt_tokens - 1)
         )
-        return [at for at in awaited if at >= seq.num_computed_tokens]
+        last = seq.request.num_base_tokens or seq.num_tokens
+        return [at for at in awaited if seq.num_computed_tokens <= at <= last]
 
     # --- snapshots in files ----------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class Sequences:
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence and free its seq_id and cells. Every sequence ends here."""
-        self._free_cells(seq)
+        self._pending_operations += self._free_cells(seq)
         if self._speculation is not None:
             self._speculation.forget(seq)
         seq.status = Status.FINISHED
@@ -284,12 +286,19 @@ class Sequences:
             del self._requests[seq.request.request_id]
             self._yielding.discard(seq.request.request_id)
 
-    def _free_cells(self, seq: Sequence, *, soon: bool = False) -> None:
+    def _free_cells(self, seq: Sequence, *, soon: bool = False) -> list[Operation]:
+        """Leave what others may reuse; return operations that empty the other cells."""
+        operations: list[Operation] = []
         if seq.seq_id >= 0:
             seq_id, seq.seq_id = seq.seq_id, -1
-            self.kv_cache.release(seq_id, seq.tokens[: seq.num_computed_tokens], soon=soon)
+            keep = seq.num_computed_tokens
+            if 0 < seq.request.num_base_tokens < keep:
+                keep = seq.request.num_base_tokens
+                operations = self.kv_cache.rewind(seq_id, keep)
+            self.kv_cache.release(seq_id, seq.tokens[:keep], soon=soon)
             seq.num_computed_tokens = 0
             self._requeue(self.deferred.take_followers(seq))
+        return operations
 
     # --- failures --------------------------------------------------------------------------------
 
@@ -307,7 +316,7 @@ class Sequences:
             seq.num_computed_tokens = 0
             seq.num_failures += seq in failed
             if seq.num_failures < MAX_FAILURES:
-                self._park(seq)
+                self._pending_operations += self._park(seq)
             else:
                 self._end(seq, FinishReason.ERROR)
         self._pending_operations += self.kv_cache.invalidate_seq_ids(affected)

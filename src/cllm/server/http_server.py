@@ -42,7 +42,7 @@ from cllm.server.http_protocol import Protocol
 from cllm.server.ollama.manage import add_all_created
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sources import Source, adapter_path, hash_adapter, list_found
+from cllm.server.sources import Source, adapter_path, inspect_adapter, list_found
 from cllm.server.sse import streaming
 from cllm.service import Service
 from cllm.store.created import CreatedModels
@@ -287,7 +287,7 @@ def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[
     made = []
     for name, adapter in adapters.items():
         try:
-            found = hash_adapter(adapter_path(adapter))
+            found = inspect_adapter(adapter_path(adapter))
         except OSError as error:
             log.warning("the adapter %s is not served: %s", name, error.strerror)
             continue
@@ -299,7 +299,7 @@ def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[
                 sampling=parent.sampling,
                 adapter_use=use,
                 adapter_key=name,
-                adapter_hash=found,
+                adapter_file=found,
                 backend=parent.backend,
                 path=parent.path,
             )

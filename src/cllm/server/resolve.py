@@ -112,7 +112,12 @@ def scales_of(lora: Iterable[Any], adapters: Sequence[ServedModel], account: Acc
             message = f"Invalid 'lora': there is no adapter {entry.id} among {len(adapters)}."
             raise BadRequest(message, param="lora", code="invalid_value")
         scales[adapters[entry.id].adapter_key] = entry.scale
-    return AdapterUse.of(scales, {one.adapter_key: one.adapter_hash for one in adapters})
+    files = {one.adapter_key: one.adapter_file for one in adapters if one.adapter_file}
+    try:
+        return AdapterUse.of(scales, files)
+    except ValueError as error:
+        message = f"Invalid 'lora': {error}."
+        raise BadRequest(message, param="lora", code="invalid_value") from None
 
 
 async def known_service_for(request: Request, name: str | None = None) -> Service:

@@ -19,13 +19,17 @@ from pydantic import ValidationError
 from cllm.backends.registry import import_loader
 from cllm.config import Adapter, Model, Settings
 from cllm.config_sources import LoadedConfig
+from cllm.core.request import AdapterFile
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
+from cllm.models.gguf import read_header
 from cllm.models.hub import Progress
 
 log = logging.getLogger("cllm.server")
+
+INVOCATION_TOKENS = "adapter.alora.invocation_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +148,20 @@ def stamp(path: Path | None) -> tuple[int, ...]:
     return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else ()
 
 
-def hash_adapter(path: Path) -> str:
-    """Return a hash of a file with an adapter. Raises OSError."""
-    return _hash_file(path, stamp(path))
+def inspect_adapter(path: Path) -> AdapterFile:
+    """Return what a file with an adapter is. Raises OSError."""
+    return _inspect_file(path, stamp(path))
 
 
 @lru_cache(maxsize=1000)
-def _hash_file(path: Path, _stamp: tuple[int, ...]) -> str:
+def _inspect_file(path: Path, _stamp: tuple[int, ...]) -> AdapterFile:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+        found = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    try:
+        tokens = read_header(path).metadata.get(INVOCATION_TOKENS)
+    except StartupError:  # the engine will say so, if it needs such files
+        tokens = None
+    return AdapterFile(found, tuple(map(int, tokens)) if isinstance(tokens, tuple) else ())
 
 
 def adapter_path(adapter: Adapter) -> Path:

@@ -20,6 +20,7 @@ from cllm.backends.fake.vocabulary import END, VOCABULARY_SIZE, FakeVocabulary
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import Adapters
+from cllm.core.sequence import Sequence
 from cllm.errors import EngineError, StartupError
 
 TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).astype(np.float32)
@@ -59,10 +60,11 @@ NO_COSTS, NO_FAULTS = Costs(), Faults()
 class Cell:
     """One cell; sequences that share it reference the same object."""
 
-    __slots__ = ("token",)
+    __slots__ = ("adapters", "token")
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token: int, adapters: Adapters = ()) -> None:
         self.token = token
+        self.adapters = adapters
 
 
 class FakeBackend:
@@ -116,6 +118,7 @@ class FakeBackend:
         self._snapshots: dict[int, bytes] = {}
         self._embedded = 0, 0  # last text of the last ``embed``: tokens computed, and its length
         self._adapters: Adapters = ()
+        self._uses_adapters = False  # whether a batch had any
         self.num_steps = 0
 
     def share_cores(self, num_engines: int) -> None:
@@ -138,7 +141,10 @@ class FakeBackend:
         if batch.num_samples > self.info.max_num_samples:
             raise EngineError(f"a batch of {batch.num_samples} samples")
         for row in batch.rows:
-            self._store(row.seq.seq_id, row.start, row.tokens)
+            self._store(row.seq.seq_id, row.start, row.tokens, batch.adapters)
+            self._uses_adapters |= bool(batch.adapters)
+            if self._uses_adapters:
+                self._check_adapters(row.seq, batch.adapters)
         self._check_num_cells()
         switch = self._costs.switch if batch.adapters != self._adapters else 0.0
         self._adapters = batch.adapters
@@ -191,7 +197,7 @@ class FakeBackend:
                     raise EngineError("part of a state cannot be copied")
                 cells = self._cells_of(source)[:count]
                 if self.info.layout == "partitioned":
-                    cells = [Cell(cell.token) for cell in cells]
+                    cells = [Cell(cell.token, cell.adapters) for cell in cells]
                 self._cells[target] = cells
             case Swap(first, second):
                 if self.info.layout != "paged":
@@ -201,15 +207,16 @@ class FakeBackend:
                     self._cells_of(first),
                 )
             case Save(seq_id, key):
-                self._snapshots[key] = msgspec.msgpack.encode(
-                    [cell.token for cell in self._cells_of(seq_id)]
-                )
+                cells = self._cells_of(seq_id)
+                changed = [cell.adapters for cell in cells] if self._uses_adapters else []
+                saved = [cell.token for cell in cells], changed
+                self._snapshots[key] = msgspec.msgpack.encode(saved)
             case Load(key, seq_id, count):
-                tokens = self._saved(key)
+                tokens, changed = self._saved(key)
                 if len(tokens) < count or (len(tokens) > count and not self.info.can_trim):
                     raise EngineError(f"snapshot {key} has {len(tokens)} tokens, not {count}")
                 cells = self._cells_of(seq_id)
-                cells[:] = map(Cell, tokens)
+                cells[:] = map(Cell, tokens, changed or [()] * len(tokens))
                 if self.info.layout == "paged":
                     del cells[count:]
                 self._check_num_cells()
@@ -217,9 +224,12 @@ class FakeBackend:
             case Drop(key):
                 self._snapshots.pop(key, None)
 
-    def _saved(self, key: int) -> list[int]:
+    def _saved(self, key: int) -> tuple[list[int], list[Adapters]]:
+        """Return the tokens of a snapshot, and the adapters of each, if there were any."""
         try:
-            return msgspec.msgpack.decode(self._snapshots[key], type=list[int])
+            return msgspec.msgpack.decode(
+                self._snapshots[key], type=tuple[list[int], list[Adapters]]
+            )
         except (KeyError, msgspec.MsgspecError):
             raise EngineError(f"there is no snapshot {key}") from None
 
@@ -244,7 +254,17 @@ class FakeBackend:
             raise EngineError(f"there is no sequence id {seq_id}")
         return self._cells.setdefault(seq_id, [])
 
-    def _store(self, seq_id: int, start: int, tokens: list[int]) -> None:
+    def _check_adapters(self, seq: Sequence, adapters: Adapters) -> None:
+        """Raise EngineError if a cell of ``seq`` was computed with other adapters than it is to
+        be.
+        """
+        cells, request = self._cells[seq.seq_id], seq.request
+        base = request.num_base_tokens if adapters else len(cells)
+        found = {cell.adapters for cell in cells[:base]}, {cell.adapters for cell in cells[base:]}
+        if not (found[0] <= {()} and found[1] <= {request.adapters}):
+            raise EngineError(f"{seq.name} has cells of {found}")
+
+    def _store(self, seq_id: int, start: int, tokens: list[int], adapters: Adapters) -> None:
         cells = self._cells_of(seq_id)
         if seq_id >= self.info.max_num_seqs:
             raise EngineError(f"sequence id {seq_id} is not below {self.info.max_num_seqs}")
@@ -256,7 +276,7 @@ class FakeBackend:
             raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
             raise EngineError("a token outside the vocabulary")
-        cells += map(Cell, tokens)
+        cells += (Cell(token, adapters) for token in tokens)
 
     def _next(self, num_prompt_tokens: int, length: int, last: int) -> int:
         if length - num_prompt_tokens == self._length:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cllm.answer import AdapterUse
+from cllm.core.request import AdapterFile
 from cllm.errors import BadRequest, EngineError
 from cllm.registry import MAX_NAME, Registry
 from cllm.served_model import ServedModel
@@ -43,7 +44,7 @@ from cllm.server.resolve import (
     scales_of,
     service_for,
 )
-from cllm.server.sources import hash_adapter
+from cllm.server.sources import inspect_adapter
 from cllm.server.sse import until_disconnect
 
 router = APIRouter(tags=["llama-server"])
@@ -93,11 +94,16 @@ async def adapters(request: Request, model: str | None = None) -> Response:
     found = registry_of(request).list_adapters(served)
     in_use = dict(served.adapter_use.adapters)
     entries = [
-        {"id": i, "path": one.name, "scale": in_use.get(one.adapter_key, 0.0)}
+        {"id": i, "path": one.name, "scale": in_use.get(one.adapter_key, 0.0)} | invocation_of(one)
         for i, one in enumerate(found)
         if may_use(call_of(request).account(), one)
     ]
     return Response(to_json(entries), media_type="application/json")
+
+
+def invocation_of(model: ServedModel) -> dict[str, Any]:
+    tokens = model.adapter_file.invocation if model.adapter_file else ()
+    return {"alora_invocation_tokens": tokens} if tokens else {}
 
 
 @router.post("/lora-adapters", openapi_extra=describe_route(ScaleList, Done))
@@ -170,7 +176,7 @@ def check_name(registry: Registry, body: LoadAdapterBody) -> ServedModel | None:
     that of another model.
     """
     known = registry.get(body.lora_name)
-    if known is not None and not (body.load_inplace and known.adapter_hash and known.is_created):
+    if known is not None and not (body.load_inplace and known.adapter_file and known.is_created):
         message = f"The model {body.lora_name!r} exists already."
         raise BadRequest(message, param="lora_name", code="invalid_value")
     return known
@@ -185,17 +191,17 @@ def forget_adapter(registry: Registry, model: ServedModel) -> None:
         service.engine.more_adapters.pop(model.adapter_key, None)
 
 
-def find_file(name: str) -> tuple[str, str]:
-    """Return the path of a file and its hash. Raises OSError and ValueError."""
+def find_file(name: str) -> tuple[str, AdapterFile]:
+    """Return the path of a file and what it is. Raises OSError and ValueError."""
     path = Path(name).expanduser().resolve()
-    return str(path), hash_adapter(path)
+    return str(path), inspect_adapter(path)
 
 
-def make_adapter(name: str, base: ServedModel, key: str, found: str) -> ServedModel:
+def make_adapter(name: str, base: ServedModel, key: str, found: AdapterFile) -> ServedModel:
     """Return the model that ``base`` becomes with the adapter that its engines have as ``key``."""
     fields: dict[str, Any] = {"parent": base, "sampling": base.sampling, "backend": base.backend}
     use = AdapterUse.of({key: 1.0}, {key: found})
-    fields |= {"adapter_use": use, "adapter_key": key, "adapter_hash": found}
+    fields |= {"adapter_use": use, "adapter_key": key, "adapter_file": found}
     return ServedModel(name=name, is_created=True, path=base.path, **fields)
 
 
@@ -214,7 +220,7 @@ async def unload_adapter(request: Request) -> Response:
     body = await read_body(request, UnloadAdapterBody)
     registry = registry_of(request)
     known = registry.get(body.lora_name)
-    if known is None or not known.adapter_hash or not known.is_created:
+    if known is None or not known.adapter_file or not known.is_created:
         message = f"No adapter {body.lora_name!r} was loaded by this API."
         raise BadRequest(message, param="lora_name", code="not_found", status=404)
     call_of(request).audit("unload adapter", model=known.name)

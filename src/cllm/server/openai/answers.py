@@ -211,11 +211,12 @@ class InfillAnswer(ResponseModel):
 
 
 class AdapterEntry(ResponseModel):
-    """path: the adapter's name."""
+    """path: the adapter's name. alora_invocation_tokens: of an activated LoRA."""
 
     id: int
     path: str
     scale: float
+    alora_invocation_tokens: list[int] | None = None
 
 
 class AdapterList(pydantic.RootModel[list[AdapterEntry]]):
