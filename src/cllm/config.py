@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from cllm.backends.registry import BACKENDS, import_options
-from cllm.config_file import split_names
+from cllm.config_file import read_auto, split_names
 from cllm.config_options import SECRET, options_of
 from cllm.core.params import PARAMETERS
 
@@ -219,11 +219,11 @@ class Models(Section):
 class Engine(Section):
     """The engines of a model."""
 
-    count: int | None = Field(
+    count: Annotated[int | None, BeforeValidator(read_auto)] = Field(
         default=None,
         ge=1,
         le=64,
-        description="Engines that share a model's requests; null is one per GPU or NUMA node.",
+        description="Engines that share a model's requests; auto is one per GPU or NUMA node.",
     )
 
 

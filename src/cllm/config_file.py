@@ -96,6 +96,11 @@ def unknown(name: str, known: Collection[str]) -> str:
     return f"{show(name)[1:-1]} is not a setting{hint}"
 
 
+def read_auto(value: object) -> object:
+    """Return None for auto, and any other value unchanged."""
+    return None if value == "auto" else value
+
+
 def split_names(value: object) -> object:
     """Split a text at its commas, or read it as JSON if it begins like a list; return any other
     value unchanged.

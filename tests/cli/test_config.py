@@ -130,11 +130,11 @@ def test_help_describes_option(cllm) -> None:
     [
         (
             ["config", "show", "--port", "x"],
-            'cllm: Invalid value for --port: unable to convert "x" into int.',
+            'cllm: --port must be a whole number from 0 up to 65535, not "x"',
         ),
         (
             ["config", "show", "--port", "65536"],
-            "cllm: --server.port must be a whole number from 0 up to 65535, not 65536",
+            "cllm: --port must be a whole number from 0 up to 65535, not 65536",
         ),
         (["config", "show", "--prot", "1"], "cllm: Unknown option: --prot. Did you mean --port?"),
         (["config", "show", "--nope", "1"], "cllm: Unknown option: --nope."),
@@ -219,3 +219,12 @@ def test_model_can_be_positional() -> None:
 def test_configuration_page_matches_the_code(cllm) -> None:
     """docs/configuration.md is what ``cllm config docs`` prints."""
     assert DOCS_PAGE.read_text(encoding="utf-8") == page() == cllm("config", "docs")[1]
+
+
+def test_number_of_engines_may_be_auto_and_is_never_rounded(cllm) -> None:
+    code, shown, _ = cllm("config", "show", "--engine.count", "auto")
+    assert code == 0
+    assert "engine.count: null" in shown
+    code, shown, error = cllm("config", "show", "--engine.count", "1.5")
+    assert (code, shown) == (2, "")
+    assert error.startswith("cllm: --engine.count must be a whole number from 1")

@@ -13,7 +13,7 @@ to load it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -22,7 +22,7 @@ from cyclopts import Group, Parameter
 from cllm.config import OPTIONS
 from cllm.config_file import show
 from cllm.config_options import Option
-from cllm.config_sources import LoadedConfig, load_settings
+from cllm.config_sources import Given, LoadedConfig, checked, load_settings, parsed
 from cllm.errors import StartupError
 
 SHORT_NAMES = {
@@ -63,7 +63,16 @@ def flag(option: Option) -> Any:
     names = [option.flag, *([SHORT_NAMES[option.key]] if option.key in SHORT_NAMES else [])]
     help_text = f"{option.help} [default: {show(option.default)}]"
     kind = option.type | None if option.nullable else option.type
-    return Annotated[kind, Parameter(name=names, help=help_text, group=PANELS[section_of(option)])]
+    reads = None
+    if option.type in (int, float):  # as in variables: a flag's own conversion would round 1.5
+
+        def reads(_: Any, tokens: Sequence[Any]) -> object:
+            return checked(
+                option, Given(parsed(option, tokens[-1].value), tokens[-1].keyword)
+            ).value
+
+    group = PANELS[section_of(option)]
+    return Annotated[kind, Parameter(name=names, help=help_text, group=group, converter=reads)]
 
 
 def flags(options: Iterable[Option]) -> Any:
