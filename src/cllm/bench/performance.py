@@ -101,24 +101,32 @@ def write_page(rounds: Rounds, path: Path, skipped: dict[str, str]) -> list[Path
 
 def page(rounds: Rounds, stem: str, notes: dict[str, str], skipped: dict[str, str]) -> str:
     """Return the page in Markdown. Its pictures are named ``stem``-name.svg."""
+    later = [*(notes or {"results": EMPTY_NOTES}).items()]
+    first = [(name, text) for name, text in later if name == "summary"]
     parts = [
+        "# Performance",
+        *map(mark, first),
         *figures_section(rounds),
         *measurement_section(rounds, skipped),
         "## All rows",
         *(part for row in ROWS.values() for part in row_section(row, rounds.of(row.name))),
         *curves_section(rounds, stem),
-        *(
-            f"<!-- notes: {name} -->\n{text}<!-- end of notes -->"
-            for name, text in (notes or {"results": EMPTY_NOTES}).items()
-        ),
+        *(mark(note) for note in later if note not in first),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def mark(note: tuple[str, str]) -> str:
+    """Return a note, its name and its text, as it is found again."""
+    return f"<!-- notes: {note[0]} -->\n{note[1]}<!-- end of notes -->"
+
+
 def figures_section(rounds: Rounds) -> Iterator[str]:
-    yield "# Performance"
-    yield "`cllm bench compare` wrote this page. Only the notes at the end are written by hand."
     yield "## Figures and targets"
+    yield (
+        "`cllm bench compare` wrote this page. Only what users gain, and the notes at the end, are "
+        "written by hand."
+    )
     yield (
         "cLLM without any option, and the best settings of llama-server that served every request "
         "of the row with the same\nKV memory."
