@@ -15,7 +15,7 @@ from ollama_server import serving_ollama
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.stages import STAGES
 from cllm.bench.workload import WORKLOADS
-from cllm.cli.talk import server_url
+from cllm.cli.remote import server_url
 
 STREAM = b"""\
 data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":null}]}

@@ -12,7 +12,7 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.backends.fake.backend import Costs, FakeBackend
-from cllm.cli.chat import HELP
+from cllm.cli.slash_commands import HELP_TEXT
 
 FAKE = ("--backend.name", "fake")
 GREEDY = ("--temperature", "0")
@@ -63,6 +63,7 @@ def test_generate_prints_json(cllm):
         "finish_reason": "length",
         "prompt_tokens": 1,
         "completion_tokens": 3,
+        "cached_tokens": 0,
     }
 
 
@@ -93,12 +94,13 @@ def test_chat_loads_model_without_server(cllm):
 
 
 def test_chat_handles_slash_commands_itself(cllm):
-    """The model does not see slash commands. A path is not a command."""
-    done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/help\n/clear\n/exit\n")
-    assert (done.code, done.out) == (0, f"{HELP}\n{HELP}\n")
+    """The model does not see slash commands, unknown ones included. A path is not a command."""
+    done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/help\n/nothing\n/exit\n")
+    unknown = "There is no command /nothing; /help lists them."
+    assert (done.code, done.out) == (0, f"{HELP_TEXT}\n{unknown}\n")
     asked = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/etc/hosts\n")
     assert asked.code == 0
-    assert HELP not in asked.out
+    assert "There is no command" not in asked.out
 
 
 @pytest.mark.llama
@@ -146,6 +148,8 @@ class OpenAIStub(BaseHTTPRequestHandler):
         key = "text" if self.path == "/v1/completions" else "delta"
         chunks = [self.chunk(key, piece) for piece in self.pieces] if self.status == 200 else []
         lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        if self.status == 200:
+            lines += "data: [DONE]\n\n"
         self.answer(self.status, lines.encode() or b'{"error": {"message": "prompt: too long"}}')
 
     def chunk(self, key: str, piece: object) -> object:
@@ -201,6 +205,7 @@ def test_generate_uses_server(cllm, monkeypatch, stub):
     )
     monkeypatch.setenv("CLLM_URL", stub.url)
     answer = {"text": "to you", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 2}
+    answer["cached_tokens"] = 0
     assert json.loads(cllm("generate", "Dear", "--json").out) == answer
     (path, body), (chat_path, chat_body), _ = stub.bodies
     assert (path, chat_path) == ("/v1/completions", "/v1/chat/completions")

@@ -29,7 +29,7 @@ from cllm.cli.files import print_json, write_file, write_json
 from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive, PromptWords
 from cllm.cli.pictures import PictureOptions, check_files, write_picture
 from cllm.cli.progress import open_bar
-from cllm.cli.talk import server_url
+from cllm.cli.remote import server_url
 from cllm.errors import StartupError
 
 # (requests, concurrency, tokens of an answer), as the project's seed was measured

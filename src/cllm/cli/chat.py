@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from cllm.cli.answers import Options, Part, Talker, read_schema
+from cllm.cli.conversation import Conversation
+from cllm.cli.printer import open_printer, print_answer, print_dim
+from cllm.cli.reader import open_reader
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
-from cllm.cli.talk import Messages, SamplingFlags, Talker, UrlFlag, make_talker, print_stream
+from cllm.cli.slash_commands import SlashCommands
+from cllm.cli.talk import (
+    FormatFlag,
+    HideFlag,
+    SamplingFlags,
+    SystemFlag,
+    ThinkFlag,
+    UrlFlag,
+    make_talker,
+)
 from cllm.errors import CLLMError
 
-HELP = (
-    "Type a message. /new starts a new conversation, /exit or Ctrl-D quits, /help shows this text, "
-    "Ctrl-C stops an answer."
-)
+LEAVE = "Ctrl-C once more, Ctrl-D or /bye leaves."
 
 
 def chat(
@@ -23,7 +29,10 @@ def chat(
     /,
     *,
     url: UrlFlag = None,
-    system: Annotated[str | None, Parameter(help="The system message.")] = None,
+    system: SystemFlag = None,
+    schema: FormatFlag = None,
+    think: ThinkFlag = None,
+    hide_thinking: HideFlag = False,
     sampling: SamplingFlags | None = None,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
@@ -31,48 +40,79 @@ def chat(
     """Talk with a model in the terminal: with a running server, or else with a model loaded
     here.
     """
-    converse(make_talker(url, sampling, config, settings, model), system)
+    options = Options(dict(sampling or {}), read_schema(schema), think)
+    talker = make_talker(url, options, config, settings, model)
+    converse(talker, system or "", hides_reasoning=hide_thinking)
 
 
-def converse(talker: Talker, system: str | None = None) -> None:
-    """Read messages from stdin and print the answers, until /exit or the end of the input."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print(HELP)
-    opening: Messages = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    while (text := read_message(interactive)) is not None:
-        if text == "/exit":
-            return
-        if text == "/new":
-            messages = list(opening)
-        elif re.fullmatch("/[a-z]+", text):
-            print(HELP)
-        elif text:
-            send_message(talker, messages, text)
+def converse(talker: Talker, system: str = "", *, hides_reasoning: bool = False) -> None:
+    """Read messages from stdin and print the answers, until /bye or the end of the input.
 
-
-def read_message(interactive: bool) -> str | None:
-    """Return the next line, or None at the end of the input."""
-    try:
-        return input("> " if interactive else "").strip()
-    except EOFError:
-        return None
-
-
-def send_message(talker: Talker, messages: Messages, text: str) -> None:
-    """Send the messages with ``text``, print the answer, and append both to ``messages``.
-
-    If the answer is stopped or fails, ``messages`` stays unchanged.
+    On a terminal, an error is printed and the conversation continues. Otherwise CLLMError is
+    raised.
     """
-    messages.append({"role": "user", "content": text})
+    conversation = Conversation(system)
+    commands = SlashCommands(talker, conversation)
+    reader = open_reader(commands.complete)
+    was_stopped = False  # by Ctrl-C, after which another one leaves
+    while not commands.has_ended:
+        try:
+            text = reader.read()
+        except KeyboardInterrupt:
+            if was_stopped or not reader.is_interactive:
+                raise
+            was_stopped = True
+            print_dim(LEAVE)
+            continue
+        was_stopped = False
+        if text is None:
+            return
+        try:
+            printed = commands.run(text)
+            if printed is not None:
+                print(printed, end="\n" if printed else "")
+            elif text:
+                was_stopped = answer(
+                    talker,
+                    conversation,
+                    text,
+                    hides_reasoning=hides_reasoning,
+                    is_verbose=reader.is_interactive and commands.is_verbose,
+                    stops=reader.is_interactive,
+                )
+        except CLLMError as error:
+            if not reader.is_interactive:
+                raise
+            print("cllm:", error, file=sys.stderr)
+
+
+def answer(
+    talker: Talker,
+    conversation: Conversation,
+    text: str,
+    *,
+    hides_reasoning: bool,
+    is_verbose: bool,
+    stops: bool,
+) -> bool:
+    """Send the conversation with ``text``, print the answer and add both to the conversation.
+    Return whether Ctrl-C stopped it.
+
+    stops: Ctrl-C stops the answer; otherwise KeyboardInterrupt is raised. Raises CLLMError; what
+    has arrived of the answer is kept.
+    """
+    conversation.ask(text)
+    parts: list[Part] = []
+    printer = open_printer(hides_reasoning=hides_reasoning)
     try:
-        answer = print_stream(talker.ask(messages))
+        print_answer(talker.ask(conversation.outgoing()), printer, parts)
     except KeyboardInterrupt:
-        print(" (stopped)")
-        messages.pop()
-    except CLLMError as error:
-        print(f"({error})")
-        messages.pop()
-    else:
-        messages.append({"role": "assistant", "content": answer})
+        if not stops:
+            raise
+        print_dim("(stopped)")
+        return True
+    finally:
+        conversation.answer(parts)
+    if is_verbose:
+        print_dim(str(talker.last))
+    return False

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter, validators
 
+from cllm.cli.remote import LOCAL, auth_headers, server_url
 from cllm.errors import CLLMError, StartupError
 from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
 
-LOCAL = "http://127.0.0.1:8000"
 MAX_SHOWN = 10  # waiting sequences
 
 
@@ -53,13 +52,11 @@ def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> by
     """Return the server's answer. Raises StartupError, or CLLMError if it is not a cLLM server."""
     import httpx2
 
-    key = os.environ.get("CLLM_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx2.get(
-            f"{url.rstrip('/').removesuffix('/v1')}/scheduler",
+            f"{server_url(url)}/scheduler",
             params={"steps": steps, "engine": engine} | ({"model": model} if model else {}),
-            headers=headers,
+            headers=auth_headers(),
             timeout=30,
         )
     except httpx2.HTTPError as error:

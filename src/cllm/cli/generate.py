@@ -6,11 +6,12 @@ import json
 import sys
 from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
 
+from cllm.cli.answers import Answer, Options, Part
+from cllm.cli.printer import open_printer, print_answer, text_of
 from cllm.cli.settings_flags import ConfigFlag, ModelFlags
-from cllm.cli.talk import SamplingFlags, UrlFlag, make_talker, print_stream
+from cllm.cli.talk import PromptFlag, SamplingFlags, UrlFlag, make_talker
 from cllm.errors import StartupError
 
 
@@ -21,6 +22,7 @@ def generate(
     ] = None,
     /,
     *,
+    prompt_flag: PromptFlag = None,
     stdin: Annotated[
         bool, Parameter(name="-", help="Read the text from stdin.", negative="")
     ] = False,
@@ -38,6 +40,9 @@ def generate(
     """Complete one prompt, with a model loaded here or a running server, and print the text while
     it is generated.
     """
+    if prompt_flag is not None and prompt is not None:
+        raise StartupError("give the prompt as an argument or with --prompt, not both")
+    prompt = prompt if prompt_flag is None else prompt_flag
     if prompt is not None and stdin:
         raise StartupError("give the prompt as an argument or with -, not both")
     if prompt is None:
@@ -46,11 +51,23 @@ def generate(
         prompt = sys.stdin.read()
     if not prompt:
         raise StartupError("the prompt is empty; give one as an argument or on stdin")
-    talker = make_talker(url, sampling, config, settings)
+    talker = make_talker(url, Options(dict(sampling or {})), config, settings)
     pieces = talker.ask([{"role": "user", "content": prompt}]) if chat else talker.complete(prompt)
     if as_json:
-        text = "".join(pieces)
-        print(json.dumps({"text": text, **msgspec.to_builtins(talker.last)}, ensure_ascii=False))
-    elif not print_stream(pieces) and not chat:
-        message = "cllm: the model ended the text at once; --chat asks it a question"
-        print(message, file=sys.stderr)
+        print_json(list(pieces), talker.last)
+        return
+    parts: list[Part] = []
+    print_answer(pieces, open_printer(is_markdown=False), parts)
+    if not text_of(parts):
+        print()
+        if not chat:
+            message = "cllm: the model ended the text at once; --chat asks it a question"
+            print(message, file=sys.stderr)
+
+
+def print_json(parts: list[Part], answer: Answer) -> None:
+    """Print an answer with its token counts as one JSON object."""
+    found = {"text": text_of(parts), **answer.counts()}
+    if reasoning := "".join(part.text for part in parts if part.is_reasoning):
+        found["reasoning"] = reasoning
+    print(json.dumps(found, ensure_ascii=False))

@@ -48,8 +48,16 @@ COMMANDS = {
     "rm": ("cllm.cli.models:rm", "Remove a downloaded or created model."),
     "cp": ("cllm.cli.models:cp", "Give a model another name."),
     "ps": ("cllm.cli.models:ps", "List the models that a running server has loaded."),
-    "run": ("cllm.cli.models:run", "Ask a model of a running server, or talk with it."),
+    "run": ("cllm.cli.run:run", "Ask a model, or talk with it, on a server or here."),
     "stop": ("cllm.cli.models:stop", "Unload a model of a running server."),
+    "create": (
+        "cllm.cli.models:create",
+        "Make a model of a running server from a Modelfile.",
+    ),
+    "launch": (
+        "cllm.cli.launch:launch",
+        "Start Claude Code, Codex CLI, aider or OpenCode with a running server.",
+    ),
     "tune": ("cllm.cli.tune:tune", "Find the settings that make a model fastest on this machine."),
     "doctor": (
         "cllm.cli.doctor:doctor",
@@ -91,6 +99,9 @@ app.command(
 )
 
 
+TALKS = ("cllm chat", "cllm run", "cllm generate")  # they take --url
+
+
 def explain(error: Exception) -> str:
     """Return the error as one line."""
     match error:
@@ -118,8 +129,10 @@ def command(error: CycloptsError) -> str:
 
 def unknown_option(error: UnknownOptionError) -> str:
     """Return a message that names the nearest option. Leading dashes do not count as similar."""
+    from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS
+
     word = (error.token.keyword or error.token.value).partition("=")[0]
-    if command(error) in ("cllm chat", "cllm generate") and word in ("--host", "--port"):
+    if command(error) in TALKS and word in ("--host", "--port"):
         return f"Unknown option: {word}. A running server is named by --url http://127.0.0.1:8000."
     names = {
         name.lstrip("-"): name
@@ -127,11 +140,20 @@ def unknown_option(error: UnknownOptionError) -> str:
         if option.parse
         for name in option.names
     }
+    if command(error) in COMMANDS_WITH_HINTS and word in FLAGS:
+        return f"Unknown option: {word}. {FLAGS[word]}"
     near = difflib.get_close_matches(word.lstrip("-"), names, 1)
     hint = f" Did you mean {names[near[0]]}?" if near else ""
     if command(error) == "cllm generate" and not near:
         hint = " A text that begins with a dash comes last, after --."
     return f"Unknown option: {word}.{hint}"
+
+
+def read_words(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with a value for --think, which may stand alone before a prompt."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    return ["--think=true" if word == "--think" else word for word in words[:end]] + words[end:]
 
 
 def install_signal_handlers() -> None:
@@ -158,7 +180,7 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
         install_signal_handlers()
     try:
         try:
-            words = sys.argv[1:] if arguments is None else arguments
+            words = read_words(sys.argv[1:] if arguments is None else arguments)
             # imports the command
             command, bound, given = app.parse_args(words, exit_on_error=False, print_error=False)
             if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

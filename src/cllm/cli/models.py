@@ -1,11 +1,10 @@
-"""``cllm pull``, ``list``, ``show``, ``rm`` and ``cp`` for models on this machine; ``ps``, ``run``
-and ``stop`` for those of a running server.
+"""``cllm pull``, ``list``, ``show``, ``rm`` and ``cp`` for models on this machine; ``ps``, ``stop``
+and ``create`` for those of a running server.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,16 +13,14 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from cllm.cli.explain import LOCAL
+from cllm.cli.remote import LOCAL, Url, call
 from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
-from cllm.cli.talk import SamplingFlags, print_stream, server_url
 from cllm.config_sources import LoadedConfig
-from cllm.errors import CLLMError, StartupError
+from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
 from cllm.store.created import CreatedModel, CreatedModels
 
-Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.", negative="")]
 Name = Annotated[str, Parameter(help="A model's name.")]
 
@@ -141,7 +138,7 @@ def cp(source: Name, destination: Name, /, *, config: ConfigFlag = None) -> None
 
 def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
     """List the models that a running server has loaded."""
-    models = ask(url, "GET", "/api/ps")["models"]
+    models = call(url, "GET", "/api/ps")["models"]
     if as_json:
         print(json.dumps(models, indent=2))
         return
@@ -166,53 +163,41 @@ def describe_processor(model: dict[str, Any]) -> str:
     return text + (", shared cores" if model.get("shares_cores") else "")
 
 
-def run(
-    model: Name,
-    prompt: Annotated[str | None, Parameter(help="A question. [default: a conversation]")] = None,
-    /,
-    *,
-    url: Url = LOCAL,
-    sampling: SamplingFlags | None = None,
-) -> None:
-    """Ask a model of a running server, which loads it if necessary, or talk with it."""
-    from cllm.cli.chat import converse
-    from cllm.cli.talk import Remote
-
-    talker = Remote(url, sampling or {}, model)
-    if prompt is None:
-        converse(talker)
-    else:
-        print_stream(talker.ask([{"role": "user", "content": prompt}]))
-
-
 def stop(model: Name, /, *, url: Url = LOCAL) -> None:
     """Unload a model of a running server, once its requests have ended."""
-    ask(url, "POST", "/models/unload", {"model": model})
+    call(url, "POST", "/models/unload", {"model": model})
     print(f"{model} is unloaded")
 
 
-def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return a server's answer. Raises StartupError if it does not answer, and CLLMError."""
-
-    import httpx2
-
-    key = os.environ.get("CLLM_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+def create(
+    name: Name,
+    /,
+    *,
+    modelfile: Annotated[
+        Path, Parameter(name=["--file", "-f"], help="The Modelfile; - is stdin.")
+    ] = Path("Modelfile"),
+    url: Url = LOCAL,
+) -> None:
+    """Make a model of a running server from another one, with a system message and parameters of
+    its own, as a Modelfile describes it. The server needs server.allow_model_changes.
+    """
     try:
-        answer = httpx2.request(
-            method, server_url(url) + path, json=body, headers=headers, timeout=600
-        )
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise StartupError(f"cannot connect to {url}: {error}") from None
-    try:
-        content = answer.json()
-    except ValueError:
-        content = {}
-    if answer.status_code != 200:
-        fault = content.get("error", "") if isinstance(content, dict) else ""
-        message = fault.get("message", "") if isinstance(fault, dict) else fault
-        raise CLLMError(message or f"{url} answered {path} with {answer.status_code}")
-    return content
+        text = sys.stdin.read() if str(modelfile) == "-" else modelfile.read_text("utf-8")
+    except OSError as error:
+        raise StartupError(f"cannot read {modelfile}: {error.strerror}") from None
+    call(url, "POST", "/api/create", {"model": name, "modelfile": text, "stream": False})
+    print(f"{name} is created")
+
+
+def resolve_model(loaded: LoadedConfig, name: str) -> Path:
+    """Return the file of a model: one that ``cllm list`` shows, a file, or one on the hub, which is
+    downloaded if necessary. Raises StartupError.
+    """
+    entry = find(list_entries(loaded), name)
+    if entry is not None and entry.files:
+        return entry.files[0]
+    with hub.stderr_progress() as progress:
+        return catalog.resolve(name, None, progress)
 
 
 def list_entries(loaded: LoadedConfig) -> list[Entry]:
@@ -237,9 +222,7 @@ def list_entries(loaded: LoadedConfig) -> list[Entry]:
 
 def find(entries: list[Entry], name: str) -> Entry | None:
     """Return the model ``name``, or the only one in the repository ``name``."""
-    if match := catalog.HUB.fullmatch(name):
-        name = match["rest"]
-    name = name.removesuffix(":latest")
+    name = catalog.strip_hub(name).removesuffix(":latest")
     exact = [entry for entry in entries if entry.name.lower() == name.lower()]
     in_repo = [entry for entry in entries if entry.name.lower().startswith(f"{name.lower()}:")]
     if not exact and len(in_repo) > 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from cllm.cli.peer_flags import remark_on_variables
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
@@ -41,6 +43,8 @@ def serve(
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
     print_notes(loaded)
+    if remark := remark_on_variables(os.environ):
+        print("cllm:", remark, file=sys.stderr)
     log.configure(tree.log.level)
     access = Access(tree)
     check_access(tree, access)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
+from cllm.cli.peer_flags import OTHER_NAMES
 from cllm.config import OPTIONS
 from cllm.config_file import show
 from cllm.config_options import Option
@@ -60,7 +61,8 @@ PANELS = {
 
 def flag(option: Option) -> Any:
     """Return the type of an option's flag, with its names, help and panel."""
-    names = [option.flag, *([SHORT_NAMES[option.key]] if option.key in SHORT_NAMES else [])]
+    short = [SHORT_NAMES[option.key]] if option.key in SHORT_NAMES else []
+    names = [option.flag, *short, *OTHER_NAMES.get(option.key, ())]
     help_text = f"{option.help} [default: {show(option.default)}]"
     kind = option.type | None if option.nullable else option.type
     reads = None

@@ -44,6 +44,12 @@ def is_on_hub(name: str | None) -> bool:
     return name is not None and HUB.fullmatch(name) is not None
 
 
+def strip_hub(name: str) -> str:
+    """Return ``name`` without the prefix of names on the hub: owner/repo[:quantization]."""
+    match = HUB.fullmatch(name)
+    return match["rest"] if match else name
+
+
 def list_folder(folder: Path) -> dict[str, Path]:
     """Return the models in a folder and the folders below it, by the names that clients see, and
     the first file of each. Raises StartupError if the folder cannot be read.

@@ -1,0 +1,171 @@
+"""``cllm launch``: starts a coding tool with a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NoReturn
+
+from cyclopts import Parameter
+
+from cllm.cli.remote import LOCAL, Url, call, server_url
+from cllm.errors import StartupError
+
+NO_KEY = "none"  # tools insist on a key, and servers without keys accept any
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command with the variables that it needs in addition to those of this process."""
+
+    command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One line for a shell, without the API key."""
+        key = os.environ.get("CLLM_API_KEY")
+        words = [
+            f'{name}="$CLLM_API_KEY"' if key and value == key else f"{name}={shlex.quote(value)}"
+            for name, value in self.variables.items()
+        ]
+        return " ".join([*words, *map(shlex.quote, self.command)])
+
+
+def launch_claude(url: str, model: str, key: str) -> Launch:
+    """Claude Code, with Anthropic's API. The variables of all sizes name the one model."""
+    names = (
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",  # of earlier versions
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+    )
+    variables = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "ANTHROPIC_API_KEY": "",  # one in the environment would be sent to this server
+        **dict.fromkeys(names, model),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return Launch(["claude"], variables)
+
+
+def launch_codex(url: str, model: str, key: str) -> Launch:
+    """Codex CLI, with the Responses API. The values of -c are TOML, whose strings are JSON's."""
+    provider = "model_providers.cllm"
+    settings = {
+        "model_provider": "cllm",
+        f"{provider}.name": "cLLM",
+        f"{provider}.base_url": f"{url}/v1",
+        f"{provider}.wire_api": "responses",
+        f"{provider}.env_key": "CLLM_API_KEY",
+    }
+    pairs = (("-c", f"{name}={json.dumps(value)}") for name, value in settings.items())
+    words = [word for pair in pairs for word in pair]
+    return Launch(["codex", *words, "-m", model], {"CLLM_API_KEY": key})
+
+
+def launch_aider(url: str, model: str, key: str) -> Launch:
+    """Aider, with chat completions."""
+    variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
+    return Launch(["aider", "--model", f"openai/{model}"], variables)
+
+
+def launch_opencode(url: str, model: str, key: str) -> Launch:
+    """OpenCode, with chat completions. Its other settings stay as they are."""
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "cLLM",
+        "options": {"baseURL": f"{url}/v1", "apiKey": "{env:CLLM_API_KEY}"},
+        "models": {model: {"name": model}},
+    }
+    name = f"cllm/{model}"
+    settings = {"provider": {"cllm": provider}, "model": name, "small_model": name}
+    content = json.dumps(settings, separators=(",", ":"))
+    return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": content, "CLLM_API_KEY": key})
+
+
+TOOLS: dict[str, tuple[Callable[[str, str, str], Launch], str]] = {
+    "claude": (launch_claude, "npm install -g @anthropic-ai/claude-code"),
+    "codex": (launch_codex, "npm install -g @openai/codex"),
+    "aider": (launch_aider, "uv tool install aider-chat"),
+    "opencode": (launch_opencode, "npm install -g opencode-ai"),
+}
+"""How each tool is launched and installed."""
+
+
+def launch(
+    tool: Annotated[
+        Literal["claude", "codex", "aider", "opencode"], Parameter(help="The tool to start.")
+    ],
+    /,
+    *arguments: Annotated[
+        str, Parameter(help="Arguments of the tool, after --.", allow_leading_hyphen=True)
+    ],
+    url: Url = LOCAL,
+    model: Annotated[
+        str | None,
+        Parameter(name=["--model", "-m"], help="One of its models. [default: the server's]"),
+    ] = None,
+    prints: Annotated[
+        bool, Parameter(name="--print", help="Print the command; do not start it.", negative="")
+    ] = False,
+    as_json: Annotated[
+        bool, Parameter(name="--json", help="Print the command as JSON.", negative="")
+    ] = False,
+) -> None:
+    """Start Claude Code, Codex CLI, aider or OpenCode with a model of a running server. Nothing is
+    written to the tool's own settings.
+    """
+    make, installation = TOOLS[tool]
+    key = os.environ.get("CLLM_API_KEY") or NO_KEY
+    found = make(server_url(url), choose_model(url, model), key)
+    found = Launch([*found.command, *arguments], found.variables)
+    if as_json:
+        print(json.dumps({"command": found.command, "environment": found.variables}))
+    elif prints:
+        print(found)
+    else:
+        start(found, installation)
+
+
+def choose_model(url: str, model: str | None) -> str:
+    """Return the model to use: ``model``, or the server's default one. Raises StartupError."""
+    models = list_models(url)
+    if model is None:
+        if not models:
+            raise StartupError(f"the server at {url} has no model")
+        return models[0]
+    if model not in models:
+        raise StartupError(f"the server at {url} has no model {model}; it has {', '.join(models)}")
+    return model
+
+
+def list_models(url: str) -> list[str]:
+    """Return the names of the server's models. Raises StartupError if it does not answer."""
+    try:
+        return [entry["id"] for entry in call(url, "GET", "/v1/models")["data"]]
+    except StartupError as error:
+        advice = "start a server with cllm serve, or name one with --url"
+        raise StartupError(f"{error}; {advice}") from None
+    except (KeyError, TypeError):
+        raise StartupError(f"the server at {url} does not support OpenAI's API") from None
+
+
+def start(found: Launch, installation: str) -> NoReturn:
+    """Run the command in place of this process. Raises StartupError if it is not installed."""
+    name, *arguments = found.command
+    program = shutil.which(name)
+    if program is None:
+        raise StartupError(f"{name} is not installed; install it with: {installation}")
+    environment = {**os.environ, **found.variables}
+    sys.stdout.flush()
+    if os.name == "nt":  # where exec does not wait for the program
+        sys.exit(subprocess.call([program, *arguments], env=environment))
+    os.execve(program, found.command, environment)  # noqa: S606  # the user asked for it

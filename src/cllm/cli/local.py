@@ -1,0 +1,123 @@
+"""A model in this process, as ``cllm chat``, ``run`` and ``generate`` use it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import msgspec
+
+from cllm.cli.answers import Answer, Messages, Options, Part, Parts
+from cllm.cli.models import list_entries, resolve_model
+from cllm.cli.progress import open_bar
+from cllm.cli.remarks import print_notes, remarks
+from cllm.cli.remote import CONTINUATION
+from cllm.config_sources import LoadedConfig
+from cllm.core.params import SamplingParams
+from cllm.llm import LLM, Piece
+from cllm.models.gguf import read_header
+from cllm.text.call_grammar import message_grammar
+from cllm.text.chat import Channel, Chat, Effort
+from cllm.text.grammar import to_lark
+from cllm.text.output_reader import Delta, Usage
+
+
+class ChatLLM(LLM):
+    """An LLM that streams chats, with reasoning apart from text."""
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams, options: Options
+    ) -> Iterator[tuple[Piece, list[Delta], Usage]]:
+        """Yield what each token adds to the next assistant message, and the token counts so far.
+
+        Raises BadRequest.
+        """
+        effort = options.effort
+        chat = Chat(
+            messages,
+            thinking=True if options.think is True else None,
+            effort=None if effort is None else Effort(effort),
+        )
+        prompt = self.encode_chat(messages, **self._chat_format.variables(chat))
+        if options.constraint is not None:
+            grammar = to_lark(options.constraint, "format", set())
+            params = params.replace_unchecked(grammar=grammar)
+        with self._shared.in_use():
+            plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
+            special = self._backend.vocabulary.special_tokens
+        if bound is not None:
+            params = params.replace_unchecked(grammar=message_grammar(bound, special))
+        for piece, deltas, reader in self._read([prompt], [params], plan):
+            reader.usage.prompt_tokens = len(prompt)
+            yield piece, deltas, reader.usage
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        options: Options,
+        load_other: Callable[[str | None], LoadedConfig],
+    ) -> None:
+        """Load the model, with a progress bar on stderr. Raises StartupError.
+
+        load_other: returns the settings for another model.
+        """
+        self.options, self._load_other = options, load_other
+        self.model, self.last = "", Answer()
+        self._open(loaded)
+
+    def _open(self, loaded: LoadedConfig) -> None:
+        print_notes(loaded)
+        self._defaults = loaded.settings.sampling.model_dump(exclude_none=True)
+        self._params()  # which checks the options before the model is loaded
+        with closing(open_bar("loading the model")) as bar:
+            self._llm = ChatLLM.from_settings(loaded.settings, bar.update)
+        for line in remarks(loaded, self._llm.info):
+            print("cllm:", line, file=sys.stderr)
+        self.model = loaded.settings.model.path or ""
+
+    def list_models(self) -> list[str]:
+        """Return the names of the models on this machine."""
+        return [entry.name for entry in list_entries(self._load_other(None))]
+
+    def switch(self, model: str) -> None:
+        """Load ``model`` in place of the present one. Raises CLLMError, and keeps the present one,
+        if there is no such model.
+        """
+        path = resolve_model(self._load_other(None), model)
+        read_header(path)
+        self._llm.close()
+        self._open(self._load_other(str(path)))
+
+    def _params(self) -> SamplingParams:
+        return SamplingParams(**{**self._defaults, **self.options.sampling})
+
+    def ask(self, messages: Messages) -> Parts:
+        """Yield the parts of the next assistant message. Closing it ends the generation."""
+        self.last = Answer()
+        for piece, deltas, usage in self._llm.stream_chat(messages, self._params(), self.options):
+            self._note(piece)
+            self.last.prompt_tokens = usage.prompt_tokens
+            self.last.cached_tokens = usage.cached_tokens
+            for delta in deltas:
+                if delta.text and delta.channel != Channel.CALL:
+                    yield Part(delta.text, is_reasoning=delta.channel == Channel.REASONING)
+
+    def complete(self, prompt: str) -> Parts:
+        """Yield the parts of a continuation. Closing it ends the generation."""
+        params = self._params()
+        params = msgspec.structs.replace(params, max_tokens=params.max_tokens or CONTINUATION)
+        encoded = self._llm.encode(prompt)
+        self.last = Answer(prompt_tokens=len(encoded))
+        for piece in self._llm.stream(encoded, params):
+            self._note(piece)
+            yield Part(piece.text)
+
+    def _note(self, piece: Piece) -> None:
+        self.last.mark_arrival()
+        self.last.completion_tokens += len(piece.tokens)
+        self.last.finish_reason = piece.finish_reason

@@ -1,0 +1,156 @@
+"""Flags and variables of llama-server, llama-cli, vLLM and Ollama: other names of cLLM's options,
+and hints for what has another name here or no counterpart. docs/cli.md shows both tables.
+
+A flag is another name only if it means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# An option -> other names of its flag, in addition to the short name that cLLM itself uses.
+OTHER_NAMES = {
+    "model.path": ("-m",),
+    "model.name": ("-a", "--alias", "--served-model-name"),
+    "model.max_context_length": ("-c", "--ctx-size", "--max-model-len"),
+    "models.folder": ("--models-dir",),
+    "scheduler.max_num_seqs": ("-np", "--parallel"),
+    "scheduler.max_num_batched_tokens": ("-b", "--batch-size", "--max-num-batched-tokens"),
+    "scheduler.policy": ("--scheduling-policy",),
+    "server.tls_certificate": ("--ssl-cert-file", "--ssl-certfile"),
+    "server.tls_key": ("--ssl-key-file", "--ssl-keyfile"),
+    "backend.llama_cpp.n_threads": ("-t",),
+    "backend.llama_cpp.n_threads_batch": ("-tb", "--threads-batch"),
+    "backend.llama_cpp.n_ubatch": ("-ub", "--ubatch-size"),
+    "backend.llama_cpp.n_gpu_layers": ("-ngl", "--n-gpu-layers", "--gpu-layers"),
+    "backend.llama_cpp.main_gpu": ("-mg", "--main-gpu"),
+    "backend.llama_cpp.tensor_split": ("-ts", "--tensor-split"),
+    "backend.llama_cpp.devices": ("-dev", "--device"),
+    "backend.llama_cpp.cpu_moe_layers": ("-ncmoe", "--n-cpu-moe"),
+    "backend.llama_cpp.override_tensors": ("-ot", "--override-tensor"),
+    "backend.llama_cpp.rpc": ("--rpc",),
+    "backend.llama_cpp.numa": ("--numa",),
+    "backend.llama_cpp.use_mlock": ("--mlock",),
+    "backend.llama_cpp.flash_attention": ("-fa", "--flash-attn"),
+    "backend.llama_cpp.rope_scaling": ("--rope-scaling",),
+    "backend.llama_cpp.rope_scale": ("--rope-scale",),
+    "backend.llama_cpp.rope_freq_base": ("--rope-freq-base",),
+    "backend.llama_cpp.yarn_original_context": ("--yarn-orig-ctx",),
+    "sampling.max_tokens": ("-n", "--predict", "--n-predict"),
+    "sampling.temperature": ("--temp",),
+    "sampling.top_k": ("--top-k",),
+    "sampling.top_p": ("--top-p",),
+    "sampling.min_p": ("--min-p",),
+}
+# The same for flags of chat, run and generate that are not options of the configuration.
+OTHER_SAMPLING_NAMES = {
+    "max_tokens": ("-n", "--predict", "--n-predict"),
+    "temperature": ("--temp",),
+    "seed": ("-s",),
+}
+
+AUTOMATIC = "cLLM does this by itself."
+FOUND = "The format is found from the model's chat template."
+# Flags of peers -> what to use, or why there is nothing to set.
+HINTS = {
+    ("-hf", "-hfr", "--hf-repo"): "Use --model hf:owner/repo:Q4_K_M.",
+    ("-hff", "--hf-file"): "Name the quantization: --model hf:owner/repo:Q4_K_M.",
+    ("-hft", "--hf-token"): "Set the variable HF_TOKEN.",
+    ("-mu", "--model-url", "-dr", "--docker-repo"): "Use --model hf:owner/repo:Q4_K_M, or a file.",
+    ("-md", "--model-draft"): ("Use --model.draft-path FILE --scheduler.speculation draft_model."),
+    ("--speculative-config", "--draft", "--draft-max"): (
+        "Use --scheduler.speculation and --scheduler.max-draft-tokens."
+    ),
+    ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--limit-mm-per-prompt"): (
+        "Images are not supported."
+    ),
+    ("--lora", "--lora-scaled", "--lora-modules", "--enable-lora"): (
+        "Name adapters in the section adapters of the YAML file, see docs/models.md."
+    ),
+    ("--no-mmap",): "Use --backend.llama-cpp.use-mmap=false.",
+    ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v", "--kv-cache-dtype"): (
+        "Use --kv.type, which applies to keys and values."
+    ),
+    ("-cram", "--cache-ram", "--swap-space", "--cpu-offload-gb"): "Use --kv.ram-cache-mb.",
+    ("-kvu", "--kv-unified"): "Use --kv.layout; the default shares memory between all sequences.",
+    ("-sm", "--split-mode"): "Use --backend.llama-cpp.split, none, layer or tensor.",
+    ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size"): (
+        "Use --backend.llama-cpp.split, and --backend.llama-cpp.devices to choose GPUs."
+    ),
+    ("-dp", "--data-parallel-size"): "Use --engine.count.",
+    ("--gpu-memory-utilization",): "Use --kv.max-memory-mb, which limits the KV cache.",
+    ("-cmoe", "--cpu-moe"): "Use --n-cpu-moe 1000, which keeps the experts of all layers in RAM.",
+    ("-cb", "--cont-batching", "-nocb", "--no-cont-batching"): (
+        "Batches are always continuous; --max-num-seqs 1 computes one request at a time."
+    ),
+    ("--enable-prefix-caching", "--no-enable-prefix-caching", "--cache-prompt", "--cache-reuse"): (
+        f"Prefixes are always cached. {AUTOMATIC}"
+    ),
+    ("--enable-chunked-prefill", "--no-enable-chunked-prefill"): (
+        "Long prompts are always computed in parts; --scheduler.prefill-share sets how fast."
+    ),
+    ("--jinja", "--no-jinja"): "Chat templates are always rendered as Jinja.",
+    ("--chat-template", "--chat-template-file"): "The template in the model's file is used.",
+    ("--reasoning-format", "--reasoning-parser", "--enable-reasoning"): FOUND,
+    ("--tool-call-parser", "--enable-auto-tool-choice"): FOUND,
+    ("--reasoning-budget",): "Requests set it: thinking_token_budget, or thinking.budget_tokens.",
+    ("-to", "--timeout"): "Use --scheduler.request-timeout.",
+    ("--max-num-queued-reqs",): "Use --scheduler.max-queue-requests.",
+    ("--metrics",): "GET /metrics is always served; --server.open-metrics needs no key.",
+    ("--slots", "--no-slots", "--props"): "GET /scheduler shows what runs; see cllm explain.",
+    ("--slot-save-path",): "Use --kv.disk-cache FOLDER, which saves and finds prefixes by itself.",
+    ("--embedding", "--embeddings", "--pooling", "--runner", "--task"): (
+        "Embeddings need no flag; encoders and rerankers are recognized."
+    ),
+    ("--rerank", "--reranking"): "Rerankers are recognized by their file.",
+    ("--api-key-file",): "Use cllm keys add NAME, which gives each user a key.",
+    ("--webui", "--no-webui", "--ui", "--no-ui", "--path", "--api-prefix"): (
+        "There is no such option; a proxy can hide or move paths."
+    ),
+    ("--allowed-origins", "--cors-origins"): "Use --server.cors-origins.",
+    ("-v", "--verbose", "-lv", "--verbosity", "--uvicorn-log-level"): "Use --log.level debug.",
+    ("--dtype", "-q", "--quantization"): (
+        "A GGUF file has its types; name the quantization: hf:owner/repo:Q4_K_M."
+    ),
+    ("--load-format", "--tokenizer", "--trust-remote-code", "--hf-config-path"): (
+        "A GGUF file contains everything; nothing else is loaded."
+    ),
+    ("--download-dir",): "Set the variable HF_HOME.",
+    ("--models-preset",): "Use --config FILE with a section models, see docs/models.md.",
+    ("--models-max",): "Use --models.max-memory-mb, which limits the memory of all models.",
+    ("--sleep-idle-seconds",): "Use --model.keep-alive SECONDS.",
+    ("-cnv", "--conversation", "-no-cnv", "--no-conversation", "-i", "--interactive"): (
+        "cllm chat is a conversation, cllm generate continues a text."
+    ),
+    ("-f", "--file"): "Read the text from stdin: cllm generate - < FILE.",
+    ("--nowordwrap", "--experimental", "--insecure-registry"): "There is no such option.",
+}
+FLAGS: Mapping[str, str] = {flag: text for flags, text in HINTS.items() for flag in flags}
+
+# Variables of peers -> what to use. cLLM does not read them, because they are meant for other
+# programs on the same machine.
+VARIABLES = {
+    "OLLAMA_HOST": "server.host and server.port; commands that use a server read CLLM_URL",
+    "OLLAMA_MODELS": "models.folder, or HF_HOME for downloads",
+    "OLLAMA_KEEP_ALIVE": "model.keep_alive",
+    "OLLAMA_NUM_PARALLEL": "scheduler.max_num_seqs",
+    "OLLAMA_MAX_LOADED_MODELS": "models.max_memory_mb",
+    "OLLAMA_MAX_QUEUE": "scheduler.max_queue_requests",
+    "OLLAMA_CONTEXT_LENGTH": "model.max_context_length",
+    "OLLAMA_FLASH_ATTENTION": "backend.llama_cpp.flash_attention",
+    "OLLAMA_KV_CACHE_TYPE": "kv.type",
+    "OLLAMA_ORIGINS": "server.cors_origins",
+    "OLLAMA_DEBUG": "log.level",
+    "LLAMA_API_KEY": "CLLM_API_KEY",
+    "VLLM_API_KEY": "CLLM_API_KEY",
+}
+COMMANDS_WITH_HINTS = ("cllm serve", "cllm chat", "cllm run", "cllm generate")
+
+
+def remark_on_variables(environment: Mapping[str, str]) -> str:
+    """Return a line about variables of peers that are set, or "" if there are none."""
+    found = [f"{name} ({text})" for name, text in VARIABLES.items() if environment.get(name)]
+    others = sorted(name for name in environment if name.startswith("LLAMA_ARG_"))
+    if others:
+        found.append(f"{', '.join(others)} (flags of the same name)")
+    return f"not read: {'; '.join(found)}" if found else ""

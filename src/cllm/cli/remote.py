@@ -1,0 +1,179 @@
+"""A running server, as commands use it: ``Remote`` for chats and texts, ``call`` for its other
+routes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from cyclopts import Parameter
+
+from cllm.cli.answers import Answer, Messages, Options, Part, Parts
+from cllm.errors import CLLMError, StartupError
+
+LOCAL = "http://127.0.0.1:8000"
+Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
+
+CONTINUATION = 256  # tokens; without a limit, a continued text might never end
+
+
+def server_url(text: str) -> str:
+    """Return the server's URL with a scheme and without /v1."""
+    url = text if "://" in text else f"http://{text}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def auth_headers() -> dict[str, str]:
+    key = os.environ.get("CLLM_API_KEY")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return a server's answer. Raises StartupError if it does not answer, and CLLMError."""
+    import httpx2
+
+    try:
+        answer = httpx2.request(
+            method, server_url(url) + path, json=body, headers=auth_headers(), timeout=600
+        )
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise StartupError(f"cannot connect to {url}: {error}") from None
+    try:
+        content = answer.json()
+    except ValueError:
+        content = {}
+    if answer.status_code != 200:
+        fault = content.get("error", "") if isinstance(content, dict) else ""
+        message = fault.get("message", "") if isinstance(fault, dict) else fault
+        raise CLLMError(message or f"{url} answered {path} with {answer.status_code}")
+    return content
+
+
+class Remote:
+    """A server with OpenAI's API."""
+
+    def __init__(self, url: str, options: Options, model: str = "") -> None:
+        """Connect to the server. Raises StartupError if it does not answer or has another API.
+
+        ``model``: which of its models to ask; the default one if empty.
+        """
+        import httpx2
+
+        timeout = httpx2.Timeout(600, connect=10)
+        self._client = httpx2.Client(
+            base_url=server_url(url), headers=auth_headers(), timeout=timeout
+        )
+        self.options, self.model, self.last = options, model, Answer()
+        try:
+            answer = self._client.get("/v1/models", timeout=10)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise StartupError(f"cannot connect to {url}: {error}") from None
+        if answer.status_code != 200:
+            raise StartupError(
+                f"the server at {url} does not support OpenAI's API: it answered "
+                f"{answer.status_code} to /v1/models"
+            )
+
+    def list_models(self) -> list[str]:
+        """Return the names of the server's models, the default one first. Raises CLLMError."""
+        return [model["id"] for model in self._read("/v1/models")["data"]]
+
+    def knows(self, model: str) -> bool:
+        """Return whether the server has ``model``, perhaps under another name. Raises CLLMError."""
+        return bool(self._get(f"/v1/models/{quote(model)}").status_code == 200)
+
+    def switch(self, model: str) -> None:
+        """Ask ``model`` from now on. Raises CLLMError if the server does not have it."""
+        if not self.knows(model):
+            raise CLLMError(f"the server has no model {model}; it has {self._names()}")
+        self.model = model
+
+    def _names(self) -> str:
+        return ", ".join(self.list_models()) or "none"
+
+    def _get(self, path: str) -> Any:
+        import httpx2
+
+        try:
+            return self._client.get(path)
+        except httpx2.HTTPError as error:
+            raise lost(error) from None
+
+    def _read(self, path: str) -> Any:
+        answer = self._get(path)
+        if answer.status_code != 200:
+            raise CLLMError(error_message(answer.content))
+        return answer.json()
+
+    def ask(self, messages: Messages) -> Parts:
+        """Yield the parts of the next assistant message. Closing it ends the generation."""
+        fields = {"messages": messages, **self.options.for_server()}
+        for choice in self._stream("/v1/chat/completions", fields):
+            delta = choice["delta"]
+            if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+                yield Part(reasoning, is_reasoning=True)
+            if text := delta.get("content"):
+                yield Part(text)
+
+    def complete(self, prompt: str) -> Parts:
+        """Yield the parts of a continuation. Closing it ends the generation."""
+        fields = {"prompt": prompt, "max_tokens": CONTINUATION, **self.options.sampling}
+        for choice in self._stream("/v1/completions", fields):
+            yield Part(choice["text"])
+
+    def _stream(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        import httpx2
+
+        try:
+            yield from self._chunks(path, fields)
+        except httpx2.HTTPError as error:
+            raise lost(error) from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise CLLMError("the server's answer does not follow OpenAI's API") from None
+
+    def _chunks(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.last = Answer()
+        body = {
+            **fields,
+            **({"model": self.model} if self.model else {}),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with self._client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise CLLMError(error_message(response.read()))
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if not line.startswith("data: "):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise CLLMError(chunk["error"]["message"])
+                if usage := chunk.get("usage"):
+                    details = usage.get("prompt_tokens_details") or {}
+                    self.last.prompt_tokens = usage["prompt_tokens"]
+                    self.last.completion_tokens = usage["completion_tokens"]
+                    self.last.cached_tokens = details.get("cached_tokens") or 0
+                for choice in chunk["choices"]:
+                    self.last.mark_arrival()
+                    self.last.finish_reason = choice["finish_reason"] or ""
+                    yield choice
+        if not self.last.finish_reason:
+            raise CLLMError("lost the connection to the server before the answer was complete")
+
+
+def lost(error: Exception) -> CLLMError:
+    return CLLMError(f"lost the connection to the server: {error}")
+
+
+def error_message(data: bytes) -> str:
+    """Return the message of an error answer, or the beginning of its body."""
+    try:
+        return str(json.loads(data)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return data[:200].decode("utf-8", "replace")
