@@ -53,3 +53,5 @@ docs: ## derive the pages under docs/ that are made from the code
 	@mv docs/configuration.md.new docs/configuration.md
 	@$(RUN) cllm config api > docs/api.md.new
 	@mv docs/api.md.new docs/api.md
+	@$(RUN) cllm config commands > docs/cli.md.new
+	@mv docs/cli.md.new docs/cli.md

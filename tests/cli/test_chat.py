@@ -60,7 +60,7 @@ class Terminal:
 
     def expect(self, text: str) -> str:
         """Wait until ``text`` is printed after what was waited for before; return all up to it."""
-        end = time.monotonic() + 40
+        end = time.monotonic() + PATIENCE
         while (at := self.screen.find(text, self._seen)) < 0:
             assert time.monotonic() < end, f"{text!r} is not in {self.screen[self._seen :]!r}"
             assert self._read(), f"{text!r} is not in {self.screen[self._seen :]!r}, and it ended"

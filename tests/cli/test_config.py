@@ -160,7 +160,7 @@ def test_help_describes_option(cllm) -> None:
             ["config", "sho"],
             (
                 'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs, '
-                "api."
+                "api, commands."
             ),
         ),
         (["sevre"], 'cllm: "sevre" is not a command; did you mean serve?'),

@@ -59,6 +59,7 @@ def test_pulled_models_are_listed_and_removed(cllm, tmp_path):
     assert names(cllm) == ["cllm-builtin", "o/models:F16", "o/models:Q8_0"]
     assert "o/models:Q8_0" in cllm("list")
     assert "name one: o/models:F16, o/models:Q8_0" in cllm("rm", "o/models", code=2)
+    assert json.loads(cllm("pull", "hf:o/models:Q8_0", "--json"))["size"] == len(LARGE)
     assert cllm("rm", "hf:o/models:q8_0") == "removed o/models:Q8_0, 1.0 MB\n"
     assert names(cllm) == ["cllm-builtin", "o/models:F16"]
     assert not list((tmp_path / "hf").rglob("*Q8_0*"))
@@ -96,8 +97,9 @@ def test_copies_are_listed_and_removed(cllm):
     assert cllm("cp", "mine", "again") == "again is cllm-builtin\n"
     assert names(cllm) == ["cllm-builtin", "mine", "again"]
     assert "architecture" in cllm("show", "mine")
-    cllm("rm", "mine")
-    assert names(cllm) == ["cllm-builtin", "again"]
+    assert cllm("ls") == cllm("list")
+    cllm("rm", "mine", "again")
+    assert names(cllm) == ["cllm-builtin"]
 
 
 @pytest.mark.parametrize(

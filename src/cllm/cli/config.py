@@ -57,6 +57,14 @@ def api() -> None:
     print(api_page.render_page(), end="")
 
 
+@app.command
+def commands() -> None:
+    """Print the page docs/cli.md, which describes all commands."""
+    from cllm.cli import cli_page
+
+    print(cli_page.render_page(), end="")
+
+
 def as_json(loaded: LoadedConfig) -> str:
     settings = loaded.settings.model_dump()
     for key in SECRETS:

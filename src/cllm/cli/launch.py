@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from cyclopts import Parameter
 
@@ -37,7 +37,14 @@ class Launch:
         return " ".join([*words, *map(shlex.quote, self.command)])
 
 
-def launch_claude(url: str, model: str, key: str) -> Launch:
+class Model(NamedTuple):
+    """A model of a server. context_length: None if the server does not say it."""
+
+    name: str
+    context_length: int | None
+
+
+def launch_claude(url: str, model: Model, key: str) -> Launch:
     """Claude Code, with Anthropic's API. The variables of all sizes name the one model."""
     names = (
         "ANTHROPIC_MODEL",
@@ -50,48 +57,54 @@ def launch_claude(url: str, model: str, key: str) -> Launch:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": key,
         "ANTHROPIC_API_KEY": "",  # one in the environment would be sent to this server
-        **dict.fromkeys(names, model),
+        **dict.fromkeys(names, model.name),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     return Launch(["claude"], variables)
 
 
-def launch_codex(url: str, model: str, key: str) -> Launch:
+def launch_codex(url: str, model: Model, key: str) -> Launch:
     """Codex CLI, with the Responses API. The values of -c are TOML, whose strings are JSON's."""
     provider = "model_providers.cllm"
-    settings = {
+    settings: dict[str, Any] = {
         "model_provider": "cllm",
         f"{provider}.name": "cLLM",
         f"{provider}.base_url": f"{url}/v1",
         f"{provider}.wire_api": "responses",
         f"{provider}.env_key": "CLLM_API_KEY",
     }
+    if model.context_length is not None:
+        settings["model_context_window"] = model.context_length
     pairs = (("-c", f"{name}={json.dumps(value)}") for name, value in settings.items())
     words = [word for pair in pairs for word in pair]
-    return Launch(["codex", *words, "-m", model], {"CLLM_API_KEY": key})
+    return Launch(["codex", *words, "-m", model.name], {"CLLM_API_KEY": key})
 
 
-def launch_aider(url: str, model: str, key: str) -> Launch:
+def launch_aider(url: str, model: Model, key: str) -> Launch:
     """Aider, with chat completions."""
     variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
-    return Launch(["aider", "--model", f"openai/{model}"], variables)
+    return Launch(["aider", "--model", f"openai/{model.name}"], variables)
 
 
-def launch_opencode(url: str, model: str, key: str) -> Launch:
+def launch_opencode(url: str, model: Model, key: str) -> Launch:
     """OpenCode, with chat completions. Its other settings stay as they are."""
+    about: dict[str, Any] = {"name": model.name}
+    if model.context_length is not None:
+        limits = {"context": model.context_length, "output": model.context_length}
+        about["limit"] = limits
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "cLLM",
         "options": {"baseURL": f"{url}/v1", "apiKey": "{env:CLLM_API_KEY}"},
-        "models": {model: {"name": model}},
+        "models": {model.name: about},
     }
-    name = f"cllm/{model}"
+    name = f"cllm/{model.name}"
     settings = {"provider": {"cllm": provider}, "model": name, "small_model": name}
     content = json.dumps(settings, separators=(",", ":"))
     return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": content, "CLLM_API_KEY": key})
 
 
-TOOLS: dict[str, tuple[Callable[[str, str, str], Launch], str]] = {
+TOOLS: dict[str, tuple[Callable[[str, Model, str], Launch], str]] = {
     "claude": (launch_claude, "npm install -g @anthropic-ai/claude-code"),
     "codex": (launch_codex, "npm install -g @openai/codex"),
     "aider": (launch_aider, "uv tool install aider-chat"),
@@ -135,22 +148,22 @@ def launch(
         start(found, installation)
 
 
-def choose_model(url: str, model: str | None) -> str:
-    """Return the model to use: ``model``, or the server's default one. Raises StartupError."""
+def choose_model(url: str, name: str | None) -> Model:
+    """Return the model to use: ``name``, or the server's default one. Raises StartupError."""
     models = list_models(url)
-    if model is None:
-        if not models:
-            raise StartupError(f"the server at {url} has no model")
-        return models[0]
-    if model not in models:
-        raise StartupError(f"the server at {url} has no model {model}; it has {', '.join(models)}")
-    return model
+    found = [model for model in models if name in (None, model.name)]
+    if not found:
+        names = ", ".join(model.name for model in models) or "none"
+        wanted = "model" if name is None else f"model {name}"
+        raise StartupError(f"the server at {url} has no {wanted}; it has {names}")
+    return found[0]
 
 
-def list_models(url: str) -> list[str]:
-    """Return the names of the server's models. Raises StartupError if it does not answer."""
+def list_models(url: str) -> list[Model]:
+    """Return the server's models. Raises StartupError if it does not answer."""
     try:
-        return [entry["id"] for entry in call(url, "GET", "/v1/models")["data"]]
+        entries = call(url, "GET", "/v1/models")["data"]
+        return [Model(entry["id"], entry.get("max_model_len")) for entry in entries]
     except StartupError as error:
         advice = "start a server with cllm serve, or name one with --url"
         raise StartupError(f"{error}; {advice}") from None

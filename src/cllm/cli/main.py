@@ -22,7 +22,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from cllm.errors import CLLMError
+from cllm.errors import CLLMError, StartupError
 from cllm.process.launch import Popen
 
 SERVE = """Serve a model over HTTP.
@@ -75,6 +75,7 @@ COMMANDS = {
     "keys": ("cllm.cli.keys:app", "Create, list and revoke the API keys of a server."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }
+ALIASES = {"list": ("ls",)}
 
 
 def version() -> str:
@@ -91,7 +92,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for name, (import_path, summary) in COMMANDS.items():
-    app.command(import_path, name=name, help=summary)
+    app.command(import_path, name=name, alias=ALIASES.get(name, ()), help=summary)
 app.command(
     "cllm.cli.completion:install",
     name="--install-completion",
@@ -139,6 +140,7 @@ def unknown_option(error: UnknownOptionError) -> str:
         for option in error.argument_collection
         if option.parse
         for name in option.names
+        if name.startswith("--")
     }
     if command(error) in COMMANDS_WITH_HINTS and word in FLAGS:
         return f"Unknown option: {word}. {FLAGS[word]}"
@@ -150,9 +152,19 @@ def unknown_option(error: UnknownOptionError) -> str:
 
 
 def read_words(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with a value for --think, which may stand alone before a prompt."""
+    """Return the arguments, with a value for --think, which may stand alone before a prompt.
+
+    Raises StartupError for a short flag of another server, such as -ctk, which would otherwise be
+    read as -c tk.
+    """
+    from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS
+
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
+    if f"cllm {' '.join(words[:1])}" in COMMANDS_WITH_HINTS:
+        for flag in (word.partition("=")[0] for word in words[:end]):
+            if flag in FLAGS and not flag.startswith("--"):
+                raise StartupError(f"Unknown option: {flag}. {FLAGS[flag]}")
     return ["--think=true" if word == "--think" else word for word in words[:end]] + words[end:]
 
 

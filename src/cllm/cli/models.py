@@ -43,6 +43,8 @@ class Entry(NamedTuple):
 def pull(
     name: Annotated[str, Parameter(help="hf:owner/repo[:quantization].")],
     /,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Download a model into the Hugging Face cache and check it. An interrupted download is
     continued.
@@ -53,8 +55,12 @@ def pull(
         path = catalog.resolve(name, None, progress)
     files = catalog.list_parts(path)
     hub.verify(files)
-    size = format_size(sum(file.stat().st_size for file in files))
-    print(f"{catalog.derive_model_name(path)}: {size}, {path}")
+    size = sum(file.stat().st_size for file in files)
+    own_name = catalog.derive_model_name(path)
+    if as_json:
+        print(json.dumps({"name": own_name, "size": size, "files": list(map(str, files))}))
+    else:
+        print(f"{own_name}: {format_size(size)}, {path}")
 
 
 def list_models(*, config: ConfigFlag = None, as_json: Json = False) -> None:
@@ -103,9 +109,15 @@ def show(name: Name, /, *, config: ConfigFlag = None, as_json: Json = False) -> 
     print("\n".join(f"{key:{width}}  {value}" for key, value in facts.items()))
 
 
-def rm(name: Name, /, *, config: ConfigFlag = None) -> None:
-    """Remove a model from the Hugging Face cache, or one that was created or copied."""
+def rm(name: Name, /, *others: Name, config: ConfigFlag = None) -> None:
+    """Remove models from the Hugging Face cache, or models that were created or copied."""
     loaded = settings_from_flags(config, None)
+    for one in (name, *others):
+        remove(loaded, one)
+
+
+def remove(loaded: LoadedConfig, name: str) -> None:
+    """Raises StartupError if the model is unknown or not ours to remove."""
     entry = find(list_entries(loaded), name)
     if entry is None:
         raise StartupError(f"there is no model {name}; see cllm list")

@@ -1,0 +1,55 @@
+"""docs/cli.md describes the commands that exist, and its examples are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cllm.cli import peer_flags
+from cllm.cli.cli_page import EXAMPLES, render_page
+from cllm.cli.main import ALIASES, COMMANDS, app
+from cllm.cli.reader import state_folder
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def test_page_is_up_to_date(cllm) -> None:
+    """``make docs`` writes what ``cllm config commands`` prints."""
+    assert PAGE.read_text("utf-8") == render_page() == cllm("config", "commands").out
+
+
+def test_page_has_the_commands_that_exist() -> None:
+    table = render_page().partition("## ")[0]
+    described = re.findall(r"^\| ((?:`\w+` ?)+) \|", table, re.MULTILINE)
+    names = [name for cell in described for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == sorted([*COMMANDS, *(one for more in ALIASES.values() for one in more)])
+    assert set(names) == {name for name in app if not name.startswith("-")}
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values())
+def test_examples_can_be_parsed(example: str) -> None:
+    words = shlex.split(example)[1:]
+    if "--help" not in words:
+        app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_commands_have_examples() -> None:
+    assert set(EXAMPLES) == set(COMMANDS)
+    assert all(example.startswith(f"cllm {name}") for name, example in EXAMPLES.items())
+
+
+def test_files_of_chats_are_where_the_page_says(home: Path) -> None:
+    folder = f"~/{state_folder().relative_to(home)}/"
+    assert folder == "~/.local/state/cllm/"
+    assert f"`{folder}chats/`" in render_page()
+
+
+def test_flags_have_either_a_meaning_or_a_hint() -> None:
+    names = [
+        *(name for names in peer_flags.OTHER_NAMES.values() for name in names),
+        *(name for names in peer_flags.HINTS for name in names),
+    ]
+    assert len(names) == len(set(names))

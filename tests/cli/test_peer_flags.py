@@ -1,0 +1,64 @@
+"""Flags and variables of llama-server, vLLM and Ollama."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cllm.cli.peer_flags import FLAGS, OTHER_NAMES, remark_on_variables
+from cllm.config import OPTIONS
+
+FAKE = ("--backend.name", "fake")
+
+
+def test_other_names_set_the_same_options(cllm) -> None:
+    for key, names in OTHER_NAMES.items():
+        for name in names:
+            value = OPTIONS[key].default
+            shown = json.loads(cllm("config", "show", "--json", f"{name}={value}").out)
+            assert shown["origins"][key] == OPTIONS[key].flag, name
+
+
+def test_familiar_command_line_is_understood(cllm) -> None:
+    words = "-m q.gguf -c 4096 -ngl 99 -np 4 -t 2 -fa on -b 256 -ub 128 --host 0.0.0.0 --port 1"
+    settings = json.loads(cllm("config", "show", "--json", *words.split()).out)["settings"]
+    assert settings["model"]["path"] == "q.gguf"
+    assert settings["model"]["max_context_length"] == 4096
+    assert settings["scheduler"]["max_num_seqs"] == 4
+    assert settings["scheduler"]["max_num_batched_tokens"] == 256
+    assert settings["backend"]["llama_cpp"]["n_gpu_layers"] == 99
+    assert settings["backend"]["llama_cpp"]["flash_attention"] == "on"
+
+
+def test_generate_has_familiar_flags(cllm) -> None:
+    words = ("-p", "a", "-n", "3", "--temp", "0", "-c", "64", "-s", "1")
+    assert cllm("generate", *FAKE, *words).out == "bcd\n"
+    assert "not both" in cllm("generate", "a", "-p", "b", *FAKE).err
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_unknown_flag_of_a_peer_gives_a_hint(cllm, flag: str) -> None:
+    """One line, and exit code 2."""
+    for words in ((flag, "1"), (f"{flag}=1",)):
+        done = cllm("serve", *words)
+        assert (done.code, done.out) == (2, "")
+        assert done.err == f"cllm: Unknown option: {flag}. {FLAGS[flag]}\n"
+
+
+def test_hints_name_options_that_exist() -> None:
+    """Flags in the hints are flags of ``cllm serve``."""
+    known = {option.flag for option in OPTIONS.values()}
+    known |= {"--model", "--config", "--max-num-seqs", "--n-cpu-moe"}
+    words = {word.strip(",.;:") for text in FLAGS.values() for word in text.split()}
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert flags - known == set()
+
+
+def test_variables_of_peers_are_named_but_not_read() -> None:
+    assert remark_on_variables({"PATH": "/bin"}) == ""
+    line = remark_on_variables({"OLLAMA_KEEP_ALIVE": "5m", "LLAMA_ARG_CTX_SIZE": "1"})
+    assert line == (
+        "not read: OLLAMA_KEEP_ALIVE (model.keep_alive); LLAMA_ARG_CTX_SIZE "
+        "(flags of the same name)"
+    )
