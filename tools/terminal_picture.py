@@ -49,7 +49,7 @@ def main() -> None:
         turns = zip(QUESTIONS.splitlines(), answers.stdout.splitlines(), strict=True)
         show(
             f".venv/bin/cllm chat --url {url}",
-            "\n".join(f"> {question}\n{answer}" for question, answer in turns),
+            "\n".join(f">>> {question}\n{answer}" for question, answer in turns),
         )
         load = [
             "bench",

@@ -112,6 +112,42 @@ def test_chat_answers_with_builtin_model(builtin_path, cllm):
     assert done.out == "72\ng-a-r-d-e-n\n"
 
 
+@pytest.mark.llama
+def test_local_chat_separates_reasoning_and_changes_models(builtin_path, cllm):
+    """Reasoning goes to stderr. A model that does not exist ends the command, not the first one."""
+    lines = ["/set think", "What is 27 plus 45?", "/model", "/model cllm-builtin", "/show"]
+    done = cllm("chat", *GREEDY, "--context", "512", text="\n".join([*lines, lines[1], ""]))
+    assert done.code == 0, done.err
+    answer, *rest = done.out.removeprefix("Set.\n").splitlines()
+    assert (answer, rest[-1]) == ("72", "72")
+    assert "cllm-builtin answers from now on." in rest
+    assert "  model               cllm-builtin" in rest
+    assert "20 + 40 = 60" in done.err
+    missing = cllm("chat", *GREEDY, text="/model nothing\n")
+    assert missing.code == 2
+    assert "Unknown model 'nothing'" in missing.err
+
+
+@pytest.mark.parametrize("command", ["--help", "list"])
+def test_commands_that_talk_to_nobody_start_without_terminal_libraries(command):
+    script = """
+import sys
+from cllm.cli.main import main
+main(sys.argv[1:])
+print(sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, command],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    modules = set(done.stderr.splitlines()[-1].split("'"))
+    assert "cyclopts" in modules
+    assert not {"prompt_toolkit", "markdown_it"} & modules
+
+
 def test_chat_reports_unreachable_server(cllm):
     """The error is one line."""
     done = cllm("chat", "--url", "http://127.0.0.1:9", text="hi\n")

@@ -92,6 +92,7 @@ class Local:
         read_header(path)
         self._llm.close()
         self._open(self._load_other(str(path)))
+        self.model = model
 
     def _params(self) -> SamplingParams:
         return SamplingParams(**{**self._defaults, **self.options.sampling})
