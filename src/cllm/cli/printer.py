@@ -159,6 +159,8 @@ class MarkdownPrinter:
     def _print(self, text: str) -> None:
         if not text.strip():
             return
+        if self._live.is_started:
+            self._live.refresh()  # so that the text is not shown below itself as still growing
         if self._num_printed:
             self._console.print()
         self._num_printed += 1
