@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 from cllm import __version__
 from cllm.config import Settings
 from cllm.registry import Registry
-from cllm.server import errors, openapi, paths
+from cllm.server import errors, openapi, page, paths
 from cllm.server.access import Access
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
@@ -52,6 +52,7 @@ ROUTERS = (
     benchmark.router,
     faults.router,
     openapi.router,
+    page.router,
 )
 
 

@@ -23,11 +23,12 @@ from cllm.core.account import Account
 from cllm.errors import BadRequest, CLLMError, Unauthorized
 from cllm.server.access import Access
 from cllm.server.addresses import is_loopback, split_host
+from cllm.server.page import PATHS
 
 ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
 # Paths that need no key: they tell nothing about the model or its users. Preflights of CORS do not
 # either.
-PUBLIC = frozenset({"/", "/health", "/ping", "/ready"})
+PUBLIC = PATHS | {"/", "/docs", "/health", "/ping", "/ready"}
 METRICS = "/metrics"
 MAX_WRONG_KEYS = 20  # of one address in WRONG_KEY_WINDOW; further ones get 429
 WRONG_KEY_WINDOW = 60.0  # seconds

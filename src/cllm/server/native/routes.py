@@ -40,6 +40,7 @@ from cllm.server.native.answers import (
     Version,
 )
 from cllm.server.off_loop import off_loop
+from cllm.server.page import answer_page, wants_page
 from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.resolve import (
     check_admin,
@@ -123,20 +124,19 @@ class DecodeBody(Body):
 
 
 @router.get("/", openapi_extra=describe_route(answer=Root))
-async def root(request: Request) -> dict[str, Any]:
-    """Return the server's name and version, and to those who may use it its model and paths."""
-    if call_of(request).account() == ANONYMOUS:
-        return {"name": "cLLM", "version": __version__, "docs": "/docs"}
-    models = served_models(request)
-    document = await asyncio.to_thread(request.app.openapi)
-    paths = sorted(path for path in document["paths"] if path != "/")
-    return {
-        "name": "cLLM",
-        "version": __version__,
-        "model": models[0].name if models else "",
-        "docs": "/docs",
-        "paths": paths,
-    }
+async def root(request: Request) -> Response:
+    """Return the server's name and version, and to those who may use it its model and paths. To a
+    browser (Accept: text/html), return a page to chat with the models.
+    """
+    if wants_page(request):
+        return answer_page(request)
+    content: dict[str, Any] = {"name": "cLLM", "version": __version__, "docs": "/docs"}
+    if call_of(request).account() != ANONYMOUS:
+        models = served_models(request)
+        document = await asyncio.to_thread(request.app.openapi)
+        paths = sorted(path for path in document["paths"] if path != "/")
+        content |= {"model": models[0].name if models else "", "paths": paths}
+    return JSONResponse(content, headers={"vary": "accept"})
 
 
 @router.get("/health", openapi_extra=describe_route(answer=Health))

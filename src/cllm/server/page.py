@@ -1,0 +1,108 @@
+"""The page at / for browsers: the files in the folder ui, and who gets them.
+
+The page holds no data, so it needs no API key. Its requests have the user's key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+router = APIRouter(include_in_schema=False)
+
+FOLDER = resources.files("cllm.server") / "ui"
+PREFIX = "/ui/"
+MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# Everything comes from this server, and a text of a model cannot become a script.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # ask whether the etag is still right
+}
+
+
+def list_files() -> frozenset[str]:
+    """Return the names of the files that the page loads, such as vendor/preact.js."""
+    folders = [(FOLDER, "")]
+    names = set()
+    while folders:
+        folder, prefix = folders.pop()
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                folders.append((entry, f"{prefix}{entry.name}/"))
+            elif entry.name.rpartition(".")[2] in MEDIA_TYPES:
+                names.add(prefix + entry.name)
+    return frozenset(names)
+
+
+FILES = list_files()
+PATHS = frozenset(PREFIX + name for name in FILES)
+
+
+class File(NamedTuple):
+    content: bytes
+    etag: str
+
+
+@cache
+def read_file(name: str) -> File:
+    content = FOLDER.joinpath(*name.split("/")).read_bytes()
+    return File(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+def wants_page(request: Request) -> bool:
+    """Return whether the client is a browser that shows a page: it accepts HTML by name, and does
+    not prefer JSON.
+    """
+    quality = {"text/html": 0.0, "application/json": 0.0}
+    for accepted in request.headers.get("accept", "").split(","):
+        kind, *parameters = (part.strip().lower() for part in accepted.split(";"))
+        if kind in quality:
+            quality[kind] = read_quality(parameters)
+    return quality["text/html"] > 0 and quality["text/html"] >= quality["application/json"]
+
+
+def read_quality(parameters: list[str]) -> float:
+    """Return the weight among the parameters of an accepted type, 1 by default."""
+    weight = next((one[2:] for one in parameters if one.startswith("q=")), "1")
+    try:
+        return float(weight)
+    except ValueError:
+        return 0.0
+
+
+def answer_page(request: Request) -> Response:
+    return answer_file(request, "index.html", "text/html", {"vary": "accept"})
+
+
+def answer_file(
+    request: Request, name: str, media_type: str, more: dict[str, str] | None = None
+) -> Response:
+    """Return a file, or 304 if the client has it."""
+    file = read_file(name)
+    headers = {**HEADERS, "etag": file.etag, **(more or {})}
+    known = request.headers.get("if-none-match", "")
+    if file.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=media_type)
+
+
+@router.get(PREFIX + "{name:path}")
+async def page_file(request: Request, name: str) -> Response:
+    """Return a file of the page."""
+    if name not in FILES:
+        raise HTTPException(404)
+    return answer_file(request, name, MEDIA_TYPES[name.rpartition(".")[2]])

@@ -1,0 +1,279 @@
+// The page: its views, the open conversation, and what all parts share.
+
+import { Chat, isRunning, stop } from "./chat.js";
+import { makeConversation } from "./conversation.js";
+import { isLoaded, Models } from "./models.js";
+import { getJson, isKeyRemembered, keepKey, listModels, readKey, ServerError } from "./server.js";
+import { Dialog, Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import * as store from "./store.js";
+import { html, render, useEffect, useReducer, useRef, useState } from "./view.js";
+
+const SETTINGS = "cllm-settings"; // those of the next conversation
+const MODELS = "#models"; // the address of that view; all others are ids of conversations
+
+function readSettings() {
+  try {
+    return JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+function App() {
+  const [, draw] = useReducer((count) => count + 1, 0);
+  const [all, setAll] = useState([]); // the stored conversations, the latest first
+  const [current, setCurrent] = useState(() => makeConversation(readSettings()));
+  const [view, setView] = useState("");
+  const [models, setModels] = useState([]);
+  const [defaults, setDefaults] = useState({});
+  const [dialog, setDialog] = useState("");
+  const [notice, setNotice] = useState(null); // text and, with undo, a function
+  const [isListOpen, setListOpen] = useState(false);
+  const conversations = useRef(all);
+  conversations.current = all;
+
+  const loaded = models.find(({ id }) => id === current.settings.model) ?? models[0];
+  const model = loaded?.id ?? "";
+
+  async function readModels() {
+    try {
+      setModels(await listModels());
+      setNotice((shown) => (shown?.isOfServer ? null : shown));
+    } catch (error) {
+      report(error);
+    }
+  }
+
+  function report(error) {
+    setNotice({ text: error.message, isOfServer: error instanceof ServerError });
+    if (error.status === 401) setDialog("key");
+  }
+
+  async function save(conversation) {
+    if (!location.hash && conversation === current) {
+      history.replaceState(null, "", `#${conversation.id}`);
+    }
+    const others = conversations.current.filter(({ id }) => id !== conversation.id);
+    conversations.current = [conversation, ...others].sort((a, b) => b.updated - a.updated);
+    setAll(conversations.current);
+    draw();
+    try {
+      await store.save(conversation);
+    } catch (error) {
+      setNotice({ text: `The browser did not store the conversation: ${error.message}` });
+    }
+  }
+
+  function followAddress() {
+    const name = location.hash;
+    setView(name === MODELS ? name : "");
+    setListOpen(false);
+    const found = conversations.current.find(({ id }) => `#${id}` === name);
+    if (found) setCurrent(found);
+  }
+
+  function open(conversation) {
+    setCurrent(conversation);
+    setView("");
+    setListOpen(false);
+    history.pushState(null, "", `#${conversation.id}`);
+  }
+
+  const startNew = () => open(makeConversation(readSettings()));
+
+  async function remove(conversation) {
+    stop(conversation);
+    setAll(conversations.current.filter(({ id }) => id !== conversation.id));
+    if (conversation === current) startNew();
+    await store.remove(conversation.id);
+    setNotice({ text: "The conversation was deleted.", undo: () => save(conversation) });
+  }
+
+  function changeSettings(settings) {
+    current.settings = settings;
+    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+    if (current.messages.length) save(current);
+    else draw();
+  }
+
+  useEffect(() => {
+    store.loadAll().then(
+      (found) => {
+        setAll((conversations.current = found));
+        followAddress();
+      },
+      () => setNotice({ text: "This browser does not store conversations." }),
+    );
+    readModels();
+    addEventListener("popstate", followAddress);
+    addEventListener("hashchange", followAddress);
+    addEventListener("focus", readModels);
+    return store.watch((id, changed) => {
+      const old = conversations.current.find((one) => one.id === id);
+      if (old && isRunning(old)) return;
+      const others = conversations.current.filter((one) => one.id !== id);
+      const now = changed ? [changed, ...others] : others;
+      setAll((conversations.current = now.sort((a, b) => b.updated - a.updated)));
+      setCurrent((shown) => (shown.id === id && changed ? changed : shown));
+    });
+  }, []);
+
+  useEffect(() => {
+    if (!loaded || !isLoaded(loaded)) return setDefaults({});
+    const query = `?model=${encodeURIComponent(model)}`;
+    getJson(`props${query}`).then(
+      (props) => setDefaults(props.default_generation_settings.params),
+      () => setDefaults({}), // the account may not use this route
+    );
+  }, [model, loaded && isLoaded(loaded)]);
+
+  useEffect(() => {
+    document.title = view ? "Models · cLLM" : `${current.title || "New conversation"} · cLLM`;
+  });
+
+  const events = {
+    onChange: draw,
+    onSave: save,
+    onError(error, message) {
+      if (!message || error.status === 401) report(error); // others are shown in their message
+    },
+  };
+  const onKeyDown = (event) => {
+    if (event.key === "Escape" && !dialog) stop(current);
+  };
+
+  return html`<div class="page" onKeyDown=${onKeyDown}>
+    <${TopBar}
+      ...${{ view, models, model, isListOpen, setListOpen, setDialog }}
+      onModel=${(name) => changeSettings({ ...current.settings, model: name })}
+    />
+    <${Sidebar}
+      conversations=${all}
+      current=${view ? null : current}
+      isOpen=${isListOpen}
+      actions=${{
+        open,
+        startNew,
+        remove,
+        report: (text) => setNotice({ text }),
+        rename: (conversation, title) => save(Object.assign(conversation, { title })),
+        add: (imported) => imported.forEach(save),
+      }}
+    />
+    <main>
+      ${
+        notice &&
+        html`<div class="notice" role="alert">
+          <span>${notice.text}</span>
+          ${
+            notice.undo &&
+            html`<button type="button" onClick=${() => setNotice(notice.undo() && null)}>
+              Undo
+            </button>`
+          }
+          <button type="button" onClick=${() => setNotice(null)}>Dismiss</button>
+        </div>`
+      }
+      ${
+        view
+          ? html`<${Models}
+              models=${models}
+              onChat=${(name) => open(makeConversation({ ...readSettings(), model: name }))}
+            />`
+          : html`<${Chat}
+              key=${current.id}
+              conversation=${current}
+              model=${model}
+              root=${loaded?.root}
+              events=${events}
+            />`
+      }
+    </main>
+    ${
+      dialog === "settings" &&
+      html`<${Settings}
+        settings=${current.settings}
+        defaults=${defaults}
+        onChange=${changeSettings}
+        onClose=${() => setDialog("")}
+      />`
+    }
+    ${
+      dialog === "key" && html`<${KeyDialog} onClose=${() => setDialog("")} onSave=${readModels} />`
+    }
+  </div>`;
+}
+
+function TopBar({ view, models, model, isListOpen, setListOpen, setDialog, onModel }) {
+  const [theme, setTheme] = useState(window.theme.read());
+  return html`<header class="top">
+    <button
+      type="button"
+      class="narrow"
+      aria-expanded=${isListOpen}
+      aria-controls="sidebar"
+      onClick=${() => setListOpen(!isListOpen)}
+    >
+      List
+    </button>
+    <h1>cLLM</h1>
+    <select
+      aria-label="Model"
+      value=${model}
+      disabled=${!models.length}
+      onChange=${(event) => onModel(event.target.value)}
+    >
+      ${!models.length && html`<option value="">No model</option>`}
+      ${models.map(
+        (one) =>
+          html`<option key=${one.id} value=${one.id}>
+            ${one.id}${isLoaded(one) ? "" : " (not loaded)"}
+          </option>`,
+      )}
+    </select>
+    <button type="button" onClick=${() => setDialog("settings")}>Settings</button>
+    <button type="button" onClick=${() => setDialog("key")}>API key</button>
+    <button type="button" onClick=${() => setTheme(window.theme.switchTheme())}>
+      Colours: ${theme}
+    </button>
+    <a href=${MODELS} aria-current=${view ? "page" : null}>Models</a>
+    <a href="docs">API</a>
+  </header>`;
+}
+
+function KeyDialog({ onClose, onSave }) {
+  const save = (event) => {
+    event.preventDefault();
+    const fields = new FormData(event.target);
+    keepKey(fields.get("key").trim(), fields.has("remember"));
+    event.target.closest("dialog").close();
+    onSave();
+  };
+  return html`<${Dialog} title="API key" onClose=${onClose}>
+    <form class="fields" onSubmit=${save}>
+      <p class="wide">
+        Only a server with API keys needs one. It is sent to this server only. An empty field removes
+        it.
+      </p>
+      <label class="wide">
+        <span>Key</span>
+        <input
+          name="key"
+          type="password"
+          autocomplete="off"
+          pattern="[!-~]*"
+          title="letters, digits and punctuation"
+          value=${readKey()}
+        />
+      </label>
+      <label class="check">
+        <input name="remember" type="checkbox" checked=${isKeyRemembered()} />
+        <span>Remember it in this browser</span>
+      </label>
+      <button class="main">Save</button>
+    </form>
+  </${Dialog}>`;
+}
+
+render(html`<${App} />`, document.body);

@@ -1,0 +1,132 @@
+// A conversation: a tree of messages, of which one path is shown. Editing a message or
+// regenerating an answer adds a branch. Messages are in the order in which they were made, so a
+// parent comes before its children.
+
+export const FORMAT = "cllm-conversations";
+const STATS = ["seconds", "rate", "prompt", "cached", "completion"]; // see answer.js
+const ROLES = ["user", "assistant", "tool"];
+
+/** Return a new id. crypto.randomUUID would need TLS. */
+function makeId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(8));
+  return "c" + Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function makeConversation(settings) {
+  const now = Date.now();
+  return { id: makeId(), title: "", updated: now, settings, messages: [], leaf: null };
+}
+
+function makeMessage(role, content) {
+  return { id: makeId(), parent: null, role, content, reasoning: "", calls: [], callId: "" };
+}
+
+/** Add a message below another one (null: at the beginning), show it, and return it. */
+export function addMessage(conversation, parent, role, content = "") {
+  const message = makeMessage(role, content);
+  message.parent = parent;
+  conversation.messages.push(message);
+  conversation.leaf = message.id;
+  conversation.updated = Date.now();
+  if (!conversation.title && role === "user") conversation.title = makeTitle(content);
+  return message;
+}
+
+const makeTitle = (text) => text.trim().replace(/\s+/g, " ").slice(0, 60);
+
+/** Return the messages that are shown, or those down to a message. */
+export function listPath(conversation, leaf = conversation.leaf) {
+  const found = new Map(conversation.messages.map((message) => [message.id, message]));
+  const path = [];
+  for (let one = found.get(leaf); one; one = found.get(one.parent)) path.unshift(one);
+  return path;
+}
+
+const listChildren = (conversation, id) =>
+  conversation.messages.filter((message) => message.parent === id);
+
+/** Return a message and the other versions of it. */
+export const listVersions = (conversation, message) => listChildren(conversation, message.parent);
+
+/** Show the path through a message down to its latest answer. */
+export function showVersion(conversation, message) {
+  let leaf = message.id;
+  for (let below; (below = listChildren(conversation, leaf)).length;) leaf = below.at(-1).id;
+  conversation.leaf = leaf;
+}
+
+/** Return the path down to a message as the API takes it. Empty answers are left out. */
+export function toApi(conversation, leaf) {
+  const messages = [];
+  const { system } = conversation.settings;
+  if (system) messages.push({ role: "system", content: system });
+  for (const { role, content, calls, callId } of listPath(conversation, leaf)) {
+    if (role === "tool") messages.push({ role, content, tool_call_id: callId });
+    else if (role === "user") messages.push({ role, content });
+    else if (calls.length) messages.push({ role, content, tool_calls: calls.map(toApiCall) });
+    else if (content) messages.push({ role, content });
+  }
+  return messages;
+}
+
+const toApiCall = ({ id, name, arguments: text }) => ({
+  id,
+  type: "function",
+  function: { name, arguments: text },
+});
+
+export const exportAll = (conversations) => ({ format: FORMAT, version: 1, conversations });
+
+/** Return the conversations of an exported file, with new ids. Throws if it is not one. */
+export function importAll(value) {
+  if (value?.format !== FORMAT || !Array.isArray(value.conversations)) {
+    throw new Error("The file has no conversations of cLLM.");
+  }
+  return value.conversations.map((one) => ({ ...restore(one), id: makeId() }));
+}
+
+const text = (value) => (typeof value === "string" ? value : "");
+const number = (value) => (Number.isFinite(value) ? value : 0);
+const list = (value) => (Array.isArray(value) ? value : []);
+
+/** Return a stored conversation without anything that does not belong into one. */
+export function restore(value) {
+  const messages = [];
+  const known = new Set([null]);
+  for (const one of list(value?.messages)) {
+    if (!ROLES.includes(one?.role) || !known.has(one.parent) || known.has(one.id)) continue;
+    if (typeof one.id !== "string") continue;
+    known.add(one.id);
+    messages.push(restoreMessage(one));
+  }
+  const settings = Object.entries(value?.settings ?? {});
+  return {
+    id: text(value?.id) || makeId(),
+    title: text(value?.title),
+    updated: number(value?.updated),
+    settings: Object.fromEntries(settings.filter(([, set]) => typeof set === "string")),
+    messages,
+    leaf: known.has(value?.leaf) ? value.leaf : (messages.at(-1)?.id ?? null),
+  };
+}
+
+function restoreMessage(one) {
+  const hasStats = STATS.every((name) => Number.isFinite(one.stats?.[name]));
+  return {
+    ...makeMessage(one.role, text(one.content)),
+    id: one.id,
+    parent: one.parent,
+    reasoning: text(one.reasoning),
+    calls: list(one.calls).map((call) => ({
+      id: text(call?.id),
+      name: text(call?.name),
+      arguments: text(call?.arguments),
+    })),
+    callId: text(one.callId),
+    model: text(one.model),
+    finish: text(one.finish) || (one.role === "assistant" ? "stopped" : ""),
+    error: text(one.error),
+    isJson: one.isJson === true,
+    stats: hasStats ? one.stats : null,
+  };
+}

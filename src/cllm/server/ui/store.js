@@ -1,0 +1,34 @@
+// The conversations in this browser's IndexedDB. Other tabs are told what changes.
+
+import { restore } from "./conversation.js";
+import { createStore, del, get, set, values } from "./vendor/idb-keyval.js";
+
+const store = createStore("cllm", "conversations");
+const channel = new BroadcastChannel("cllm-conversations");
+
+/** Return all conversations, the latest first. Throws if the browser stores nothing. */
+export async function loadAll() {
+  const all = await values(store);
+  return all.map(restore).sort((one, other) => other.updated - one.updated);
+}
+
+export async function save(conversation) {
+  // an answer of a model may be added to it meanwhile
+  await set(conversation.id, structuredClone(conversation), store);
+  channel.postMessage(conversation.id);
+}
+
+export async function remove(id) {
+  await del(id, store);
+  channel.postMessage(id);
+}
+
+/** Call onChange with the id of a conversation that another tab has changed, and its new state
+ * (undefined: it was removed). Return a function that ends this. */
+export function watch(onChange) {
+  channel.onmessage = async ({ data: id }) => {
+    const stored = await get(id, store);
+    onChange(id, stored && restore(stored));
+  };
+  return () => (channel.onmessage = null);
+}

@@ -1,0 +1,41 @@
+// What the components of the page are made of.
+
+import htm from "./vendor/htm.js";
+import { h } from "./vendor/preact.js";
+
+export { render } from "./vendor/preact.js";
+export {
+  useEffect,
+  useLayoutEffect,
+  useMemo,
+  useReducer,
+  useRef,
+  useState,
+} from "./vendor/preact-hooks.js";
+
+export const html = htm.bind(h);
+
+/** Join the names of classes that are not false or empty. */
+export const classes = (...names) => names.filter(Boolean).join(" ");
+
+export async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  // pages without TLS have no clipboard, except those of this machine
+  const box = document.createElement("textarea");
+  box.value = text;
+  document.body.append(box);
+  box.select();
+  document.execCommand("copy");
+  box.remove();
+}
+
+/** Offer a value as a file to download. */
+export function download(name, value) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(
+    new Blob([JSON.stringify(value, null, 2)], { type: "application/json" }),
+  );
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}

@@ -1,0 +1,135 @@
+"""Chromium, and pages of it that fail their test if they report an error or call another server."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PATIENCE
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+from server.conftest import NARROW, Server, starter
+
+expect.set_options(timeout=PATIENCE * 1000)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("Chromium is not installed: no program 'chromium' is in PATH")
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # which it refuses to have for root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def server(builtin_path: Path) -> Iterator[Server]:
+    """A server with the built-in model."""
+    server = Server("--context", "1024", "--max-num-seqs", "8")
+    yield server
+    assert server.stop() == 0, server.log
+    server.forget()
+
+
+@pytest.fixture(scope="session")
+def endless_server() -> Iterator[Server]:
+    """A fake server, see make_answers_endless."""
+    server = Server(*NARROW)
+    yield server
+    assert server.stop() == 0, server.log
+    server.forget()
+
+
+start_server = pytest.fixture(starter)
+
+
+class Visit:
+    """A page of a server in a browser profile of its own.
+
+    faults: errors in its console, and requests to other servers. expected_fault: a text in the
+    errors that the test causes.
+    """
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.url, self.context = url, context
+        self.faults: list[str] = []
+        self.expected_fault = ""
+        context.set_default_timeout(PATIENCE * 1000)
+        context.on("console", lambda message: self._note(message.type, message.text))
+        context.on("weberror", lambda error: self._note("error", str(error.error)))
+        context.on("request", lambda request: self._check(request.url))
+        self.page: Page = context.new_page()
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.faults.append(text)
+
+    def _check(self, url: str) -> None:
+        if not url.startswith((f"{self.url}/", "blob:")):
+            self.faults.append(f"a request to {url}")
+
+    def check(self) -> None:
+        assert [one for one in self.faults if not self._is_expected(one)] == []
+
+    def _is_expected(self, fault: str) -> bool:
+        return bool(self.expected_fault) and self.expected_fault in fault
+
+    def ask(self, text: str) -> None:
+        self.page.get_by_label("Message", exact=True).fill(text)
+        self.page.keyboard.press("Enter")
+
+    def make_answers_endless(self) -> None:
+        """Let further answers of a fake server go on until its context is full. It then counts
+        through all characters.
+        """
+
+        def change(route: Route) -> None:
+            body = {**json.loads(route.request.post_data or "{}"), "ignore_eos": True}
+            route.continue_(post_data=json.dumps(body))
+
+        self.context.route("**/v1/chat/completions", change)
+
+    def answers(self) -> Any:
+        """Locate the texts of the answers."""
+        return self.page.locator(".message.assistant .markdown")
+
+    def wait_until_answered(self) -> None:
+        expect(self.page.locator(".message").last).to_have_attribute("aria-busy", "false")
+        expect(self.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+
+    def set(self, **values: str) -> None:
+        """Fill in settings by their labels; of lists, choose an option."""
+        self.page.get_by_role("button", name="Settings").click()
+        for label, value in values.items():
+            field = self.page.get_by_role("dialog").get_by_label(label.replace("_", " "))
+            if field.evaluate("field => field.tagName") == "SELECT":
+                field.select_option(label=value)
+            else:
+                field.fill(value)
+        self.page.get_by_role("button", name="Close").click()
+
+
+@pytest.fixture
+def visit(chromium: Browser) -> Iterator[Callable[..., Visit]]:
+    """Yield a function that opens the page of a server. Keyword arguments are those of a browser
+    context, such as color_scheme.
+    """
+    visits = []
+
+    def open_page(server: Server, **options: Any) -> Visit:
+        made = Visit(chromium.new_context(**options), server.url)
+        visits.append(made)
+        made.page.goto(f"{server.url}/")
+        expect(made.page.get_by_label("Message", exact=True)).to_be_visible()
+        return made
+
+    yield open_page
+    for made in visits:
+        made.context.close()
+    for made in visits:
+        made.check()

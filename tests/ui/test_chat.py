@@ -1,0 +1,219 @@
+"""The chat in a browser, with real servers."""
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from cllm.models.builtin.questions import TOOLS
+
+pytestmark = [pytest.mark.slow, pytest.mark.llama]
+
+SUM = "What is 27 plus 45?"
+STORY = "Tell me a story about a fox."
+
+
+def test_answer_has_its_text_and_figures(visit, server):
+    chat = visit(server)
+    chat.ask(SUM)
+    expect(chat.answers()).to_have_text("72")
+    stats = chat.page.locator(".stats")
+    expect(stats).to_have_text(
+        re.compile(
+            r"first token after [\d.]+ m?s · [\d.]+ tokens/s · 3 tokens · prompt \d+, \d+ cached"
+        )
+    )
+    expect(chat.page).to_have_title(f"{SUM} · cLLM")
+
+
+def test_second_turn_reuses_the_prefix(visit, server):
+    chat = visit(server)
+    chat.set(System_prompt="You are a helpful assistant who answers short questions about numbers.")
+    chat.ask(SUM)
+    chat.wait_until_answered()
+    chat.ask("What is 31 plus 12?")
+    expect(chat.answers().last).to_have_text("43")
+    expect(chat.page.locator(".stats").last).to_have_text(re.compile(r", [1-9]\d* cached"))
+
+
+def test_stop_frees_the_sequence_and_keeps_the_text(visit, endless_server):
+    chat = visit(endless_server)
+    chat.make_answers_endless()
+    chat.ask("a")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+    assert endless_server.stats()["num_running"] == 1
+    chat.page.get_by_role("button", name="Stop").click()
+    endless_server.wait_until_idle()
+    chat.wait_until_answered()
+    expect(chat.page.locator(".stats")).to_have_text("stopped")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+
+
+def test_closing_the_tab_frees_the_sequence(visit, endless_server):
+    chat = visit(endless_server)
+    chat.make_answers_endless()
+    chat.ask("a")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+    chat.page.close()
+    endless_server.wait_until_idle()
+
+
+def test_stopped_answer_is_continued(visit, server):
+    chat = visit(server)
+    chat.set(Max_tokens="9", Temperature="0")
+    chat.ask(STORY)
+    chat.wait_until_answered()
+    expect(chat.page.locator(".stats")).to_contain_text("reached the limit of tokens")
+    begun = chat.answers().inner_text()
+    chat.set(Max_tokens="")
+    chat.page.get_by_role("button", name="Continue").click()
+    chat.wait_until_answered()
+    whole = chat.answers().inner_text()
+    assert whole.startswith(begun)
+    assert whole.endswith("The end.")
+
+
+def test_edit_adds_a_branch_and_keeps_the_old_one(visit, server):
+    chat = visit(server)
+    chat.ask(SUM)
+    expect(chat.answers()).to_have_text("72")
+    chat.ask("What is 31 plus 12?")
+    expect(chat.answers()).to_have_text(["72", "43"])
+    chat.page.get_by_role("button", name="Edit").first.click()
+    chat.page.get_by_label("Edit the message").fill("What is 20 plus 33?")
+    chat.page.keyboard.press("Enter")
+    expect(chat.answers()).to_have_text(["53"])
+    expect(chat.page.locator(".versions")).to_have_text(re.compile(r"2 of 2"))
+    chat.page.get_by_role("button", name="Earlier version").click()
+    expect(chat.answers()).to_have_text(["72", "43"])
+    chat.page.get_by_role("button", name="Later version").click()
+    expect(chat.answers()).to_have_text(["53"])
+    chat.page.reload()
+    expect(chat.answers()).to_have_text(["53"])
+
+
+def test_regenerate_adds_a_version(visit, server):
+    chat = visit(server)
+    chat.ask(SUM)
+    chat.wait_until_answered()
+    chat.page.get_by_role("button", name="Regenerate").click()
+    chat.wait_until_answered()
+    expect(chat.answers()).to_have_text(["72"])
+    expect(chat.page.locator(".message.assistant .versions")).to_have_text(re.compile("2 of 2"))
+
+
+def test_json_schema_binds_the_answer(visit, server):
+    chat = visit(server)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    chat.set(Answer="JSON with this schema", JSON_schema=json.dumps(schema))
+    chat.ask("As JSON: name Anna, age 30.")
+    chat.wait_until_answered()
+    shown = json.loads(chat.page.locator(".message.assistant pre").inner_text())
+    assert set(shown) == {"name", "age"}
+    assert isinstance(shown["age"], int)
+
+
+def test_wrong_settings_are_named(visit, server):
+    chat = visit(server)
+    chat.set(Answer="JSON with this schema", JSON_schema="{")
+    chat.ask(SUM)
+    expect(chat.page.get_by_role("alert")).to_contain_text("JSON schema: this is not JSON.")
+    chat.set(Answer="Text", Top_P="7")
+    chat.expected_fault = "400"
+    expect(chat.page.get_by_label("Message", exact=True)).to_have_value(SUM)
+    chat.page.get_by_role("button", name="Send").click()
+    expect(chat.page.locator(".message.assistant .fault")).to_contain_text("'top_p'")
+
+
+def test_tool_call_is_shown_and_its_result_answered(visit, server):
+    chat = visit(server)
+    tools = [TOOLS["multiply"].declare("multiply")]
+    chat.set(Tools=json.dumps(tools), Temperature="0")
+    chat.ask("Multiply 12 by 31.")
+    expect(chat.page.locator(".call")).to_contain_text("multiply")
+    expect(chat.page.locator(".call pre")).to_contain_text("31")
+    chat.page.get_by_label("Result of multiply").fill('{"product": 372}')
+    chat.page.get_by_role("button", name="Send result").click()
+    expect(chat.answers().last).to_contain_text("372")
+
+
+def test_reasoning_is_folded(visit, server):
+    chat = visit(server)
+    chat.set(Reasoning="Long", Max_tokens="60")
+    chat.ask(SUM)
+    chat.wait_until_answered()
+    reasoning = chat.page.locator("details.reasoning")
+    expect(reasoning).to_be_visible()
+    assert reasoning.get_attribute("open") is None
+
+
+def test_keyboard_alone_is_enough(visit, server):
+    """Ask, edit, go back to the first version, change a setting, and start another conversation."""
+    chat = visit(server)
+    keys = chat.page.keyboard
+
+    def tab_to(name, back=False):
+        for _ in range(60):
+            keys.press("Shift+Tab" if back else "Tab")
+            focused = chat.page.evaluate(
+                "(e => e.ariaLabel ?? e.textContent.trim())(document.activeElement)"
+            )
+            if focused == name:
+                return
+        raise AssertionError(f"{name!r} cannot be reached")
+
+    keys.type(SUM)
+    keys.press("Shift+Enter")
+    keys.press("Backspace")
+    keys.press("Enter")
+    expect(chat.answers()).to_have_text("72")
+    chat.wait_until_answered()
+    keys.press("ArrowUp")
+    expect(chat.page.get_by_label("Edit the message")).to_be_focused()
+    keys.press("ControlOrMeta+A")
+    keys.type("What is 20 plus 33?")
+    keys.press("Enter")
+    expect(chat.answers()).to_have_text("53")
+    chat.wait_until_answered()
+    tab_to("Earlier version", back=True)
+    keys.press("Enter")
+    expect(chat.answers()).to_have_text("72")
+    tab_to("Settings", back=True)
+    keys.press("Enter")
+    expect(chat.page.get_by_role("dialog")).to_be_visible()
+    keys.press("Escape")
+    expect(chat.page.get_by_role("dialog")).to_have_count(0)
+    expect(chat.page.get_by_role("button", name="Settings")).to_be_focused()
+    tab_to("New conversation")
+    keys.press("Enter")
+    expect(chat.page.get_by_label("Message", exact=True)).to_be_focused()
+    expect(chat.answers()).to_have_count(0)
+
+
+def test_escape_stops(visit, endless_server):
+    chat = visit(endless_server)
+    chat.make_answers_endless()
+    chat.ask("a")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+    chat.page.keyboard.press("Escape")
+    chat.wait_until_answered()
+    endless_server.wait_until_idle()
+
+
+def test_answer_continues_while_another_conversation_is_read(visit, endless_server):
+    chat = visit(endless_server)
+    chat.make_answers_endless()
+    chat.ask("a")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+    chat.page.get_by_role("button", name="New conversation").click()
+    expect(chat.answers()).to_have_count(0)
+    assert endless_server.stats()["num_running"] == 1
+    chat.page.get_by_role("button", name="a …").click()
+    chat.page.get_by_role("button", name="Stop").click()
+    endless_server.wait_until_idle()

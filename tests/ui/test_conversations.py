@@ -1,0 +1,71 @@
+"""The list of conversations, which are in the browser."""
+
+import json
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.slow, pytest.mark.llama]
+
+
+def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
+    chat = visit(server)
+    chat.ask("What is 27 plus 45?")
+    expect(chat.answers()).to_have_text("72")
+    chat.wait_until_answered()
+    chat.page.get_by_role("button", name="Rename").click()
+    chat.page.get_by_label("Title").fill("A sum")
+    chat.page.keyboard.press("Enter")
+    chat.page.get_by_role("button", name="New conversation").click()
+    chat.ask("What is 31 plus 12?")
+    expect(chat.answers()).to_have_text("43")
+    chat.page.reload()
+    entries = chat.page.locator(".sidebar .title")
+    expect(entries).to_have_text(["What is 31 plus 12?", "A sum"])
+    entries.last.click()
+    expect(chat.answers()).to_have_text("72")
+    chat.page.go_back()
+    expect(chat.answers()).to_have_text("43")
+    chat.page.get_by_role("button", name="Delete").click()
+    expect(entries).to_have_text(["A sum"])
+    chat.page.get_by_role("button", name="Undo").click()
+    expect(entries).to_have_count(2)
+    chat.page.reload()
+    expect(entries).to_have_count(2)
+
+
+def test_exported_conversations_can_be_imported(visit, server, tmp_path):
+    chat = visit(server)
+    chat.ask("What is 27 plus 45?")
+    expect(chat.answers()).to_have_text("72")
+    chat.wait_until_answered()
+    with chat.page.expect_download() as download:
+        chat.page.get_by_role("button", name="Export all").click()
+    path = tmp_path / "conversations.json"
+    download.value.save_as(path)
+    stored = json.loads(path.read_text())
+    assert stored["format"] == "cllm-conversations"
+    assert stored["conversations"][0]["messages"][1]["content"] == "72"
+    other = visit(server)
+    expect(other.page.locator(".sidebar .title")).to_have_count(0)
+    other.page.locator("input[type=file]").set_input_files(path)
+    other.page.locator(".sidebar .title").click()
+    expect(other.answers()).to_have_text("72")
+
+
+@pytest.mark.parametrize("text", ["[]", "no JSON", '{"format": "x"}'])
+def test_other_files_are_not_imported(visit, server, text):
+    chat = visit(server)
+    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+    chat.page.locator("input[type=file]").set_input_files(file)
+    expect(chat.page.get_by_role("alert")).to_contain_text("The file cannot be imported")
+    expect(chat.page.locator(".sidebar .title")).to_have_count(0)
+
+
+def test_other_tabs_see_new_conversations(visit, server):
+    chat = visit(server)
+    other = chat.context.new_page()
+    other.goto(chat.url)
+    expect(other.get_by_label("Message", exact=True)).to_be_visible()
+    chat.ask("What is 27 plus 45?")
+    expect(other.locator(".sidebar .title")).to_have_text("What is 27 plus 45?")
