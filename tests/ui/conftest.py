@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
-from server.conftest import NARROW, Server, starter
+from server.conftest import Server, starter
 
 expect.set_options(timeout=PATIENCE * 1000)
 
@@ -39,7 +39,7 @@ def server(builtin_path: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def endless_server() -> Iterator[Server]:
     """A fake server, see make_answers_endless."""
-    server = Server(*NARROW)
+    server = Server("--backend.name", "fake", "--max-num-seqs", "4", "--context", "400000")
     yield server
     assert server.stop() == 0, server.log
     server.forget()
@@ -80,7 +80,9 @@ class Visit:
         return bool(self.expected_fault) and self.expected_fault in fault
 
     def ask(self, text: str) -> None:
+        """Send a message, once the answer before is complete."""
         self.page.get_by_label("Message", exact=True).fill(text)
+        expect(self.page.locator(".composer").get_by_role("button", name="Send")).to_be_enabled()
         self.page.keyboard.press("Enter")
 
     def make_answers_endless(self) -> None:
@@ -100,7 +102,7 @@ class Visit:
 
     def wait_until_answered(self) -> None:
         expect(self.page.locator(".message").last).to_have_attribute("aria-busy", "false")
-        expect(self.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+        expect(self.page.locator(".composer").get_by_role("button", name="Send")).to_be_visible()
 
     def set(self, **values: str) -> None:
         """Fill in settings by their labels; of lists, choose an option."""

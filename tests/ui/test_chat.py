@@ -217,3 +217,26 @@ def test_answer_continues_while_another_conversation_is_read(visit, endless_serv
     chat.page.get_by_role("button", name="a …").click()
     chat.page.get_by_role("button", name="Stop").click()
     endless_server.wait_until_idle()
+
+
+def test_page_works_under_a_path_of_a_proxy(visit, server):
+    """A proxy that removes /llm: no address in the page begins with a slash."""
+    chat = visit(server)
+    asked = []
+
+    def forward(route):
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/llm/", "/")))
+
+    chat.page.close()
+    chat.page = chat.context.new_page()
+    chat.page.on("request", lambda request: asked.append(request.url))
+    chat.context.route("**/llm/**", forward)
+    chat.page.goto(f"{server.url}/llm/")
+    chat.ask(SUM)
+    expect(chat.answers()).to_have_text("72")
+    chat.page.get_by_role("link", name="Models").click()
+    expect(chat.page.get_by_text("Capabilities")).to_be_visible()
+    chat.page.get_by_role("link", name="API", exact=True).click()
+    expect(chat.page.locator("summary").first).to_be_visible()
+    assert len(asked) > 20
+    assert [url for url in asked if not url.startswith(f"{server.url}/llm/")] == []

@@ -4,7 +4,7 @@ import { fillAnswer } from "./answer.js";
 import { addMessage, listPath, listVersions, showVersion, toApi } from "./conversation.js";
 import { Message } from "./message.js";
 import { toFields } from "./settings.js";
-import { html, useEffect, useLayoutEffect, useRef, useState } from "./view.js";
+import { html, makePainter, useEffect, useLayoutEffect, useRef, useState } from "./view.js";
 
 const SAVE_INTERVAL = 2000; // milliseconds, while an answer is generated
 const NEAR = 80; // pixels from the end within which the view follows an answer
@@ -42,12 +42,9 @@ async function generate(conversation, model, parent, { onChange, onSave, onError
   message ??= addMessage(conversation, parent, "assistant");
   Object.assign(message, { model, isJson: "response_format" in body, finish: "", error: "" });
   let saved = Date.now();
-  let frame = 0;
+  const paint = makePainter(onChange);
   const draw = () => {
-    frame ||= requestAnimationFrame(() => {
-      frame = 0;
-      onChange();
-    });
+    paint();
     if (Date.now() - saved > SAVE_INTERVAL) {
       saved = Date.now();
       onSave(conversation);
@@ -65,7 +62,6 @@ async function generate(conversation, model, parent, { onChange, onSave, onError
       onError(error, message);
     }
   } finally {
-    cancelAnimationFrame(frame);
     message.status = "";
     running.delete(conversation.id);
     onSave(conversation);

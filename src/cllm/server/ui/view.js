@@ -13,6 +13,8 @@ export {
   useState,
 } from "./vendor/preact-hooks.js";
 
+const FRAME = 16; // milliseconds
+
 export const html = htm.bind(h);
 
 /** Join the names of classes that are not false or empty. */
@@ -27,6 +29,33 @@ export async function copyText(text) {
   box.select();
   document.execCommand("copy");
   box.remove();
+}
+
+/**
+ * Return a function that calls paint soon, however often it is called itself. While painting takes
+ * long, there are pauses three times as long, so that the page stays responsive.
+ */
+export function makePainter(paint) {
+  let isPlanned = false;
+  let isOutdated = false;
+  const plan = (pause) => {
+    isPlanned = true;
+    setTimeout(() => {
+      const begun = performance.now();
+      isOutdated = false;
+      paint();
+      requestAnimationFrame(() =>
+        setTimeout(() => {
+          isPlanned = false;
+          if (isOutdated) plan(3 * Math.max(0, performance.now() - begun - FRAME));
+        }),
+      );
+    }, pause);
+  };
+  return () => {
+    isOutdated = true;
+    if (!isPlanned) plan(0);
+  };
 }
 
 /** Offer a value as a file to download. */
