@@ -190,7 +190,8 @@ def test_the_model_is_listed_and_shown(client, builtin_path):
     shown = client.show(listed.model)
     assert shown.details == listed.details
     assert shown.modelinfo["general.architecture"] == "qwen3"
-    assert shown.modelinfo["qwen3.context_length"] >= 1024
+    assert shown.modelinfo["qwen3.context_length"] == 1024, "the served length, not the trained one"
+    assert shown.modelinfo["general.basename"] == MODEL
     assert shown.modelinfo["tokenizer.ggml.tokens"] is None
     assert shown.modelinfo["general.parameter_count"] > 1_000_000
     assert "<|im_start|>" in shown.template

@@ -313,6 +313,9 @@ async def show(request: Request) -> Response:
     defaults["num_predict"] = defaults.pop("max_tokens")
     defaults = {name: value for name, value in defaults.items() if value is not None}
     capabilities, template = card.guess_capabilities(), card.template
+    model_info = {"general.basename": model.origin.name, **card.model_info}
+    if info is not None:  # clients send prompts of up to this length
+        model_info[f"{model_info['general.architecture']}.context_length"] = info.context_length
     if info is not None and service is not None:
         capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
         capabilities += ["insert"] if service.vocabulary.infill_tokens else []
@@ -327,7 +330,7 @@ async def show(request: Request) -> Response:
             "template": template,
             "system": model.system,
             "details": {**card.details, "parent_model": base if model.parent else ""},
-            "model_info": card.model_info,
+            "model_info": model_info,
             "capabilities": capabilities,
             "modified_at": card.modified,
         }
