@@ -9,7 +9,7 @@ ARGS  ?=
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve test check coverage lint format bench reliability soak docs
+.PHONY: help serve test check coverage lint format bench reliability soak docs site
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,10 +48,15 @@ MINUTES ?= 60
 soak: ## run clients of all kinds and faults at once: make soak MINUTES=480
 	@exec $(RUN) python -m benchmarks.reliability --only soak --minutes $(MINUTES) $(ARGS)
 
-docs: ## derive the pages under docs/ that are made from the code
+docs: ## derive the pages under docs/ that are made from the code, and build the site
 	@$(RUN) cllm config docs > docs/configuration.md.new
 	@mv docs/configuration.md.new docs/configuration.md
 	@$(RUN) cllm config api > docs/api.md.new
 	@mv docs/api.md.new docs/api.md
 	@$(RUN) cllm config commands > docs/cli.md.new
 	@mv docs/cli.md.new docs/cli.md
+	@$(MAKE) site
+
+site: ## build the site of the documentation into site/, which needs no network to be read
+	@NO_MKDOCS_2_WARNING=1 tools/setup.sh --no-llama env -u UV_NO_SYNC \
+	  uv run --only-group site --isolated mkdocs build --strict --quiet
