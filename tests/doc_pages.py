@@ -85,7 +85,7 @@ def read_blocks(page: Path) -> list[Block]:
     return blocks
 
 
-BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+BLOCKS = [block for page in [*PAGES, *OTHERS] for block in read_blocks(page)]
 
 
 def without_blocks(page: Path) -> str:
