@@ -9,7 +9,7 @@ ARGS  ?=
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve test check coverage lint format bench reliability soak docs site
+.PHONY: help serve test check coverage lint format bench reliability soak docs site wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -60,3 +60,6 @@ docs: ## derive the pages under docs/ that are made from the code, and build the
 site: ## build the site of the documentation into site/, which needs no network to be read
 	@NO_MKDOCS_2_WARNING=1 tools/setup.sh --no-llama env -u UV_NO_SYNC \
 	  uv run --only-group site --isolated mkdocs build --strict --quiet
+
+wheels: ## build wheels that install without a compiler into dist/; compiles for 15 minutes and more
+	@exec $(CHECK) python tools/build_wheels.py $(ARGS)

@@ -1,13 +1,16 @@
 """What ``cllm doctor`` says about builds that this machine does not have."""
 
+import json
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from cllm.cli import hardware
 from cllm.cli import probe as module
-from cllm.cli.doctor import BUILD, SWITCHES, cure, failure, suggest_build
+from cllm.cli.doctor import BUILD, SWITCHES, cure, doctor, failure, suggest_build
+from cllm.cli.model_sizes import describe_fits, list_fits
 from cllm.cli.probe import Probe, probe
 
 
@@ -94,3 +97,125 @@ def test_crashed_child_is_reported(monkeypatch):
     found = probe()
     assert found.died_of == "SIGSEGV"
     assert "SIGSEGV" in failure(found)
+
+
+def pci_device(folder, name: str, driver: str = "", **content: str) -> None:
+    device = folder / name
+    device.mkdir()
+    for file, text in {
+        "vendor": "0x10de",
+        "class": "0x030200",
+        "device": "0x2330",
+        **content,
+    }.items():
+        (device / file).write_text(text + "\n")
+    if driver:
+        target = folder.parent / "drivers" / driver
+        target.mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(target)
+
+
+@pytest.fixture
+def pci(tmp_path, monkeypatch):
+    """Return the folder of the PCI devices of a machine without NVIDIA's tool."""
+    folder = tmp_path / "pci"
+    folder.mkdir()
+    monkeypatch.setattr(hardware, "PCI", folder)
+    monkeypatch.setattr(hardware.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
+    return folder
+
+
+def test_gpus_are_found_on_the_pci_bus(pci):
+    """Not network cards, nor the display of a virtual machine."""
+    pci_device(pci, "0000:01:00.0", "nvidia")
+    pci_device(pci, "0000:02:00.0", vendor="0x1002")
+    pci_device(pci, "0000:03:00.0", **{"class": "0x020000"})
+    pci_device(pci, "0000:04:00.0", vendor="0x1234")
+    (pci / "0000:05:00.0").mkdir()
+    found = hardware.find_machine_gpus()
+    assert [(gpu.vendor, gpu.driver) for gpu in found] == [("NVIDIA", "nvidia"), ("AMD", "")]
+    assert str(found[1]) == "AMD GPU (PCI 0000:02:00.0, 0x2330), no driver"
+
+
+def test_nvidia_tool_names_the_card_and_the_driver(pci, monkeypatch):
+    pci_device(pci, "0000:01:00.0", "nvidia")
+    monkeypatch.setattr(hardware.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    answer = subprocess.CompletedProcess([], 0, "NVIDIA H100, PCIe, 81559 MiB, 570.1\n")
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: answer)
+    (gpu,) = hardware.find_machine_gpus()
+    assert str(gpu) == "NVIDIA H100, PCIe (81559 MiB), driver 570.1"
+
+
+def test_failing_nvidia_tool_leaves_the_pci_bus(pci, monkeypatch):
+    pci_device(pci, "0000:01:00.0", "nvidia")
+    monkeypatch.setattr(hardware.shutil, "which", lambda _: "/bin/false")
+    monkeypatch.setattr(hardware, "NVIDIA_SMI", ("false",))
+    assert [gpu.driver for gpu in hardware.find_machine_gpus()] == ["nvidia"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "used", "says"),
+    [
+        ([], (), ""),
+        ([("NVIDIA", "a card", "driver 570")], ("CUDA0 (a card)",), ""),
+        ([("NVIDIA", "a card", "driver 570")], (), "-DGGML_CUDA=ON"),
+        ([("AMD", "a card", "amdgpu")], (), "-DGGML_HIP=ON"),
+        ([("Intel", "a card", "i915")], (), "-DGGML_VULKAN=ON"),
+        ([("Intel", "small", "i915"), ("NVIDIA", "large", "nvidia")], (), "does not use large"),
+        ([("NVIDIA", "a card", "")], (), "install the driver of NVIDIA"),
+        ([("Apple", "Apple GPU", "Metal")], (), "has no Metal"),
+    ],
+)
+def test_unused_gpu_is_a_finding_with_a_fix(gpus, used, says):
+    advice = hardware.suggest_gpu_build([hardware.MachineGpu(*gpu) for gpu in gpus], used)
+    assert says in advice
+    assert bool(advice) == bool(says)
+
+
+def test_variant_for_wide_vectors_needs_no_narrow_ones():
+    """AVX_VNNI is AVX512_VNNI for half as wide registers: no other build is faster."""
+    system = "AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1 |"
+    found = Probe(answer="72", system=system, compiler="GCC", switches=SWITCHES)
+    assert suggest_build(found, {"avx2", "avx512f", "avx512_vnni", "avx_vnni"}) == "none known"
+    older = Probe(answer="72", system="AVX2 = 1 |", compiler="GCC", switches=SWITCHES)
+    assert "AVX_VNNI" in suggest_build(older, {"avx2", "avx_vnni"})
+
+
+def test_more_memory_fits_larger_models_and_longer_contexts():
+    few = list_fits(4_000_000_000, on_gpu=False)
+    many = list_fits(16_000_000_000, on_gpu=False)
+    tokens = {(fit.model, fit.quantization): fit.max_tokens for fit in few}
+    assert tokens["Qwen3 0.6B", "Q4_K_M"] > 0
+    assert tokens["Qwen3 8B", "Q4_K_M"] == 0
+    assert all(b.max_tokens >= a.max_tokens for a, b in zip(few, many, strict=True))
+    assert {(f.model, f.quantization): f for f in many}["Qwen3 8B", "Q4_K_M"].max_tokens > 0
+    on_gpu = list_fits(16_000_000_000, on_gpu=True)
+    assert all(a.max_tokens <= b.max_tokens for a, b in zip(on_gpu, many, strict=True))
+
+
+def test_contexts_are_not_longer_than_trained():
+    assert max(fit.max_tokens for fit in list_fits(10**15, on_gpu=False)) == 131_072
+
+
+def test_table_has_a_line_for_each_model():
+    lines = describe_fits(list_fits(8_000_000_000, on_gpu=False))
+    assert len(lines) == 7
+    assert "Q4_K_M" in lines[0]
+    assert "too large" in lines[-1]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_doctor_names_kernels_gpus_and_sizes(monkeypatch, capsys, pci, flags):
+    pci_device(pci, "0000:01:00.0", "nvidia")
+    monkeypatch.setattr(
+        "cllm.cli.doctor.probe", lambda: Probe(answer="72", variant="haswell", system="AVX2 = 1")
+    )
+    doctor(as_json="--json" in flags)
+    printed = capsys.readouterr().out
+    for text in ("haswell", "-DGGML_CUDA=ON", "Qwen3 8B", "NVIDIA GPU"):
+        assert text in printed
+    if flags:
+        report = json.loads(printed)
+        assert report["passed"]
+        assert report["what fits"][0]["model"] == "Qwen3 0.6B"

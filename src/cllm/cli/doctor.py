@@ -14,6 +14,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cllm import __version__
+from cllm.cli.hardware import find_machine_gpus, suggest_gpu_build
+from cllm.cli.model_sizes import describe_fits, list_fits
 from cllm.cli.probe import Probe, probe
 from cllm.models.gguf import format_size
 from cllm.models.memory import measure_available_bytes
@@ -57,29 +59,44 @@ def doctor(
     fix a failure.
     """
     found = probe()
+    machine_gpus = find_machine_gpus()
+    available = measure_available_bytes() or 0
+    on_gpu = bool(found.gpu_offload and found.gpu_free_bytes)
+    fits = list_fits(found.gpu_free_bytes if on_gpu else available, on_gpu=on_gpu)
     report = {
         "cllm": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "cpu": describe_cpu(),
-        "memory available": format_size(measure_available_bytes() or 0),
+        "memory available": format_size(available),
         "llama-cpp-python": installed("llama-cpp-python"),
+        "CPU kernels": f"{found.variant}, chosen for this CPU"
+        if found.variant
+        else "one set, as compiled",
         "compiled by": found.compiler or "unknown",
         "compiled with": found.switches or "not recorded",
         "a better build": suggest_build(found, read_cpu_flags()),
         "llama.cpp uses": found.system or "unknown",
         "GPU offload": "built in" if found.gpu_offload else "not built in",
         "GPUs": "; ".join(found.gpus) or "none",
+        "GPUs present": "; ".join(map(str, machine_gpus)) or "none found",
+        "GPU advice": suggest_gpu_build(machine_gpus, found.gpus) or "none",
         "decoding": "works: the built-in model answered correctly"
         if found.passed
         else failure(found),
     }
     if as_json:
-        print(json.dumps({**report, "passed": found.passed, "cure": cure(found)}))
+        sizes = [fit._asdict() for fit in fits]
+        whole = {**report, "what fits": sizes, "passed": found.passed, "cure": cure(found)}
+        print(json.dumps(whole))
     else:
         for name, value in report.items():
             print(f"{name:>17}: {value}")
+        place = "the GPUs' memory" if on_gpu else "RAM"
+        print(f"{'what fits':>17}: into {place}, estimated; tokens are those of the KV cache")
+        for line in describe_fits(fits):
+            print(f"{'':>17}  {line}")
         if not found.passed:
             print(f"{'cure':>17}: {cure(found)}")
     if not found.passed:
@@ -122,6 +139,8 @@ def suggest_build(found: Probe, cpu: set[str]) -> str:
     if not found.system:
         return "unknown"
     used = set(re.findall(r"(\w+) = 1", found.system))
+    if "AVX512_VNNI" in used:  # the same instructions, twice as wide
+        used.add("AVX_VNNI")
     if unused := [name for flag, name in EXTENSIONS.items() if flag in cpu and name not in used]:
         return (
             f"this build does not use {', '.join(unused)}, which the CPU supports; a build that "

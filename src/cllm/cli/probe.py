@@ -17,15 +17,18 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 @dataclass(frozen=True)
 class Probe:
     """The result. compiler, switches: see Compiled. error: "" if there was an answer. died_of: the
-    name of the signal that killed the process. gpus: name and memory of each.
+    name of the signal that killed the process. variant: of the CPU kernels; "" if the build has
+    only one. gpus: name and memory of each that llama.cpp can use.
     """
 
     answer: str = ""
     system: str = ""
     compiler: str = ""
     switches: str = ""
+    variant: str = ""
     gpu_offload: bool = False
     gpus: tuple[str, ...] = ()
+    gpu_free_bytes: int = 0
     error: str = ""
     died_of: str = ""
 
@@ -55,7 +58,7 @@ def probe() -> Probe:
 def main() -> None:
     """Run as the child: load the model, answer the question, and print the result on stdout."""
     from cllm.backends.llama_cpp.devices import list_gpus
-    from cllm.backends.llama_cpp.library import compiled, supports_gpu_offload
+    from cllm.backends.llama_cpp.library import compiled, cpu_variant, supports_gpu_offload
     from cllm.core.params import SamplingParams
     from cllm.llm import LLM
     from cllm.models.gguf import format_size
@@ -64,12 +67,20 @@ def main() -> None:
         completion = llm.chat(
             [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8)
         )
-        gpus = tuple(
-            f"{gpu.name} ({gpu.description}): {format_size(gpu.num_free_bytes)} of "
-            f"{format_size(gpu.num_bytes)} free"
-            for gpu in list_gpus()
+        devices = list_gpus()
+        found = Probe(
+            answer=completion.text,
+            system=llm.info.system,
+            **compiled()._asdict(),
+            variant=cpu_variant(),
+            gpu_offload=supports_gpu_offload(),
+            gpus=tuple(
+                f"{gpu.name} ({gpu.description}): {format_size(gpu.num_free_bytes)} of "
+                f"{format_size(gpu.num_bytes)} free"
+                for gpu in devices
+            ),
+            gpu_free_bytes=sum(gpu.num_free_bytes for gpu in devices),
         )
-        found = Probe(completion.text, llm.info.system, *compiled(), supports_gpu_offload(), gpus)
     print(json.dumps(asdict(found)))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp import library  # noqa: F401  # checks the version, and starts llama.cpp
+from cllm.backends.llama_cpp.variants import bind
 
 GPU_TYPES = (1, 2)  # of ggml_backend_dev_type: with memory of its own, and integrated
 
@@ -50,13 +51,6 @@ def _list_gpus(functions: ctypes.CDLL) -> Iterator[Device]:
             measure(device, ctypes.byref(free), ctypes.byref(total))
             words = (name(device).decode(), describe(device).decode())
             yield Device(*words, free.value, total.value)
-
-
-def bind(functions: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return a function of the library, with its types. Raises AttributeError."""
-    function = getattr(functions, name)
-    function.restype, function.argtypes = result, arguments
-    return cast("Callable[..., Any]", function)
 
 
 if __name__ == "__main__":

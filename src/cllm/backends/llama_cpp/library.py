@@ -21,6 +21,7 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 import llama_cpp
 from llama_cpp import llama_cpp as lib
 
+from cllm.backends.llama_cpp.variants import find_kernels, load_backends, name_variant
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import decoding
 
@@ -39,6 +40,8 @@ if llama_cpp.__version__ != TESTED_VERSION:
         f"{TESTED_VERSION}: "
         f"pip install llama-cpp-python=={TESTED_VERSION}"
     )
+
+FOLDER = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
 
 recent_errors: deque[str] = deque(maxlen=20)
 """The last warnings and errors that libllama logged, one line each."""
@@ -75,6 +78,7 @@ _abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_abort)
 with contextlib.suppress(AttributeError):
     lib._lib.ggml_set_abort_callback(_abort_callback)  # noqa: SLF001  # it has no binding
 lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+load_backends(lib._lib, FOLDER)  # noqa: SLF001  # these functions have no binding
 lib.llama_backend_init()
 lib.llama_decode = decoding.timing(lib.llama_decode)
 
@@ -117,13 +121,20 @@ class Compiled(NamedTuple):
 
 def compiled() -> Compiled:
     """Return how the CPU kernels of this build were compiled, as recorded in their library file."""
-    folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
-    for path in sorted(folder.glob("*ggml-cpu*")):
+    kernels = find_kernels(lib._lib)  # noqa: SLF001
+    for path in [kernels] if kernels is not None else sorted(FOLDER.glob("*ggml-cpu*")):
         data = path.read_bytes()
         if signed := re.search(rb"(GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+)", data):
             switches = re.search(rb"GNU C\+\+\d+ [^\0]*", data)  # only with -frecord-gcc-switches
             return Compiled(signed[0].decode(), switches[0].decode() if switches else "")
     return Compiled("", "")
+
+
+def cpu_variant() -> str:
+    """Return which variant of the CPU kernels is in use, such as haswell; "" if the build has only
+    one.
+    """
+    return name_variant(find_kernels(lib._lib))  # noqa: SLF001
 
 
 def supports_gpu_offload() -> bool:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.llama_cpp.devices import Device, bind, list_gpus
+from cllm.backends.llama_cpp.devices import Device, list_gpus
+from cllm.backends.llama_cpp.variants import bind
 from cllm.errors import StartupError
 
 if TYPE_CHECKING:
