@@ -80,6 +80,10 @@ def main() -> None:
 
 def build_companion(out: Path, gpu: str | None, cmake_args: str, jobs: int) -> None:
     """Build the companion wheel into the folder ``out``, and remove others of it from there."""
+    if sys.platform != "linux":
+        sys.exit(
+            "the companion wheel is for Linux; elsewhere, pip compiles llama.cpp (docs/install.md)"
+        )
     name, version, digest = read_pin()
     environment = make_environment()
     tools = {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
@@ -101,7 +105,7 @@ def build_companion(out: Path, gpu: str | None, cmake_args: str, jobs: int) -> N
     (wheel,) = built.glob("*.whl")
     out.mkdir(parents=True, exist_ok=True)
     remove_old(out, "llama_cpp_python")
-    if gpu or sys.platform != "linux":
+    if gpu:
         # It needs libraries of the GPU's driver and SDK, so it has no general platform tag.
         shutil.copy(wheel, out)
     else:
