@@ -48,17 +48,24 @@ def test_version_satisfies_the_pin_and_is_preferred_to_the_source_package(gpu) -
     assert Version(companion) > Version(version)
 
 
-def test_version_is_replaced_once(tmp_path) -> None:
-    """A second build finds the file as the first one left it."""
+def test_version_of_the_source_package_is_replaced(tmp_path) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text(SDIST)
-    for version in ("0.3.36+cllm.1", "0.3.36+cllm.2"):
-        build_wheels.set_version(file, version)
-        table = tomllib.loads(file.read_text())
-        assert table["project"]["version"] == version
-        assert "dynamic" not in table["project"]
-        assert "metadata" not in table["tool"]["scikit-build"]
-        assert table["project"]["urls"]
+    build_wheels.set_version(file, "0.3.36+cllm.1")
+    table = tomllib.loads(file.read_text())
+    assert table["project"]["version"] == "0.3.36+cllm.1"
+    assert "dynamic" not in table["project"]
+    assert "metadata" not in table["tool"]["scikit-build"]
+    assert table["project"]["urls"]
+
+
+def test_patch_needs_its_place_exactly_once(tmp_path) -> None:
+    file = tmp_path / "CMakeLists.txt"
+    file.write_text("one\ntwo\n")
+    build_wheels.patch(file, "two\n", "more\n")
+    assert file.read_text() == "one\nmore\ntwo\n"
+    with pytest.raises(AssertionError, match="has changed"):
+        build_wheels.patch(file, "three\n", "more\n")
 
 
 @pytest.fixture
