@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from tiny_models import write_tiny_model
 
-from cllm import LLM
+from cllm import LLM, Completion
 from cllm.backends.base import Logits
 from cllm.backends.fake.backend import FakeBackend
 from cllm.backends.fake.vocabulary import END
@@ -24,7 +24,6 @@ from cllm.core.request import Priority, Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add
 from cllm.engine.params import EngineParams
-from cllm.llm import Completion
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 

@@ -25,14 +25,17 @@ LAYERS = [
     {"loaded_models", "embedding"},
     {"served_model"},
     {"service"},
-    {"answer"},
-    {"text", "process", "llm"},
+    {"answer", "llm", "async_llm"},
+    {"local_model"},
+    {"local_work"},
+    {"completion", "response_format"},
+    {"text", "process"},
     {"engine"},
     {"scheduler", "sampling", "backends"},
     {"kv_cache", "routing", "store"},
     {"core"},
 ]
-NEIGHBOURS = {("cli", "bench"), ("llm", "text"), ("llm", "process")}
+NEIGHBOURS = {("cli", "bench")}
 # The ground layer: every module may import it; it imports only what is named here.
 GROUND = {
     "errors": set(),

@@ -15,8 +15,7 @@ import pytest
 from conftest import is_right
 
 import cllm
-from cllm import LLM, SamplingParams
-from cllm import llm as llm_module
+from cllm import LLM, SamplingParams, local_model
 from cllm.engine.build import build_backend
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
@@ -125,7 +124,7 @@ def test_ctrl_c_aborts_the_load(monkeypatch):
             told.set()
             raise
 
-    monkeypatch.setattr(llm_module, "build_backend", build)
+    monkeypatch.setattr(local_model, "build_backend", build)
     with pytest.raises(KeyboardInterrupt):
         LLM(backend_name="fake")
     assert told.is_set()

@@ -39,7 +39,9 @@ def test_names_of_the_package():
 
 def test_methods_of_llm_and_fields_that_are_not_promised():
     words = set(quoted("Python"))
-    public = {name for name in vars(cllm.LLM) if not name.startswith("_")}
+    public = {
+        name for kind in (cllm.LLM, cllm.AsyncLLM) for name in dir(kind) if not name.startswith("_")
+    }
     assert public <= words
     assert {"grammar_is_loose", "thinking", "dry_breakers"} == words & {
         *SamplingParams.__struct_fields__

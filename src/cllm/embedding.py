@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from cllm.errors import BadRequest
 from cllm.process.embeddings import Waiter
 from cllm.service import Service
 from cllm.text.output_reader import Usage
+from cllm.text.pairs import PairFormat
 
 if TYPE_CHECKING:  # most servers compute no embeddings; NumPy takes 10 MB and 0.2 s
     import numpy as np
@@ -153,29 +153,18 @@ async def encode_pairs(
 
     Raises BadRequest.
     """
-    vocabulary, fences = service.vocabulary, service.fences
     [asked] = await encode_texts(service, [query], ["query"], scheduling)
     check(service, [asked], ["query"])
     if len(asked) * len(documents) > MAX_TOKENS:  # the query is read with each document
         raise too_many(params[0].partition("[")[0], len(asked) * len(documents))
-    limit, longest = service.info.max_embedding_tokens, vocabulary.longest_piece
+    limit, longest = service.info.max_embedding_tokens, service.vocabulary.longest_piece
     for document, param in zip(documents, params, strict=True):
         if len(document) > limit * longest:
             raise too_long(param, len(document) // longest, limit, at_least=True)
 
-    if vocabulary.rerank_template is not None:
-        parts: list[str] = re.split(r"(\{query\}|\{document\})", vocabulary.rerank_template)
-        fenced, read = fences.enclose(query), map(fences.enclose, documents)
-        texts = (
-            "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts)
-            for text in read
-        )
-        split = (fences.split(text, add_special=False) for text in texts)
-        return await service.tokenize(*split, scheduling=scheduling)
-    before, between, behind = vocabulary.pair_tokens
-    plain = ([Segment(text)] for text in (query, *documents))
-    first, *others = await service.tokenize(*plain, scheduling=scheduling)
-    return [[*before, *first, *between, *tokens, *behind] for tokens in others]
+    form = PairFormat(service.vocabulary, service.fences)
+    split = form.split(query, documents)
+    return form.join(await service.tokenize(*split, scheduling=scheduling))
 
 
 async def compute(

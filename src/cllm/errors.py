@@ -22,7 +22,7 @@ class KilledWhileLoading(StartupError):
     """The engine was ended from outside while it loaded a model, so the next one may load it."""
 
 
-class BadRequest(CLLMError):
+class BadRequest(CLLMError, ValueError):
     """The request cannot be served as it is.
 
     ``param`` names the field, ``code`` is the machine-readable reason (OpenAI's vocabulary),

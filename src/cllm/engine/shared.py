@@ -1,10 +1,16 @@
-"""One engine for several threads. One of the threads that wait for outputs computes the next step
-for all of them.
+"""One engine for several threads and event loops.
+
+A thread that waits for outputs computes the next step for all of them. Coroutines do not wait in a
+thread, so while there are requests of coroutines, a thread of the engine's own computes steps too.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +18,25 @@ from contextlib import contextmanager
 from cllm.core.output import EmbeddingOutput, TokenOutput
 from cllm.engine.commands import Abort, Add, Embed
 from cllm.engine.engine import Engine
+from cllm.errors import EngineError
 
 Output = TokenOutput | EmbeddingOutput
 
+EXIT_SECONDS = 10.0  # that the last step of a process gets to end
+
 
 class Inbox:
-    """The outputs for some requests that their thread has not taken yet."""
+    """The outputs for some requests that their reader has not taken yet.
 
-    def __init__(self, request_ids: list[str]) -> None:
+    ``wake``: called by the thread that computes, when there is something to take, if the reader is
+    a coroutine; else None. It raises RuntimeError if the coroutine's event loop is closed.
+    """
+
+    def __init__(self, request_ids: list[str], wake: Callable[[], None] | None) -> None:
         self.request_ids = request_ids
+        self.wake = wake
         self.outputs: deque[Output] = deque()
+        self.error: EngineError | None = None  # why no outputs will come
 
 
 class SharedEngine:
@@ -32,23 +47,43 @@ class SharedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._turn = threading.Condition()
         self._commands: list[Add | Embed | Abort] = []
         self._inboxes: dict[str, Inbox] = {}  # by request id
+        self._num_awaited = 0  # inboxes of coroutines
+        self._driver: threading.Thread | None = None  # computes for coroutines
         self._is_stepping = False
         self._num_users = 0
         self._is_closed = False
+        self._is_exiting = False
+        self._free: Callable[[], None] | None = None  # to be called when nothing uses the model
+        self.after_fork(is_child=False)
+        _engines.add(self)
 
-    def submit(self, commands: list[Add] | list[Embed]) -> Inbox:
-        """Hand requests to the engine. The caller must call ``drop`` later.
+    def after_fork(self, *, is_child: bool) -> None:
+        """Begin with a lock that no thread holds: a child has none of its parent's threads."""
+        self._turn = threading.Condition()
+        self._was_forked = is_child
+
+    def submit(
+        self, commands: list[Add] | list[Embed], wake: Callable[[], None] | None = None
+    ) -> Inbox:
+        """Hand requests to the engine; ``wake``: see Inbox. The caller must call ``drop`` later.
 
         Raises RuntimeError after ``close``.
         """
-        inbox = Inbox([command.request.request_id for command in commands])
+        inbox = Inbox([command.request.request_id for command in commands], wake)
         with self._turn:
             self._check_open()
             self._commands += commands
             self._inboxes |= dict.fromkeys(inbox.request_ids, inbox)
+            if wake is not None and inbox.request_ids:
+                self._num_awaited += 1
+                if self._driver is None:
+                    self._driver = threading.Thread(
+                        target=self._drive, name="cllm-engine", daemon=True
+                    )
+                    self._driver.start()
+                self._turn.notify_all()
         return inbox
 
     def take(self, inbox: Inbox) -> Output:
@@ -65,12 +100,24 @@ class SharedEngine:
                     if inbox.outputs:
                         return inbox.outputs.popleft()
                     steps = self._is_stepping = True
-                self._step()
+                with late_interrupt():
+                    self._step()
             finally:
                 if steps:
-                    with self._turn:
-                        self._is_stepping = False
-                        self._turn.notify_all()
+                    self._end_step()
+
+    def take_all(self, inbox: Inbox) -> list[Output]:
+        """Return the outputs that have come for ``inbox``, without waiting.
+
+        Raises RuntimeError after ``close``, and EngineError if the engine's own thread has failed.
+        """
+        with self._turn:
+            self._check_open()
+            if inbox.error is not None:
+                raise inbox.error
+            outputs = [*inbox.outputs]
+            inbox.outputs.clear()
+            return outputs
 
     def abort(self, request_id: str, index: int) -> None:
         """End one sequence of a request in the next step."""
@@ -78,14 +125,18 @@ class SharedEngine:
             self._commands.append(Abort(request_id, index))
 
     def drop(self, inbox: Inbox) -> None:
-        """Abort the unfinished requests of ``inbox`` and forget it."""
+        """Abort the unfinished requests of ``inbox`` and forget it. May be called again."""
         with self._turn:
-            for request_id in inbox.request_ids:
-                del self._inboxes[request_id]
-            if not self._is_closed:
-                self._commands += map(Abort, inbox.request_ids)
-                if not self._is_stepping:
-                    self._deliver(self._handle_commands())
+            self._forget(inbox)
+            if not (self._is_closed or self._is_stepping):
+                self._deliver(self._handle_commands())
+            self._turn.notify_all()
+
+    def _forget(self, inbox: Inbox) -> None:
+        known = [name for name in inbox.request_ids if self._inboxes.pop(name, None)]
+        self._commands += map(Abort, known)
+        if known and inbox.wake is not None:
+            self._num_awaited -= 1
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -98,22 +149,40 @@ class SharedEngine:
         finally:
             with self._turn:
                 self._num_users -= 1
+                self._free_if_unused()
                 self._turn.notify_all()
 
-    def close(self, free: Callable[[], None]) -> None:
-        """Reject further requests, wait until no thread uses the model, and call ``free``. Further
-        calls do nothing.
+    def close(self, free: Callable[[], None], *, waits: bool = True) -> None:
+        """Reject further requests, and call ``free`` once no thread uses the model. Further calls
+        do nothing.
+
+        ``waits``: return when that has happened. The garbage collector must not wait, because it
+        may interrupt the thread that uses the model.
         """
+        if self._was_forked:
+            return
         with self._turn:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._turn.wait_for(lambda: not (self._is_stepping or self._num_users))
+            if not self._is_closed:
+                self._is_closed = True
+                self._free = free
+                self._wake({*self._inboxes.values()})
+                self._free_if_unused()
+                self._turn.notify_all()
+            if waits:
+                self._turn.wait_for(lambda: self._free is None)
+
+    def _free_if_unused(self) -> None:
+        if self._free is not None and not (self._is_stepping or self._num_users):
+            free, self._free = self._free, None
             free()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this LLM is closed")
+        if self._was_forked:
+            raise RuntimeError(
+                "this LLM was loaded before a fork; load it in the process that uses it"
+            )
 
     def _step(self) -> None:
         with self._turn:
@@ -123,11 +192,125 @@ class SharedEngine:
         with self._turn:
             self._deliver(outputs)
 
+    def _end_step(self) -> None:
+        with self._turn:
+            self._is_stepping = False
+            self._free_if_unused()
+            self._turn.notify_all()
+
     def _handle_commands(self) -> list[Output]:
         commands, self._commands = self._commands, []
         return [output for command in commands for output in self._engine.handle(command)]
 
     def _deliver(self, outputs: list[Output]) -> None:
+        awaited = set()
         for output in outputs:
             if inbox := self._inboxes.get(output.request_id):
                 inbox.outputs.append(output)
+                if inbox.wake is not None:
+                    awaited.add(inbox)
+        self._wake(awaited)
+
+    def _wake(self, inboxes: set[Inbox]) -> None:
+        """Wake the coroutines that read ``inboxes``; abort the requests of those that cannot
+        run.
+        """
+        for inbox in inboxes:
+            try:
+                if inbox.wake is not None:
+                    inbox.wake()
+            except RuntimeError:
+                self._forget(inbox)
+
+    def _drive(self) -> None:
+        """Compute steps while coroutines wait for outputs."""
+        while True:
+            with self._turn:
+                self._turn.wait_for(self._may_drive)
+                if self._is_closed or self._is_exiting:
+                    self._driver = None
+                    self._turn.notify_all()
+                    return
+                self._is_stepping = True
+            try:
+                self._step()
+            except BaseException as error:  # noqa: BLE001  # the coroutines raise it
+                self._fail(error)
+            finally:
+                self._end_step()
+
+    def _may_drive(self) -> bool:
+        if self._is_closed or self._is_exiting:
+            return True
+        return bool(
+            self._num_awaited
+            and not self._is_stepping
+            and (self._commands or self._engine.has_work())
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """End the requests of all coroutines with an EngineError."""
+        with self._turn:
+            awaited = {inbox for inbox in self._inboxes.values() if inbox.wake is not None}
+            for inbox in awaited:
+                inbox.error = EngineError(f"the engine failed: {error}")
+                inbox.error.__cause__ = error
+                self._forget(inbox)
+            self._wake(awaited)
+
+    def end_driver(self) -> None:
+        """End the engine's own thread, because the interpreter exits: a thread that still runs
+        native code then could crash it.
+        """
+        if self._was_forked:
+            return
+        with self._turn:
+            self._is_exiting = True
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._driver is None, EXIT_SECONDS)
+
+
+@contextmanager
+def late_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the ``with`` block instead of inside.
+
+    A step that is interrupted in the middle would lose the outputs of other threads.
+    """
+    usual = signal.default_int_handler
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not usual
+    ):
+        yield
+        return
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if came:
+            raise KeyboardInterrupt
+
+
+_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_drivers() -> None:
+    for engine in [*_engines]:
+        engine.end_driver()
+
+
+def _note_fork() -> None:
+    for engine in [*_engines]:
+        engine.after_fork(is_child=True)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_fork)

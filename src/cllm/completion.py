@@ -1,0 +1,172 @@
+"""What ``LLM`` and ``AsyncLLM`` return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cllm.core.output import Logprobs
+
+Parse = Callable[[str], Any]
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a function: its name, and its arguments as JSON text.
+
+    id: to be repeated as ``tool_call_id`` in the message with the result.
+    """
+
+    name: str
+    arguments: str = ""
+    id: str = ""
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as a dictionary. Raises ValueError if their text was cut off."""
+        arguments: dict[str, Any] = json.loads(self.arguments or "{}")
+        return arguments
+
+
+@dataclass(slots=True)
+class ToolCallPiece:
+    """New text of the arguments of the ``index``-th call of a message; the function's ``name``
+    comes with the first piece of its call.
+    """
+
+    index: int
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one step adds to output ``index`` of prompt ``prompt``; finish_reason is "" while the
+    output continues.
+
+    reasoning and tool_calls: of a chat; ``text`` is then without them. The sum of an output's
+    pieces is the Output that ``generate`` or ``chat`` returns.
+    """
+
+    prompt: int
+    index: int
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[Logprobs] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCallPiece] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Output:
+    """One of the ``n`` continuations of a prompt.
+
+    finish_reason: stop, length or, in a chat, tool_calls. tokens: all that were generated, marks
+    included. logprobs: those of ``tokens``, if SamplingParams.logprobs asks for them. reasoning and
+    tool_calls: of a chat, as far as the model's format is known; ``text`` is then without them.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    logprobs: list[Logprobs] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    parse: Parse | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The value that the text stands for, if ``response_format`` was a type or a JSON schema:
+        an instance of the type, or what ``json.loads`` returns. None for other formats, for tool
+        calls, and for a text that ``max_tokens`` has cut off.
+
+        Raises ValueError if a stop string has cut the text off, or if the value breaks a rule of
+        the type that a grammar cannot express; pydantic's ValidationError is one.
+        """
+        if self.parse is None or self.finish_reason != "stop":
+            return None
+        return self.parse(self.text)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The output as a message in OpenAI's format, with which a conversation can go on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.finish_reason = piece.finish_reason
+        if piece.logprobs:
+            self.logprobs += piece.logprobs
+        if piece.reasoning:
+            self.reasoning += piece.reasoning
+        for part in piece.tool_calls:
+            if part.name:
+                self.tool_calls.append(ToolCall(part.name, id=f"call_{part.index}"))
+            self.tool_calls[part.index].arguments += part.arguments
+
+
+@dataclass(slots=True)
+class Completion:
+    """The result of one prompt.
+
+    It has ``prompt_tokens`` tokens; ``cached_tokens`` of them came from the prefix cache. The
+    properties are those of the first output.
+
+    prompt_logprobs: those of its tokens from the second one on, if SamplingParams.prompt_logprobs
+    asks for them.
+    """
+
+    outputs: list[Output]
+    prompt_tokens: int
+    cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def parsed(self) -> Any:
+        return self.outputs[0].parsed
+
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.outputs[0].message
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A document that ``rerank`` has scored; ``index``: its place in the list that was given."""
+
+    index: int
+    score: float
+    document: str

@@ -1,0 +1,478 @@
+"""A model in the caller's own process: what ``LLM`` and ``AsyncLLM`` have in common."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import cached_property, lru_cache, partial
+from itertools import count
+from typing import Any, Literal, TypeVar, cast
+
+from cllm.backends.base import Vectors
+from cllm.backends.registry import import_loader
+from cllm.completion import Ranked
+from cllm.config import OPTIONS, Settings
+from cllm.config_sources import load_settings
+from cllm.core.params import MAX_LEXER_STATES, SamplingParams
+from cllm.core.request import EmbeddingRequest, Priority, Request, check_prompt
+from cllm.core.segments import tokenize_segments
+from cllm.engine.build import build_backend, build_engine, fit_memory
+from cllm.engine.settings import engine_params
+from cllm.engine.shared import SharedEngine
+from cllm.errors import BadRequest
+from cllm.local_work import Embedding, Generating, PreparedPrompt
+from cllm.response_format import ResponseFormat
+from cllm.text import grammar
+from cllm.text.call_grammar import message_grammar
+from cllm.text.chat import Chat
+from cllm.text.chat_format import ChatFormat, OutputPlan
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.fences import Fences
+from cllm.text.messages import Messages, messages_for_template, tools_for_template
+from cllm.text.output_reader import OutputReader
+from cllm.text.pairs import PairFormat
+
+T = TypeVar("T")
+Prompt = str | list[int]
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""Params for all prompts, or one for each; None means the params from the settings."""
+Conversations = Messages | list[Messages]
+PriorityName = Literal["interactive", "normal", "batch"]
+Progress = Callable[[float], None]
+"""Called with the loaded share of the model, 0 to 1."""
+
+ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free its memory
+MAX_GRAMMARS = 64  # that are remembered, so that they are not checked again
+
+
+class LocalModel:
+    """A loaded model and its engine.
+
+    Its methods raise BadRequest (a ValueError), naming the field, for input that cannot be
+    computed, EngineError if computing fails, and RuntimeError after ``close`` or in a process that
+    was forked after loading.
+    """
+
+    def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
+        """Load the model of ``settings``. Raises StartupError."""
+        model = settings.model
+        path = import_loader(settings.backend.name).resolve(model.path, model.quantization)
+        params = fit_memory(engine_params(settings, path, check_tokens=True))
+        self._backend = interruptible(lambda report: build_backend(params, report), progress)
+        self._chat_template = ChatTemplate(self._backend.vocabulary)
+        self._fences = Fences(self._backend.vocabulary)
+        self.info = self._backend.info
+        """Sizes and limits of the model, such as ``context_length`` and ``embedding_size``."""
+        self._engine = build_engine(self._backend, params)
+        self._shared = SharedEngine(self._engine)
+        self._ids = count()
+        self._default = SamplingParams(**settings.sampling.model_dump(exclude_none=True))
+        self._check_grammar = lru_cache(MAX_GRAMMARS)(self._grammar_checker())
+        weakref.finalize(
+            self, self._shared.close, self._backend.close, waits=False
+        ).atexit = False  # the end of the process frees everything
+
+    def close(self) -> None:
+        """Free the model, after the step that is being computed. Calls that wait for answers raise
+        RuntimeError; so does every later call of another method. May be called again.
+        """
+        self._shared.close(self._backend.close)
+
+    # --- texts and tokens ------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a whole prompt, with the model's begin token.
+
+        Control tokens written in the text are recognized.
+        """
+        return self._tokenize(text, "text", add_special=True, parse_special=True)
+
+    def encode_chat(
+        self, messages: Messages, tools: Messages | None = None, **variables: Any
+    ) -> list[int]:
+        """Return the token ids of a conversation up to where the next assistant message begins.
+
+        messages: dictionaries with ``role`` and ``content``, in OpenAI's format, like ``tools``.
+        ``variables`` are passed to the model's chat template, such as ``enable_thinking=True``.
+        """
+        return self._render(make_chat(messages, tools, "auto", variables))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a part of a text: without begin and end tokens, and with control
+        tokens as plain text.
+        """
+        return self._tokenize(text, "text", add_special=False, parse_special=False)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids. Control tokens have none; bytes that are not UTF-8 become
+        U+FFFD.
+        """
+        size = self.info.vocabulary_size
+        if not all(isinstance(token, int) and 0 <= token < size for token in tokens):
+            message = f"Invalid 'tokens': token ids must be between 0 and {size - 1}."
+            raise BadRequest(message, param="tokens", code="invalid_value")
+        with self._shared.in_use():
+            pieces = self._backend.vocabulary.pieces
+        return b"".join([pieces[token] for token in tokens]).decode("utf-8", "replace")
+
+    def _tokenize(
+        self, text: str, param: str, *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        if not isinstance(text, str):
+            raise BadRequest(f"{param} must be text, not {type(text).__name__}.", param=param)
+        with self._shared.in_use():
+            try:
+                return self._backend.vocabulary.tokenize(
+                    text, add_special=add_special, parse_special=parse_special
+                )
+            except UnicodeEncodeError:
+                raise lone_surrogate(param) from None
+
+    def _render(self, chat: Chat) -> list[int]:
+        chat_format = self._chat_format
+        with self._shared.in_use():
+            try:
+                text = self._chat_template.render(
+                    chat_format.messages(chat, chat.tools),
+                    chat.tools,
+                    **chat_format.variables(chat),
+                )
+                return tokenize_segments(self._backend.vocabulary, self._fences.split(text))
+            except UnicodeEncodeError:
+                raise lone_surrogate("messages") from None
+
+    @cached_property
+    def _chat_format(self) -> ChatFormat:
+        with self._shared.in_use():
+            tokenize = self._backend.vocabulary.tokenize
+            return ChatFormat(
+                self._backend.vocabulary, partial(tokenize, add_special=False, parse_special=True)
+            )
+
+    # --- prompts ---------------------------------------------------------------------------------
+
+    def _prepare(
+        self, prompts: Prompts, params: Params, response_format: Any = None
+    ) -> list[PreparedPrompt]:
+        """Return prompts to continue."""
+        self._check_generates()
+        encoded = self._encode_all(prompts)
+        prepared = []
+        asked = self._params_of(params, len(encoded))
+        answer = None if response_format is None else ResponseFormat.of(response_format)
+        for i, (tokens, one) in enumerate(zip(encoded, asked, strict=True)):
+            self._check_prompt(tokens, one, f"prompts[{i}]")
+            prepared.append(PreparedPrompt(tokens, self._bind(one, answer), None, answer))
+        return prepared
+
+    def _prepare_chats(
+        self,
+        messages: Conversations,
+        params: Params,
+        tools: Messages | None,
+        tool_choice: str,
+        response_format: Any,
+        variables: dict[str, Any],
+    ) -> list[PreparedPrompt]:
+        """Return the prompts of conversations."""
+        self._check_generates()
+        are_many = is_list_of_conversations(messages)
+        chats = [
+            make_chat(one, tools, tool_choice, variables, f"messages[{i}]" if are_many else "")
+            for i, one in enumerate(messages if are_many else [messages])
+        ]
+        answer = None if response_format is None else ResponseFormat.of(response_format)
+        asked = self._params_of(params, len(chats))
+        prepared = []
+        for i, (chat, one) in enumerate(zip(chats, asked, strict=True)):
+            tokens = self._render(chat)
+            self._check_prompt(tokens, one, f"messages[{i}]" if are_many else "messages")
+            bound = self._bind(one, answer)
+            prepared.append(PreparedPrompt(tokens, *self._plan(tokens, chat, bound), answer))
+        return prepared
+
+    def _plan(
+        self, tokens: list[int], chat: Chat, params: SamplingParams
+    ) -> tuple[SamplingParams, OutputPlan | None]:
+        """Return the params that constrain a chat's next message, and how to read it."""
+        with self._shared.in_use():
+            plan, params, bound = self._chat_format.plan_output(tokens, chat, params)
+            special = self._backend.vocabulary.special_tokens
+        if bound is not None:
+            text = message_grammar(bound, special)
+            is_loose = bound.is_loose and bool(text)
+            params = params.replace_unchecked(grammar=text, grammar_is_loose=is_loose)
+        return params, plan
+
+    def _bind(self, params: SamplingParams, answer: ResponseFormat | None) -> SamplingParams:
+        """Return params whose grammar enforces ``answer``."""
+        if answer is None:
+            return params
+        if params.grammar:
+            message = "'response_format' and the params' 'grammar' cannot be combined."
+            raise BadRequest(message, param="response_format", code="invalid_value")
+        try:
+            key = json.dumps(answer.constraint)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(
+                f"Invalid 'response_format': {str(error)[:200]}.", param="response_format"
+            ) from None
+        return params.replace_unchecked(grammar=self._check_grammar(key))
+
+    def _grammar_checker(self) -> Callable[[str], str]:
+        """Return a function that returns the grammar of a constraint in JSON. It does not refer to
+        this object, which is freed when nothing else does.
+        """
+        vocabulary = self._backend.vocabulary
+        special = [vocabulary.size, [*vocabulary.special_tokens.items()], MAX_LEXER_STATES]
+
+        def check(key: str) -> str:
+            work = grammar.prepare(special)
+            text: str = json.loads(work([json.loads(key), "response_format"]))[0]
+            return text
+
+        return check
+
+    def _check_generates(self) -> None:
+        if not self.info.generates:
+            raise BadRequest(
+                "This model computes embeddings; it does not generate text.", param="model"
+            )
+
+    def _check_prompt(self, tokens: list[int], params: SamplingParams, param: str) -> None:
+        params.check_vocabulary(self.info.vocabulary_size)
+        check_prompt(tokens, self.info.vocabulary_size, self.info.context_length, param)
+
+    def _encode_all(self, prompts: Prompts) -> list[list[int]]:
+        if isinstance(prompts, str) or (
+            isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)
+        ):
+            prompts = [cast("Prompt", prompts)]
+        if not isinstance(prompts, Sequence):
+            raise BadRequest("prompts must be text, token ids, or a list of them.", param="prompts")
+        return [
+            self._encode_one(cast("Prompt", prompt), f"prompts[{i}]")
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _encode_one(self, prompt: Prompt, param: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenize(prompt, param, add_special=True, parse_special=True)
+        if not (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)):
+            raise BadRequest(f"{param} must be text or a list of token ids.", param=param)
+        return prompt
+
+    def _params_of(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        """Return the params of each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self._default] * num_prompts
+        if not isinstance(params, Sequence) or not all(
+            isinstance(one, SamplingParams) for one in params
+        ):
+            raise BadRequest("params must be SamplingParams, or a list of them.", param="params")
+        if len(params) != num_prompts:
+            raise BadRequest(
+                f"{len(params)} params were given for {num_prompts} prompts.", param="params"
+            )
+        return list(params)
+
+    # --- texts to embed --------------------------------------------------------------------------
+
+    def _prepare_texts(self, texts: str | Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts to embed."""
+        if self.info.pooling == "rank" or not self.info.embedding_size:
+            raise BadRequest("This model does not compute embeddings.", param="model")
+        given: Any = [texts] if isinstance(texts, str) else texts
+        return self._encode_texts(list_of_texts(given, "texts", "text or a list of texts"), "texts")
+
+    def _prepare_ranking(self, query: str, documents: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of what ``scores_of`` needs: the pairs for a reranker, else the
+        query and the documents.
+        """
+        if not self.info.embedding_size:
+            raise BadRequest("This model does not compute embeddings.", param="model")
+        listed = list_of_texts(documents, "documents")
+        encoded = [*self._encode_texts([query], "query"), *self._encode_texts(listed, "documents")]
+        if self.info.pooling != "rank":
+            return encoded
+        with self._shared.in_use():
+            vocabulary = self._backend.vocabulary
+            form = PairFormat(vocabulary, self._fences)
+            pairs = form.join(
+                tokenize_segments(vocabulary, text) for text in form.split(query, listed)
+            )
+        self._check_texts(pairs, "documents")
+        return pairs
+
+    def _scores_of(self, vectors: Vectors) -> list[float]:
+        """Return the scores of documents from the vectors of what ``_prepare_ranking`` returned."""
+        if self.info.pooling == "rank":
+            return cast("list[float]", vectors[:, 0].tolist())
+        return cast("list[float]", (vectors[1:] @ vectors[0]).tolist())
+
+    def _encode_texts(self, texts: Sequence[str], param: str) -> list[list[int]]:
+        names = names_of(param, len(texts))
+        encoded = [
+            self._tokenize(text, name, add_special=True, parse_special=False)
+            for text, name in zip(texts, names, strict=True)
+        ]
+        self._check_texts(encoded, param)
+        return encoded
+
+    def _check_texts(self, encoded: list[list[int]], param: str) -> None:
+        limit = self.info.max_embedding_tokens
+        for tokens, name in zip(encoded, names_of(param, len(encoded)), strict=True):
+            if not 0 < len(tokens) <= limit:
+                message = f"{name} has {len(tokens)} tokens; it must have 1 to {limit}."
+                raise BadRequest(message, param=name)
+
+    # --- computing -------------------------------------------------------------------------------
+
+    def _generate(
+        self,
+        prompts: list[PreparedPrompt],
+        priority: PriorityName,
+        wake: Callable[[], None] | None = None,
+    ) -> Generating:
+        """Begin to continue ``prompts``."""
+        chosen = priority_of(priority)
+        with self._shared.in_use():
+            pieces = self._backend.vocabulary.pieces
+        requests = [
+            Request(f"r{next(self._ids)}", prompt.tokens, prompt.params, "", chosen).with_seed()
+            for prompt in prompts
+        ]
+        readers = {
+            request.request_id: (i, OutputReader([request], pieces, prompt.plan))
+            for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
+        }
+        return Generating(self._shared, prompts, requests, readers, wake)
+
+    def _embed(
+        self,
+        texts: list[list[int]],
+        priority: PriorityName,
+        wake: Callable[[], None] | None = None,
+    ) -> Embedding:
+        """Begin to embed ``texts``."""
+        request = EmbeddingRequest(f"e{next(self._ids)}", texts, "", priority_of(priority))
+        return Embedding(self._shared, request, self.info.embedding_size, wake)
+
+
+def read_settings(model: str | None, settings: dict[str, object]) -> Settings:
+    """Return the settings for the arguments of ``LLM``. Raises StartupError and TypeError."""
+    flags = {option_key(name): value for name, value in settings.items()}
+    if model is not None:
+        flags["model.path"] = model
+    return load_settings(None, {}, flags).settings
+
+
+def option_key(name: str) -> str:
+    """Return the dotted key of an option written with underscores: ``kv_layout`` is ``kv.layout``.
+
+    Raises TypeError if there is no such option.
+    """
+    keys = {key.replace(".", "_"): key for key in OPTIONS}
+    if name not in keys:
+        raise TypeError(f"LLM() has no option {name!r}; see docs/configuration.md")
+    return keys[name]
+
+
+def is_list_of_conversations(messages: Any) -> bool:
+    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+
+
+def make_chat(
+    messages: Any,
+    tools: Any,
+    tool_choice: Any,
+    variables: dict[str, Any],
+    param: str = "",
+) -> Chat:
+    """Return a conversation, checked. ``param``: its name in errors, if it is one of several."""
+    try:
+        checked = messages_for_template(messages)
+    except BadRequest as error:
+        if not param:
+            raise
+        name = f"{param}{(error.param or '').removeprefix('messages')}"
+        message = str(error).replace(error.param or param, name, 1)
+        raise BadRequest(message, param=name, code=error.code) from None
+    declared = tools_for_template(tools)
+    names = [tool["function"]["name"] for tool in declared]
+    if tool_choice in ("auto", "none", "required"):
+        return Chat(checked, declared, tool_choice, variables=variables)
+    if tool_choice not in names:
+        known = ", ".join(["auto", "none", "required", *names])
+        raise BadRequest(
+            f"tool_choice must be one of {known}, not {str(tool_choice)[:40]!r}.",
+            param="tool_choice",
+        )
+    return Chat(checked, declared, "required", (tool_choice,), variables=variables)
+
+
+def priority_of(name: Any) -> Priority:
+    if isinstance(name, str) and (chosen := Priority.__members__.get(name.upper())) is not None:
+        return chosen
+    known = ", ".join(priority.name.lower() for priority in Priority)
+    raise BadRequest(f"priority must be one of {known}, not {str(name)[:40]!r}.", param="priority")
+
+
+def list_of_texts(texts: Any, param: str, form: str = "a list of texts") -> list[str]:
+    if not isinstance(texts, Iterable) or isinstance(texts, bytes | str):
+        raise BadRequest(f"{param} must be {form}.", param=param)
+    return list(texts)
+
+
+def names_of(param: str, number: int) -> list[str]:
+    """Return the names of texts in errors."""
+    return [param] if param == "query" else [f"{param}[{i}]" for i in range(number)]
+
+
+def rank(documents: Sequence[str], scores: list[float], top_n: int | None) -> list[Ranked]:
+    """Return the ``top_n`` documents with the highest scores, the best first."""
+    ranked = [
+        Ranked(i, score, document)
+        for i, (score, document) in enumerate(zip(scores, documents, strict=True))
+    ]
+    return sorted(ranked, key=lambda one: -one.score)[:top_n]
+
+
+def lone_surrogate(param: str) -> BadRequest:
+    return BadRequest(f"{param} has a lone surrogate, which is not valid text.", param=param)
+
+
+def interruptible(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
+    """Run ``work`` in a thread and return its result.
+
+    So Ctrl-C takes effect immediately; in a callback of C code it would be lost. ``work`` gets a
+    function to report its progress, which raises InterruptedError after Ctrl-C.
+    """
+    result: Future[T] = Future()
+    interrupted = threading.Event()
+
+    def report(share: float) -> None:
+        if interrupted.is_set():
+            raise InterruptedError
+        if progress is not None:
+            progress(share)
+
+    def run() -> None:
+        try:
+            result.set_result(work(report))
+        except BaseException as error:  # noqa: BLE001  # it is raised below
+            result.set_exception(error)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([result], 0.2).done:
+            pass  # wait() has a timeout because a signal to another thread would not wake this one
+        return result.result()
+    except KeyboardInterrupt:
+        interrupted.set()
+        wait([result], ABANDONED_TIMEOUT)
+        raise

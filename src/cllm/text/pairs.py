@@ -1,0 +1,40 @@
+"""Write a query and a document as the one text that a reranker was trained for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from cllm.core.segments import Segment
+from cllm.core.vocabulary import VocabularyFacts
+from cllm.text.fences import Fences
+
+PLACES = re.compile(r"(\{query\}|\{document\})")
+
+
+class PairFormat:
+    """``split`` returns texts to tokenize, and ``join`` makes the pairs of their token ids."""
+
+    def __init__(self, vocabulary: VocabularyFacts, fences: Fences) -> None:
+        self._vocabulary = vocabulary
+        self._fences = fences
+
+    def split(self, query: str, documents: Sequence[str]) -> list[list[Segment]]:
+        template = self._vocabulary.rerank_template
+        if template is None:
+            return [[Segment(text)] for text in (query, *documents)]
+        parts: list[str] = PLACES.split(template)
+        fenced = self._fences.enclose(query)
+        texts = (
+            "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts)
+            for text in map(self._fences.enclose, documents)
+        )
+        return [self._fences.split(text, add_special=False) for text in texts]
+
+    def join(self, tokenized: Iterable[list[int]]) -> list[list[int]]:
+        """Return the token ids of each document with the query."""
+        if self._vocabulary.rerank_template is not None:
+            return list(tokenized)
+        before, between, behind = self._vocabulary.pair_tokens
+        query, *documents = tokenized
+        return [[*before, *query, *between, *tokens, *behind] for tokens in documents]
