@@ -242,11 +242,10 @@ class SharedEngine:
     def _may_drive(self) -> bool:
         if self._is_closed or self._is_exiting:
             return True
-        return bool(
-            self._num_awaited
-            and not self._is_stepping
-            and (self._commands or self._engine.has_work())
-        )
+        if self._is_stepping:
+            return False
+        # a command may be the abort of the last request
+        return bool(self._commands or (self._num_awaited and self._engine.has_work()))
 
     def _fail(self, error: BaseException) -> None:
         """End the requests of all coroutines with an EngineError."""
