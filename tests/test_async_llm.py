@@ -244,7 +244,7 @@ def test_event_loop_that_ends_early_leaves_no_request_behind():
     task = loop.create_task(llm.generate("a", LONG))
 
     loop.run_until_complete(until(llm, 1))
-    task._log_destroy_pending = False
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
     loop.close()
 
     async def later():

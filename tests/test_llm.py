@@ -1,21 +1,29 @@
 """``LLM``: the engine in the caller's process."""
 
+import asyncio
+import gc
 import json
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
-from conftest import is_right
+from conftest import PATIENCE, is_right
+from pydantic import BaseModel, Field, field_validator
 
 import cllm
-from cllm import LLM, SamplingParams, local_model
+from cllm import LLM, AsyncLLM, Output, SamplingParams, local_model
 from cllm.engine.build import build_backend
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
@@ -539,3 +547,375 @@ def test_chat_separates_reasoning_from_text(builtin_path):
         done = llm.chat(messages, cut, enable_thinking=True)
         assert (done.text, done.finish_reason) == ("", "length")
         assert done.reasoning.startswith("20")
+
+
+def test_conversations_are_answered_in_order(fake):
+    """One or many, with params for all or for each; a list of one gives a list."""
+    many = [[{"role": "user", "content": text}] for text in ("a", "bb", "ccc")]
+    done = fake.chat(many, GREEDY)
+    assert [one.text for one in done] == [fake.chat(one, GREEDY).text for one in many]
+    assert [one.prompt_tokens for one in done] == [len(fake.encode_chat(one)) for one in many]
+    assert [one.text for one in fake.chat(many[:1], GREEDY)] == [done[0].text]
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (1, 2, 3)]
+    assert [len(one.outputs[0].tokens) for one in fake.chat(many, params)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "param", "words"),
+    [
+        (lambda llm: llm.chat([[QUESTION], []]), "messages[1]", "one or more messages"),
+        (
+            lambda llm: llm.chat([[QUESTION], [{"role": "robot", "content": "a"}]]),
+            "messages[1][0].role",
+            "messages[1][0].role must be one of",
+        ),
+        (lambda llm: llm.chat([[QUESTION]] * 2, [GREEDY]), "params", "1 params were given for 2"),
+        (
+            lambda llm: llm.chat([[QUESTION], [{**QUESTION, "content": "a" * 5000}]]),
+            "messages[1]",
+            "the prompt has 50",
+        ),
+        (lambda llm: llm.chat([QUESTION], tool_choice="required"), "tool_choice", "tool_choice"),
+        (lambda llm: llm.chat([QUESTION], tool_choice="f"), "tool_choice", "not 'f'"),
+        (lambda llm: llm.generate("a", priority="high"), "priority", "interactive, normal, batch"),
+        (lambda llm: llm.generate("a", response_format=5), "response_format", "a JSON schema"),
+        (lambda llm: llm.generate("a", response_format=[]), "response_format", "1 to 4096"),
+        (lambda llm: llm.generate("a", response_format="("), "response_format", "response_format"),
+        (lambda llm: llm.generate("a", response_format={"type": "x"}), "response_format", "type"),
+        (
+            lambda llm: llm.generate("a", response_format={"not": {"type": "string"}}),
+            "response_format",
+            "not",
+        ),
+        (
+            lambda llm: llm.generate("a", response_format=re.compile("a", re.IGNORECASE)),
+            "response_format",
+            "(?i)",
+        ),
+        (
+            lambda llm: llm.generate("a", response_format=threading.Lock().__class__),
+            "response_format",
+            "pydantic",
+        ),
+        (
+            lambda llm: llm.generate("a", SamplingParams(grammar="start: A"), response_format="a"),
+            "response_format",
+            "cannot be combined",
+        ),
+        (lambda llm: llm.detokenize([5, 999]), "tokens", "between 0 and"),
+        (lambda llm: llm.tokenize(5), "text", "must be text"),
+        (lambda llm: llm.score(5, ["a"]), "query", "must be text"),
+        (lambda llm: llm.score("a", ["b", ""]), "documents[1]", "0 tokens"),
+        (lambda llm: llm.rerank("a", "b"), "documents", "must be a list of texts"),
+    ],
+)
+def test_wrong_values_raise_value_error_that_names_the_field(fake, call, param, words):
+    with pytest.raises(ValueError) as caught:
+        call(fake)
+    assert isinstance(caught.value, BadRequest)
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+def test_response_formats_constrain_the_text(fake):
+    """On the fake backend, which writes the next character if it is allowed."""
+    greedy = SamplingParams(temperature=0)
+
+    def ask(form):
+        (done,) = fake.generate("a", greedy, response_format=form)
+        return done
+
+    assert ask(["b", "xyz"]).text == "b"
+    assert ask("b[0-9]{2}").text[0] == "b"
+    assert ask(re.compile("b+c")).text[0] == "b"
+    assert ask(["b"]).parsed is None
+    number = {"type": "integer", "minimum": 3, "maximum": 5}
+    for form in (number, {"type": "json_schema", "json_schema": {"schema": number}}):
+        assert ask(form).parsed in (3, 4, 5)
+    (cut,) = fake.generate(
+        "a", SamplingParams(temperature=0, max_tokens=1), response_format={"const": "long"}
+    )
+    assert (cut.finish_reason, cut.parsed) == ("length", None)
+
+
+def test_rule_that_no_grammar_expresses_is_checked_by_pydantic(fake):
+    """The text is returned, and ``parsed`` raises."""
+
+    class Even(BaseModel):
+        value: Literal[1, 3]
+
+        @field_validator("value")
+        @classmethod
+        def is_even(cls, value):
+            if value % 2:
+                raise ValueError("odd")
+            return value
+
+    (done,) = fake.generate("a", SamplingParams(temperature=0), response_format=Even)
+    assert json.loads(done.text)["value"] in (1, 3)
+    with pytest.raises(ValueError, match="odd"):
+        _ = done.parsed
+
+
+@pytest.mark.llama
+def test_types_are_parsed_from_the_answers_of_the_builtin_model(builtin_path):
+    """A pydantic model, a dataclass and a list; many conversations share the format."""
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    @dataclass
+    class Place:
+        city: str
+
+    greedy = SamplingParams(temperature=0, max_tokens=100)
+    facts = [("Anna", 30), ("Ben", 45), ("Clara", 71)]
+    asked = [
+        [{"role": "user", "content": f"As JSON: name {name}, age {age}."}] for name, age in facts
+    ]
+    with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm:
+        done = llm.chat(asked, greedy, response_format=Person)
+        assert [one.parsed for one in done] == [Person(name=name, age=age) for name, age in facts]
+        one = llm.chat(asked[0], greedy, response_format=Person, enable_thinking=True)
+        assert isinstance(one.parsed, Person)
+        one = llm.chat(asked[1], greedy, response_format={"type": "json_object"})
+        assert one.parsed == {"name": "Ben", "age": 45}
+        place = [{"role": "user", "content": "As JSON: city Oslo."}]
+        assert isinstance(llm.chat(place, greedy, response_format=Place).parsed, Place)
+        numbers = llm.chat(
+            asked[0], greedy, response_format=Annotated[list[int], Field(max_length=3)]
+        )
+        assert all(isinstance(number, int) for number in numbers.parsed)
+
+
+@pytest.mark.llama
+def test_tool_choice(builtin_path):
+    """A tool can be forced or forbidden, also by name."""
+
+    def declare(name, key):
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [declare("get_time", "city"), declare("find_book", "author")]
+    greedy = SamplingParams(temperature=0, max_tokens=100)
+    asked = [{"role": "user", "content": "What is 27 plus 45?"}]
+    with LLM(model_max_context_length=1024, scheduler_max_num_seqs=2) as llm:
+        assert llm.chat(asked, greedy, tools, tool_choice="none").text == "72"
+        assert llm.chat(asked, greedy, tools, tool_choice="required").tool_calls
+        done = llm.chat(asked, greedy, tools, tool_choice="find_book")
+        assert [list(call.parsed) for call in done.tool_calls] == [["author"]]
+        assert {call.name for call in done.tool_calls} == {"find_book"}
+        assert done.message["tool_calls"][0]["id"] == done.tool_calls[0].id
+
+
+@pytest.mark.llama
+def test_pieces_of_a_streamed_chat_add_up_to_the_answer(known_questions):
+    """For all kinds of questions, tools and reasoning included, in one batch."""
+    questions = known_questions(26, 23)
+    greedy = SamplingParams(temperature=0, logprobs=1)
+    with LLM(model_max_context_length=768, scheduler_max_num_seqs=4) as llm:
+        for question in questions:
+            whole = llm.chat(question.messages, greedy, question.tools)
+            streamed = Output()
+            for piece in llm.stream_chat(question.messages, greedy, question.tools):
+                streamed.add(piece)
+            assert is_right(whole, question)
+            assert (streamed.text, streamed.tool_calls) == (whole.text, whole.tool_calls)
+            assert streamed.tokens == whole.outputs[0].tokens
+            assert len(streamed.logprobs) == len(streamed.tokens)
+            assert streamed.finish_reason == whole.finish_reason
+        asked = [question.messages for question in questions if not question.tools]
+        both = [Output() for _ in asked]
+        for piece in llm.stream_chat(asked, greedy, enable_thinking=True):
+            both[piece.prompt].add(piece)
+        assert [(one.text, one.reasoning) for one in both] == [
+            (one.text, one.reasoning) for one in llm.chat(asked, greedy, enable_thinking=True)
+        ]
+
+
+def test_documents_are_ranked_by_similarity(fake):
+    documents = ["zzzz", "hello there", "hello"]
+    scores = fake.score("hello", documents)
+    assert scores[2] == pytest.approx(1, abs=1e-5)
+    ranked = fake.rerank("hello", documents)
+    assert [one.index for one in ranked] == [2, 1, 0]
+    assert [one.document for one in ranked] == ["hello", "hello there", "zzzz"]
+    assert [one.score for one in ranked] == [scores[one.index] for one in ranked]
+    assert fake.rerank("hello", documents, 1) == ranked[:1]
+    assert fake.rerank("hello", []) == fake.score("hello", []) == []
+
+
+def test_tokens_become_text_again(fake):
+    assert fake.detokenize(fake.tokenize("héllo")) == "héllo"
+    assert fake.detokenize([]) == ""
+    assert fake.detokenize(fake.tokenize("é")[:1]) == "\ufffd"
+
+
+def test_ctrl_c_aborts_a_call_but_not_those_of_other_threads():
+    """It comes in the middle of a step, whose outputs another thread needs."""
+    with (
+        LLM(backend_name="fake", scheduler_max_num_seqs=3) as llm,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        step, wanted = llm._engine.step, threading.Event()
+
+        def interrupted_step():
+            outputs = step()
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and wanted.is_set() and len({one.request_id for one in outputs}) == 2:
+                wanted.clear()
+                os.kill(os.getpid(), signal.SIGINT)
+            return outputs
+
+        def read_slowly():  # so that the main thread steps, too
+            tokens = []
+            for piece in llm.stream(
+                "a", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+            ):
+                wanted.set()
+                time.sleep(0.002)
+                tokens += piece.tokens
+            return tokens
+
+        llm._engine.step = interrupted_step
+        other = threads.submit(read_slowly)
+        assert wanted.wait(PATIENCE)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("b", SamplingParams(temperature=0, ignore_eos=True))
+        assert len(other.result(PATIENCE)) == 200
+        llm._engine.step = step
+        assert llm.generate("a", GREEDY)[0].text == "bcdef"
+        stats = collect_stats(llm._engine.scheduler)
+        assert stats.num_running == stats.num_waiting == 0
+
+
+def test_two_llms_in_one_process():
+    with LLM(backend_name="fake") as first, LLM(backend_name="fake") as second:
+        with ThreadPoolExecutor(2) as threads:
+            done = list(threads.map(lambda llm: llm.generate(["a"] * 3, GREEDY), [first, second]))
+        assert [[one.text for one in each] for each in done] == [["bcdef"] * 3] * 2
+        first.close()
+        assert second.generate("a", GREEDY)[0].text == "bcdef"
+
+
+def test_llm_works_inside_a_running_event_loop():
+    """As in a notebook."""
+
+    async def cell():
+        with LLM(backend_name="fake") as llm:
+            return llm.generate("a", GREEDY)[0].text
+
+    assert asyncio.run(cell()) == "bcdef"
+
+
+def test_llm_that_is_not_closed_is_freed():
+    """Also one that was used by several threads, and an AsyncLLM."""
+    llm = LLM(backend_name="fake")
+    llm.generate("a", GREEDY)
+    backend = weakref.ref(llm._backend)
+    engine = weakref.ref(llm._engine)
+    del llm
+    gc.collect()
+    assert (backend(), engine()) == (None, None)
+
+    async def use():
+        llm = AsyncLLM(backend_name="fake")
+        await llm.load()
+        await llm.generate("a", GREEDY)
+        return weakref.ref(llm._loaded._backend)
+
+    backend = asyncio.run(use())
+    for _ in range(1000):
+        gc.collect()
+        if backend() is None:
+            return
+        time.sleep(0.01)  # until its thread has ended
+    raise AssertionError("the model of the AsyncLLM is still there")
+
+
+ABANDONED = """
+import asyncio, threading
+from cllm import LLM, AsyncLLM, SamplingParams
+long = SamplingParams(temperature=0, ignore_eos=True)
+llm = LLM({model})
+threading.Thread(target=llm.generate, args=("a", long), daemon=True).start()
+stream = llm.stream("a", long)
+next(stream)
+other = AsyncLLM({model})
+loop = asyncio.new_event_loop()
+loop.run_until_complete(other.load())
+task = loop.create_task(other.generate(["a", "b"], long))
+loop.run_until_complete(asyncio.sleep(0.1))
+print("end")
+"""
+
+
+@pytest.mark.parametrize(
+    "model", ["backend_name='fake'", pytest.param("", marks=[pytest.mark.llama, pytest.mark.slow])]
+)
+def test_interpreter_exits_without_close(model):
+    """Threads, a stream and a task are still waiting for long texts."""
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDONED.format(model=model)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+FORKED = """
+import os
+from cllm import LLM, SamplingParams
+llm = LLM(backend_name="fake")
+llm.generate("a", SamplingParams(max_tokens=2))
+pid = os.fork()
+if pid == 0:
+    try:
+        llm.generate("a")
+    except RuntimeError as error:
+        print(error, flush=True)
+    llm.close()
+    with LLM(backend_name="fake") as own:
+        print(own.generate("a", SamplingParams(temperature=0, max_tokens=2))[0].text, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(llm.generate("a", SamplingParams(temperature=0, max_tokens=2))[0].text)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_forked_process_gets_an_error_and_can_load_its_own():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "this LLM was loaded before a fork; load it in the process that uses it",
+        "bc",
+        "bc",
+    ]
+
+
+@pytest.mark.llama
+def test_reranker_scores_documents_and_refuses_everything_else(tiny_model):
+    documents = ["Paris is in France.", "Snow is white.", "hello"]
+    with LLM(str(tiny_model("reranker"))) as llm:
+        scores = llm.score("hello", documents)
+        assert len(set(scores)) == 3
+        assert scores[1:] == pytest.approx(llm.score("hello", documents[1:]), abs=1e-4)
+        best = llm.rerank("hello", documents, 1)[0]
+        assert (best.score, best.document) == (max(scores), documents[best.index])
+        for call in (
+            lambda: llm.embed("a"),
+            lambda: llm.generate("a"),
+            lambda: llm.chat([QUESTION]),
+        ):
+            with pytest.raises(BadRequest) as caught:
+                call()
+            assert caught.value.param == "model"
