@@ -99,8 +99,12 @@ class SharedEngine:
                     self._check_open()
                     if inbox.outputs:
                         return inbox.outputs.popleft()
+                    is_shared = len(self._inboxes) > len(inbox.request_ids)
                     steps = self._is_stepping = True
-                with late_interrupt():
+                if is_shared:
+                    with late_interrupt():
+                        self._step()
+                else:
                     self._step()
             finally:
                 if steps:
