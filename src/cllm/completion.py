@@ -47,7 +47,8 @@ class Piece:
     output continues.
 
     reasoning and tool_calls: of a chat; ``text`` is then without them. The sum of an output's
-    pieces is the Output that ``generate`` or ``chat`` returns.
+    pieces is the Output that ``generate`` or ``chat`` returns. prompt_tokens, cached_tokens: of the
+    whole prompt, as in Completion.
     """
 
     prompt: int
@@ -58,6 +59,8 @@ class Piece:
     logprobs: list[Logprobs] = field(default_factory=list)
     reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -77,6 +77,8 @@ class Generating:
             return None
         tokens = [output.token] if output.token != NO_TOKEN else []
         piece = Piece(i, output.index, "", tokens, deltas[-1].finish)
+        piece.prompt_tokens = len(self._prompts[i].tokens)
+        piece.cached_tokens = reader.usage.cached_tokens
         if output.logprobs is not None:
             piece.logprobs.append(output.logprobs)
         for delta in deltas:

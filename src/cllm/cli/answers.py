@@ -7,12 +7,9 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from cllm.errors import StartupError
-
-if TYPE_CHECKING:
-    from cllm.text.grammar import Constraint
 
 Messages = list[dict[str, Any]]
 Think = bool | Literal["low", "medium", "high"]
@@ -38,29 +35,33 @@ class Options:
         return self.think if isinstance(self.think, str) else None
 
     @property
-    def constraint(self) -> Constraint | None:
-        from cllm.text.grammar import Constraint
-
+    def response_format(self) -> dict[str, Any] | None:
+        """The form of the answer as in OpenAI's API."""
         if self.schema is None:
             return None
         if self.schema is True:
-            return Constraint("json_object")
-        return Constraint("json_schema", self.schema, strict=False)
+            return {"type": "json_object"}
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.schema}}
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template that ``think`` stands for."""
+        if self.think is None:
+            return {}
+        found: dict[str, Any] = {"enable_thinking": bool(self.think), "thinking": bool(self.think)}
+        if isinstance(self.think, str):
+            found["reasoning_effort"] = self.think
+        return found
 
     def for_server(self) -> dict[str, Any]:
         """Return the options as fields of a chat request."""
         fields = dict(self.sampling)
-        if self.schema is True:
-            fields["response_format"] = {"type": "json_object"}
-        elif self.schema is not None:
-            fields["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": self.schema},
-            }
+        if self.response_format is not None:
+            fields["response_format"] = self.response_format
         if self.effort is not None:
             fields["reasoning_effort"] = self.effort
         elif self.think:
-            fields["chat_template_kwargs"] = {"enable_thinking": True, "thinking": True}
+            fields["chat_template_kwargs"] = self.variables
         return fields
 
 

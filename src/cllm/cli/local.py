@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 
 import msgspec
@@ -13,44 +13,11 @@ from cllm.cli.models import list_entries, resolve_model
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remarks
 from cllm.cli.remote import CONTINUATION
+from cllm.completion import Piece
 from cllm.config_sources import LoadedConfig
 from cllm.core.params import SamplingParams
-from cllm.llm import LLM, Piece
+from cllm.llm import LLM
 from cllm.models.gguf import read_header
-from cllm.text.call_grammar import message_grammar
-from cllm.text.chat import Channel, Chat, Effort
-from cllm.text.grammar import to_lark
-from cllm.text.output_reader import Delta, Usage
-
-
-class ChatLLM(LLM):
-    """An LLM that streams chats, with reasoning apart from text."""
-
-    def stream_chat(
-        self, messages: Messages, params: SamplingParams, options: Options
-    ) -> Iterator[tuple[Piece, list[Delta], Usage]]:
-        """Yield what each token adds to the next assistant message, and the token counts so far.
-
-        Raises BadRequest.
-        """
-        effort = options.effort
-        chat = Chat(
-            messages,
-            thinking=True if options.think is True else None,
-            effort=None if effort is None else Effort(effort),
-        )
-        prompt = self.encode_chat(messages, **self._chat_format.variables(chat))
-        if options.constraint is not None:
-            grammar = to_lark(options.constraint, "format", set())
-            params = params.replace_unchecked(grammar=grammar)
-        with self._shared.in_use():
-            plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
-            special = self._backend.vocabulary.special_tokens
-        if bound is not None:
-            params = params.replace_unchecked(grammar=message_grammar(bound, special))
-        for piece, deltas, reader in self._read([prompt], [params], plan):
-            reader.usage.prompt_tokens = len(prompt)
-            yield piece, deltas, reader.usage
 
 
 class Local:
@@ -75,7 +42,7 @@ class Local:
         self._defaults = loaded.settings.sampling.model_dump(exclude_none=True)
         self._params()  # which checks the options before the model is loaded
         with closing(open_bar("loading the model")) as bar:
-            self._llm = ChatLLM.from_settings(loaded.settings, bar.update)
+            self._llm = LLM.from_settings(loaded.settings, bar.update)
         for line in remarks(loaded, self._llm.info):
             print("cllm:", line, file=sys.stderr)
         self.model = loaded.settings.model.path or ""
@@ -100,25 +67,31 @@ class Local:
     def ask(self, messages: Messages) -> Parts:
         """Yield the parts of the next assistant message. Closing it ends the generation."""
         self.last = Answer()
-        for piece, deltas, usage in self._llm.stream_chat(messages, self._params(), self.options):
+        pieces = self._llm.stream_chat(
+            messages,
+            self._params(),
+            response_format=self.options.response_format,
+            **self.options.variables,
+        )
+        for piece in pieces:
             self._note(piece)
-            self.last.prompt_tokens = usage.prompt_tokens
-            self.last.cached_tokens = usage.cached_tokens
-            for delta in deltas:
-                if delta.text and delta.channel != Channel.CALL:
-                    yield Part(delta.text, is_reasoning=delta.channel == Channel.REASONING)
+            if piece.reasoning:
+                yield Part(piece.reasoning, is_reasoning=True)
+            if piece.text:
+                yield Part(piece.text)
 
     def complete(self, prompt: str) -> Parts:
         """Yield the parts of a continuation. Closing it ends the generation."""
         params = self._params()
         params = msgspec.structs.replace(params, max_tokens=params.max_tokens or CONTINUATION)
-        encoded = self._llm.encode(prompt)
-        self.last = Answer(prompt_tokens=len(encoded))
-        for piece in self._llm.stream(encoded, params):
+        self.last = Answer()
+        for piece in self._llm.stream(prompt, params):
             self._note(piece)
             yield Part(piece.text)
 
     def _note(self, piece: Piece) -> None:
         self.last.mark_arrival()
+        self.last.prompt_tokens = piece.prompt_tokens
+        self.last.cached_tokens = piece.cached_tokens
         self.last.completion_tokens += len(piece.tokens)
         self.last.finish_reason = piece.finish_reason
