@@ -30,7 +30,7 @@ FASTER = ("-fschedule-insns", "-fsched-pressure")
 GAIN = "prompts are computed 1.15 to 1.4 times as fast on CPUs with AVX2"
 CLANG = (
     "clang 19 with its OpenMP library: prompts are computed 1.1 to 1.2 times as fast; "
-    "see the README, Install it elsewhere"
+    "see docs/install.md"
 )
 # A vector extension: its name in /proc/cpuinfo -> its name in llama.cpp's system info.
 EXTENSIONS = {
@@ -123,7 +123,7 @@ def cure(found: Probe) -> str:
     if found.passed:
         return ""
     if "No module named" in found.error and "llama_cpp" in found.error:
-        return "llama.cpp is not installed; run make serve, or see the README for pip"
+        return "llama.cpp is not installed; run make serve, or see docs/install.md"
     if found.died_of in ("SIGSEGV", "SIGILL") or not found.error:
         return f"this build of llama.cpp does not work on this CPU; rebuild it: {BUILD}"
     if "no answer" in found.error:
