@@ -23,6 +23,11 @@ pytestmark = pytest.mark.slow
 
 PROMPT = ">>> "
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[=>])")
+SLOW_IMPORT = """
+import threading
+print("importing", flush=True)
+threading.Event().wait()
+"""
 # Makes the pseudo-terminal the controlling one, so that Ctrl-C sends a signal, and starts the command.
 START = """
 import fcntl, os, sys, termios
@@ -177,6 +182,20 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(chat):
         terminal.expect(PROMPT)
         terminal.type("\x03")
         assert terminal.wait() == 130
+
+
+def test_ctrl_c_stops_what_precedes_an_answer(chat, monkeypatch, tmp_path):
+    """At the first answer, libraries are imported. The chat goes on."""
+    (tmp_path / "markdown_it.py").write_text(SLOW_IMPORT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with openai_server() as server:
+        terminal = chat(server)
+        terminal.ask("Why?")
+        terminal.expect("importing")
+        terminal.type("\x03")
+        terminal.expect("(stopped)")
+        terminal.ask("/show")
+        terminal.expect("messages            0")
 
 
 def test_ctrl_c_clears_a_line_and_ctrl_d_leaves(chat):

@@ -48,8 +48,8 @@ def chat(
 def converse(talker: Talker, system: str = "", *, hides_reasoning: bool = False) -> None:
     """Read messages from stdin and print the answers, until /bye or the end of the input.
 
-    On a terminal, an error is printed and the conversation continues. Otherwise CLLMError is
-    raised.
+    On a terminal, Ctrl-C stops an answer or a command, an error is printed, and the conversation
+    continues. Otherwise KeyboardInterrupt and CLLMError are raised.
     """
     conversation = Conversation(system)
     commands = SlashCommands(talker, conversation)
@@ -72,47 +72,29 @@ def converse(talker: Talker, system: str = "", *, hides_reasoning: bool = False)
             if printed is not None:
                 print(printed, end="\n" if printed else "")
             elif text:
-                was_stopped = answer(
-                    talker,
-                    conversation,
-                    text,
-                    hides_reasoning=hides_reasoning,
-                    is_verbose=reader.is_interactive and commands.is_verbose,
-                    stops=reader.is_interactive,
-                )
+                answer(talker, conversation, text, hides_reasoning=hides_reasoning)
+                if reader.is_interactive and commands.is_verbose:
+                    print_dim(str(talker.last))
+        except KeyboardInterrupt:
+            if not reader.is_interactive:
+                raise
+            was_stopped = True
+            print_dim("(stopped)")
         except CLLMError as error:
             if not reader.is_interactive:
                 raise
             print("cllm:", error, file=sys.stderr)
 
 
-def answer(
-    talker: Talker,
-    conversation: Conversation,
-    text: str,
-    *,
-    hides_reasoning: bool,
-    is_verbose: bool,
-    stops: bool,
-) -> bool:
+def answer(talker: Talker, conversation: Conversation, text: str, *, hides_reasoning: bool) -> None:
     """Send the conversation with ``text``, print the answer and add both to the conversation.
-    Return whether Ctrl-C stopped it.
 
-    stops: Ctrl-C stops the answer; otherwise KeyboardInterrupt is raised. Raises CLLMError; what
-    has arrived of the answer is kept.
+    Raises CLLMError, and KeyboardInterrupt; what has arrived of the answer is kept.
     """
     conversation.ask(text)
     parts: list[Part] = []
-    printer = open_printer(hides_reasoning=hides_reasoning)
     try:
+        printer = open_printer(hides_reasoning=hides_reasoning)
         print_answer(talker.ask(conversation.outgoing()), printer, parts)
-    except KeyboardInterrupt:
-        if not stops:
-            raise
-        print_dim("(stopped)")
-        return True
     finally:
         conversation.answer(parts)
-    if is_verbose:
-        print_dim(str(talker.last))
-    return False

@@ -153,8 +153,8 @@ class MarkdownPrinter:
         ]
         if len(set(starts)) < 2:
             return "", text
-        lines = text.splitlines(keepends=True)
-        return "".join(lines[: starts[-1]]), "".join(lines[starts[-1] :])
+        lines = text.split("\n")  # as the parser does; splitlines() knows more ends of lines
+        return "\n".join([*lines[: starts[-1]], ""]), "\n".join(lines[starts[-1] :])
 
     def _print(self, text: str) -> None:
         if not text.strip():
