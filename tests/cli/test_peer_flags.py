@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from cllm.cli.peer_flags import FLAGS, OTHER_NAMES, remark_on_variables
+from cllm.cli.main import names_of
+from cllm.cli.peer_flags import FLAGS, OTHER_NAMES, flags_in, remark_on_variables
 from cllm.config import OPTIONS
 
 FAKE = ("--backend.name", "fake")
@@ -48,11 +49,31 @@ def test_unknown_flag_of_a_peer_gives_a_hint(cllm, flag: str) -> None:
 
 def test_hints_name_options_that_exist() -> None:
     """Flags in the hints are flags of ``cllm serve``."""
-    known = {option.flag for option in OPTIONS.values()}
-    known |= {"--model", "--config", "--max-num-seqs", "--n-cpu-moe"}
-    words = {word.strip(",.;:") for text in FLAGS.values() for word in text.split()}
-    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-    assert flags - known == set()
+    named = {flag for text in FLAGS.values() for flag in flags_in(text)}
+    assert "--kv.type" in named
+    assert named <= names_of("serve")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve -nkvo", "-nkvo."),
+        ("serve -ngld 9", "-ngld. A draft model has no settings of its own."),
+        ("serve -rea off", "-rea."),
+        ("run m -ngl 9", "-ngl. cllm serve and cllm chat have it."),
+        ("run m -c 9", "-c. cllm serve and cllm chat have it."),
+        ("run m --max-model-len 9", "--max-model-len. cllm serve and cllm chat have it."),
+        (
+            "run m -ctk q8_0",
+            "-ctk. With cllm serve: Use --kv.type, which applies to keys and values.",
+        ),
+        ("chat -np 2", "-np. cllm serve has it."),
+        ("chat -ctk q8_0", "-ctk. Use --kv.type, which applies to keys and values."),
+    ],
+)
+def test_flags_of_other_commands_are_explained(cllm, words: str, message: str) -> None:
+    """-nkvo is not read as -n kvo."""
+    assert cllm(*words.split()).err == f"cllm: Unknown option: {message}\n"
 
 
 def test_variables_of_peers_are_named_but_not_read() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import io
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cyclopts import (
     App,
@@ -129,42 +131,64 @@ def command(error: CycloptsError) -> str:
 
 
 def unknown_option(error: UnknownOptionError) -> str:
-    """Return a message that names the nearest option. Leading dashes do not count as similar."""
-    from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS
-
     word = (error.token.keyword or error.token.value).partition("=")[0]
-    if command(error) in TALKS and word in ("--host", "--port"):
-        return f"Unknown option: {word}. A running server is named by --url http://127.0.0.1:8000."
-    names = {
-        name.lstrip("-"): name
-        for option in error.argument_collection
-        if option.parse
-        for name in option.names
-        if name.startswith("--")
-    }
-    if command(error) in COMMANDS_WITH_HINTS and word in FLAGS:
-        return f"Unknown option: {word}. {FLAGS[word]}"
-    near = difflib.get_close_matches(word.lstrip("-"), names, 1)
-    hint = f" Did you mean {names[near[0]]}?" if near else ""
-    if command(error) == "cllm generate" and not near:
+    names = [name for option in error.argument_collection if option.parse for name in option.names]
+    return describe_unknown(command(error), word, names)
+
+
+def describe_unknown(command: str, word: str, names: Collection[str]) -> str:
+    """Return a message about an option that is not among ``names``, those of the command. It names
+    what to use instead, or the nearest option.
+    """
+    from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS, flags_in
+
+    message = f"Unknown option: {word}."
+    if command in TALKS and word in ("--host", "--port"):
+        return f"{message} A running server is named by --url http://127.0.0.1:8000."
+    if command in COMMANDS_WITH_HINTS and word in FLAGS:
+        where = "" if flags_in(FLAGS[word]) <= set(names) else "With cllm serve: "
+        return f"{message} {where}{FLAGS[word]}"
+    if command in TALKS and (owners := commands_with(word)):
+        return f"{message} {' and '.join(owners)} {'have' if owners[1:] else 'has'} it."
+    # leading dashes do not count as similar
+    long = {name.lstrip("-"): name for name in names if name.startswith("--")}
+    near = difflib.get_close_matches(word.lstrip("-"), long, 1, cutoff=0.7)
+    hint = f" Did you mean {long[near[0]]}?" if near else ""
+    if command == "cllm generate" and not near:
         hint = " A text that begins with a dash comes last, after --."
-    return f"Unknown option: {word}.{hint}"
+    return f"{message}{hint}"
+
+
+def commands_with(flag: str) -> list[str]:
+    """Return which of cllm serve and cllm chat have a flag."""
+    return [f"cllm {name}" for name in ("serve", "chat") if flag in names_of(name)]
+
+
+def names_of(command: str) -> set[str]:
+    """Return the names of a command's options."""
+    options = app[command].assemble_argument_collection()
+    return {name for option in options for name in option.names if name.startswith("-")}
+
+
+SHORT_FLAG = re.compile("-[A-Za-z]{2,}")
 
 
 def read_words(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with a value for --think, which may stand alone before a prompt.
 
-    Raises StartupError for a short flag of another server, such as -ctk, which would otherwise be
-    read as -c tk.
+    Raises StartupError for an unknown short flag of several letters, such as -ctk of another
+    server, which would otherwise be read as -c tk.
     """
     from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS
 
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    if f"cllm {' '.join(words[:1])}" in COMMANDS_WITH_HINTS:
-        for flag in (word.partition("=")[0] for word in words[:end]):
-            if flag in FLAGS and not flag.startswith("--"):
-                raise StartupError(f"Unknown option: {flag}. {FLAGS[flag]}")
+    command = f"cllm {' '.join(words[:1])}"
+    if command in COMMANDS_WITH_HINTS:
+        for flag in (word.partition("=")[0] for word in words[1:end]):
+            is_short = SHORT_FLAG.fullmatch(flag) or (flag in FLAGS and not flag.startswith("--"))
+            if is_short and flag not in (names := names_of(words[0])):
+                raise StartupError(describe_unknown(command, flag, names))
     return ["--think=true" if word == "--think" else word for word in words[:end]] + words[end:]
 
 
@@ -179,6 +203,16 @@ def install_signal_handlers() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
+def set_encoding_errors() -> None:
+    """Print what stdout cannot encode as ?, instead of failing, and reject stdin that is not text.
+
+    Python's own choice depends on the locale.
+    """
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
 def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None = None) -> None:
     """Run the command line. Expected errors become one line on stderr.
 
@@ -190,6 +224,7 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
     """
     if arguments is None:
         install_signal_handlers()
+        set_encoding_errors()
     try:
         try:
             words = read_words(sys.argv[1:] if arguments is None else arguments)

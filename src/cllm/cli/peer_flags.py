@@ -57,17 +57,23 @@ HINTS = {
     ("-hff", "--hf-file"): "Name the quantization: --model hf:owner/repo:Q4_K_M.",
     ("-hft", "--hf-token"): "Set the variable HF_TOKEN.",
     ("-mu", "--model-url", "-dr", "--docker-repo"): "Use --model hf:owner/repo:Q4_K_M, or a file.",
-    ("-md", "--model-draft"): ("Use --model.draft-path FILE --scheduler.speculation draft_model."),
-    ("--speculative-config", "--draft", "--draft-max"): (
-        "Use --scheduler.speculation and --scheduler.max-draft-tokens."
+    ("-md", "--model-draft", "--spec-draft-model"): (
+        "Use --model.draft-path FILE --scheduler.speculation draft_model."
     ),
+    ("-ngld", "-devd", "-cd", "-ctkd", "-ctvd", "-td", "-tbd"): (
+        "A draft model has no settings of its own."
+    ),
+    (
+        *("--speculative-config", "--draft", "--draft-max", "--draft-min", "--draft-p-min"),
+        *("--spec-type", "--spec-draft-n-max"),
+    ): "Use --scheduler.speculation and --scheduler.max-draft-tokens.",
     ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--limit-mm-per-prompt"): (
         "Images are not supported."
     ),
     ("--lora", "--lora-scaled", "--lora-modules", "--enable-lora"): (
         "Name adapters in the section adapters of the YAML file, see docs/models.md."
     ),
-    ("--no-mmap",): "Use --backend.llama-cpp.use-mmap=false.",
+    ("--no-mmap", "--mmap"): "Use --backend.llama-cpp.use-mmap, true or false.",
     ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v", "--kv-cache-dtype"): (
         "Use --kv.type, which applies to keys and values."
     ),
@@ -78,13 +84,25 @@ HINTS = {
         "Use --backend.llama-cpp.split, and --backend.llama-cpp.devices to choose GPUs."
     ),
     ("-dp", "--data-parallel-size"): "Use --engine.count.",
-    ("--gpu-memory-utilization",): "Use --kv.max-memory-mb, which limits the KV cache.",
+    (
+        "--gpu-memory-utilization",
+        "--kv-cache-memory-bytes",
+    ): "Use --kv.max-memory-mb, which limits the KV cache.",
     ("-cmoe", "--cpu-moe"): "Use --n-cpu-moe 1000, which keeps the experts of all layers in RAM.",
     ("-cb", "--cont-batching", "-nocb", "--no-cont-batching"): (
         "Batches are always continuous; --max-num-seqs 1 computes one request at a time."
     ),
     ("--enable-prefix-caching", "--no-enable-prefix-caching", "--cache-prompt", "--cache-reuse"): (
         f"Prefixes are always cached. {AUTOMATIC}"
+    ),
+    ("--no-cache-prompt", "-sps", "--slot-prompt-similarity"): (
+        f"Prefixes are always cached. {AUTOMATIC}"
+    ),
+    ("--list-devices",): "Use cllm doctor, which lists them.",
+    ("--rope-freq-scale",): "Use --rope-scale, whose value is 1 divided by it.",
+    ("--chat-template-kwargs",): "Requests set it: chat_template_kwargs.",
+    ("--seed", "--repeat-penalty", "--presence-penalty", "--frequency-penalty"): (
+        "Requests set it."
     ),
     ("--enable-chunked-prefill", "--no-enable-chunked-prefill"): (
         "Long prompts are always computed in parts; --scheduler.prefill-share sets how fast."
@@ -123,7 +141,10 @@ HINTS = {
         "cllm chat is a conversation, cllm generate continues a text."
     ),
     ("-f", "--file"): "Read the text from stdin: cllm generate - < FILE.",
-    ("--nowordwrap", "--experimental", "--insecure-registry"): "There is no such option.",
+    (
+        *("--nowordwrap", "--experimental", "--insecure-registry", "--block-size", "--override-kv"),
+        *("--log-file", "--threads-http", "--context-shift", "--no-context-shift"),
+    ): "There is no such option.",
 }
 FLAGS: Mapping[str, str] = {flag: text for flags, text in HINTS.items() for flag in flags}
 
@@ -145,6 +166,12 @@ VARIABLES = {
     "VLLM_API_KEY": "CLLM_API_KEY",
 }
 COMMANDS_WITH_HINTS = ("cllm serve", "cllm chat", "cllm run", "cllm generate")
+
+
+def flags_in(hint: str) -> set[str]:
+    """Return the flags that a hint names."""
+    words = (word.strip(",.;:").partition("=")[0] for word in hint.split())
+    return {word for word in words if word.startswith("--")}
 
 
 def remark_on_variables(environment: Mapping[str, str]) -> str:
