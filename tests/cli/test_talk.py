@@ -166,16 +166,68 @@ def test_chat_reports_server_without_openai_api(cllm):
     assert "it answered 501 to /v1/models" in done.err
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(401, "prompt: too long"), (401, "set CLLM_API_KEY"), (503, "prompt: too long")],
+)
+def test_chat_says_why_a_server_refuses(cllm, monkeypatch, stub, status, words):
+    monkeypatch.setattr(OpenAIStub, "status_of_models", status)
+    monkeypatch.setattr(OpenAIStub, "models", b'{"error": {"message": "prompt: too long"}}')
+    done = cllm("chat", "--url", stub.url, text="hi\n")
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert words in done.err
+
+
+@pytest.mark.parametrize("models", [b"<html>", b"[1]", b'{"data": null}'])
+def test_lists_of_models_that_cannot_be_read_give_one_line(cllm, monkeypatch, stub, models):
+    monkeypatch.setattr(OpenAIStub, "models", models)
+    for words, text in ((("chat",), "/model"), (("ps",), ""), (("launch", "codex"), "")):
+        done = cllm(*words, "--url", stub.url, text=text)
+        assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "key"), [("http://[::1", "k"), ("127.0.0.1:9", "ü"), ("127.0.0.1:9", "a\nb")]
+)
+def test_addresses_and_keys_that_cannot_be_sent_give_one_line(cllm, monkeypatch, url, key):
+    monkeypatch.setenv("CLLM_API_KEY", key)
+    for words in (("chat",), ("ps",), ("run", "m", "a"), ("launch", "codex")):
+        done = cllm(*words, "--url", url, text="hi")
+        assert (done.code, len(done.err.splitlines())) == (2, 1)
+
+
+def test_input_and_output_that_are_not_text_do_not_fail(stub, monkeypatch):
+    """Binary input is rejected, and what stdout cannot encode is replaced."""
+    monkeypatch.setattr(
+        OpenAIStub, "pieces", ["é\ud83d.", {"choices": [{"finish_reason": "stop"}]}]
+    )
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    for words, text, code, out in (
+        (("run", "m", "a", "--url", stub.url), b"", 0, b"??.\n"),
+        (("run", "m", "--url", stub.url), b"\xff\xfe\x00", 2, b""),
+        (("chat", "--url", stub.url), b"\xff\xfe\x00", 2, b""),
+        (("create", "m", "--url", stub.url, "-f", "-"), b"\xff", 2, b""),
+        (("run", "m", b"\xff", "--url", stub.url), b"", 2, b""),
+    ):
+        command = [sys.executable, "-m", "cllm", *words]
+        done = subprocess.run(
+            command, input=text, capture_output=True, timeout=PATIENCE, check=False
+        )
+        assert (done.returncode, done.stdout.replace(b"\r", b"")) == (code, out)
+        assert len(done.stderr.splitlines()) == (code != 0)
+
+
 class OpenAIStub(BaseHTTPRequestHandler):
     """Streams ``pieces`` and records request bodies. A piece that is not text is sent as a whole
     chunk.
     """
 
     pieces: ClassVar[list] = []
-    status = 200
+    status = status_of_models = 200
+    models = b'{"data": [{"id": "m"}]}'
 
     def do_GET(self) -> None:
-        self.answer(200, b'{"data": [{"id": "m"}]}')
+        self.answer(self.status_of_models, self.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -256,7 +308,8 @@ def test_generate_uses_server(cllm, monkeypatch, stub):
     [
         ([], 400, "", "prompt: too long"),
         (["to ", {"error": {"message": "the engine died"}}], 200, "to \n", "the engine died"),
-        ([{"choices": [{}]}], 200, "", "does not follow OpenAI's API"),
+        (["to ", {"error": "the engine\n\x1b died"}], 200, "to \n", "the engine died"),
+        ([{"choices": [{}]}, {"choices": 1}], 200, "", "does not follow OpenAI's API"),
         ([[1]], 200, "", "does not follow OpenAI's API"),
     ],
 )

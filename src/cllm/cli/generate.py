@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from cllm.cli.answers import Answer, Options, Part
 from cllm.cli.printer import open_printer, print_answer, text_of
+from cllm.cli.reader import read_stdin
 from cllm.cli.settings_flags import ConfigFlag, ModelFlags
 from cllm.cli.talk import PromptFlag, SamplingFlags, UrlFlag, make_talker
 from cllm.errors import StartupError
@@ -48,7 +49,7 @@ def generate(
     if prompt is None:
         if sys.stdin.isatty():
             print("cllm: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-        prompt = sys.stdin.read()
+        prompt = read_stdin()
     if not prompt:
         raise StartupError("the prompt is empty; give one as an argument or on stdin")
     talker = make_talker(url, Options(dict(sampling or {})), config, settings)

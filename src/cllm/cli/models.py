@@ -13,10 +13,11 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
+from cllm.cli.reader import read_stdin
 from cllm.cli.remote import LOCAL, Url, call
 from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
 from cllm.config_sources import LoadedConfig
-from cllm.errors import StartupError
+from cllm.errors import CLLMError, StartupError
 from cllm.models import catalog, hub
 from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
 from cllm.store.created import CreatedModel, CreatedModels
@@ -150,20 +151,23 @@ def cp(source: Name, destination: Name, /, *, config: ConfigFlag = None) -> None
 
 def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
     """List the models that a running server has loaded."""
-    models = call(url, "GET", "/api/ps")["models"]
+    try:
+        models = call(url, "GET", "/api/ps")["models"]
+        rows = [
+            (
+                model["name"],
+                format_size(model["size"]),
+                describe_processor(model),
+                str(model["context_length"]),
+                "for ever" if model["expires_at"].startswith("2999") else model["expires_at"],
+            )
+            for model in models
+        ]
+    except (LookupError, TypeError, AttributeError):
+        raise CLLMError(f"the server at {url} does not support /api/ps") from None
     if as_json:
         print(json.dumps(models, indent=2))
         return
-    rows = [
-        (
-            model["name"],
-            format_size(model["size"]),
-            describe_processor(model),
-            str(model["context_length"]),
-            "for ever" if model["expires_at"].startswith("2999") else model["expires_at"],
-        )
-        for model in models
-    ]
     print_table(("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
 
 
@@ -186,7 +190,12 @@ def create(
     /,
     *,
     modelfile: Annotated[
-        Path, Parameter(name=["--file", "-f"], help="The Modelfile; - is stdin.")
+        Path,
+        Parameter(
+            name=["--file", "-f"],
+            help="The Modelfile; - is stdin.",
+            allow_leading_hyphen=True,
+        ),
     ] = Path("Modelfile"),
     url: Url = LOCAL,
 ) -> None:
@@ -194,9 +203,11 @@ def create(
     its own, as a Modelfile describes it. The server needs server.allow_model_changes.
     """
     try:
-        text = sys.stdin.read() if str(modelfile) == "-" else modelfile.read_text("utf-8")
+        text = read_stdin() if str(modelfile) == "-" else modelfile.read_text("utf-8")
     except OSError as error:
         raise StartupError(f"cannot read {modelfile}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartupError(f"{modelfile} is not UTF-8 text") from None
     call(url, "POST", "/api/create", {"model": name, "modelfile": text, "stream": False})
     print(f"{name} is created")
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from cllm.cli.printer import is_capable
+from cllm.errors import CLLMError
 from cllm.private_files import open_private
 
 if TYPE_CHECKING:
@@ -28,8 +30,25 @@ class Reader(Protocol):
     is_interactive: bool
 
     def read(self) -> str | None:
-        """Return the next message, or None at the end of the input. Raises KeyboardInterrupt."""
+        """Return the next message, or None at the end of the input. Raises KeyboardInterrupt, and
+        CLLMError if the input is not text.
+        """
         ...
+
+
+def read_stdin() -> str:
+    """Return all of stdin. Raises CLLMError if it is not text."""
+    with expect_text():
+        return sys.stdin.read()
+
+
+@contextmanager
+def expect_text() -> Iterator[None]:
+    """Raise CLLMError if what is read from stdin is not text."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise CLLMError(f"stdin is not {error.encoding.upper()} text") from None
 
 
 def open_reader(complete: Complete) -> Reader:
@@ -65,15 +84,16 @@ class LineReader:
         self.is_interactive = bool(prompt)
 
     def read(self) -> str | None:
-        try:
-            text = input(self._prompt)
-        except EOFError:
-            return None
-        try:
-            while is_open(text):
-                text += "\n" + input(self._continued)
-        except EOFError:
-            pass  # the end of the input ends the block too
+        with expect_text():
+            try:
+                text = input(self._prompt)
+            except EOFError:
+                return None
+            try:
+                while is_open(text):
+                    text += "\n" + input(self._continued)
+            except EOFError:
+                pass  # the end of the input ends the block too
         return unquote(text)
 
 
@@ -117,6 +137,7 @@ class PromptReader:
             multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
             prompt_continuation=CONTINUED,
             completer=Words(),
+            complete_in_thread=True,  # it may ask the server
             history=open_history(history_file()),
             key_bindings=keys,
             placeholder=[("ansibrightblack", "Send a message (/? for help)")],

@@ -18,6 +18,7 @@ from cllm.errors import CLLMError, StartupError
 LOCAL = "http://127.0.0.1:8000"
 Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
 
+NOT_OPENAI = "the server's answer does not follow OpenAI's API"
 CONTINUATION = 256  # tokens; without a limit, a continued text might never end
 
 
@@ -28,8 +29,13 @@ def server_url(text: str) -> str:
 
 
 def auth_headers() -> dict[str, str]:
+    """Return the header with CLLM_API_KEY, if it is set. Raises StartupError."""
     key = os.environ.get("CLLM_API_KEY")
-    return {"authorization": f"Bearer {key}"} if key else {}
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise StartupError("CLLM_API_KEY has characters that an HTTP header cannot contain")
+    return {"authorization": f"Bearer {key}"}
 
 
 def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -42,45 +48,54 @@ def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
         )
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise StartupError(f"cannot connect to {url}: {error}") from None
-    try:
-        content = answer.json()
-    except ValueError:
-        content = {}
     if answer.status_code != 200:
-        fault = content.get("error", "") if isinstance(content, dict) else ""
-        message = fault.get("message", "") if isinstance(fault, dict) else fault
-        raise CLLMError(message or f"{url} answered {path} with {answer.status_code}")
-    return content
+        raise CLLMError(error_message(answer))
+    try:
+        return answer.json()
+    except ValueError:
+        raise CLLMError(f"{url} answered {path} with something that is not JSON") from None
 
 
 class Remote:
     """A server with OpenAI's API."""
 
     def __init__(self, url: str, options: Options, model: str = "") -> None:
-        """Connect to the server. Raises StartupError if it does not answer or has another API.
+        """Connect to the server. Raises StartupError if it does not answer or has another API, and
+        CLLMError if it rejects the API key or is overloaded.
 
         ``model``: which of its models to ask; the default one if empty.
         """
         import httpx2
 
         timeout = httpx2.Timeout(600, connect=10)
-        self._client = httpx2.Client(
-            base_url=server_url(url), headers=auth_headers(), timeout=timeout
-        )
         self.options, self.model, self.last = options, model, Answer()
+        headers = auth_headers()
         try:
+            self._client = httpx2.Client(base_url=server_url(url), headers=headers, timeout=timeout)
             answer = self._client.get("/v1/models", timeout=10)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise StartupError(f"cannot connect to {url}: {error}") from None
-        if answer.status_code != 200:
+        status = answer.status_code
+        if status in (401, 403):
+            advice = "check CLLM_API_KEY" if headers else "set CLLM_API_KEY"
+            raise CLLMError(f"{error_message(answer)} ({url}; {advice})")
+        if status in (429, 500, 502, 503, 504):
+            raise CLLMError(f"{error_message(answer)} ({url})")
+        if status != 200:
             raise StartupError(
-                f"the server at {url} does not support OpenAI's API: it answered "
-                f"{answer.status_code} to /v1/models"
+                f"the server at {url} does not support OpenAI's API: it answered {status} to "
+                "/v1/models"
             )
 
     def list_models(self) -> list[str]:
         """Return the names of the server's models, the default one first. Raises CLLMError."""
-        return [model["id"] for model in self._read("/v1/models")["data"]]
+        answer = self._get("/v1/models")
+        if answer.status_code != 200:
+            raise CLLMError(error_message(answer))
+        try:
+            return [model["id"] for model in answer.json()["data"]]
+        except (ValueError, LookupError, TypeError):
+            raise CLLMError(NOT_OPENAI) from None
 
     def knows(self, model: str) -> bool:
         """Return whether the server has ``model``, perhaps under another name. Raises CLLMError."""
@@ -99,21 +114,15 @@ class Remote:
         import httpx2
 
         try:
-            return self._client.get(path)
+            return self._client.get(path, timeout=10)
         except httpx2.HTTPError as error:
             raise lost(error) from None
-
-    def _read(self, path: str) -> Any:
-        answer = self._get(path)
-        if answer.status_code != 200:
-            raise CLLMError(error_message(answer.content))
-        return answer.json()
 
     def ask(self, messages: Messages) -> Parts:
         """Yield the parts of the next assistant message. Closing it ends the generation."""
         fields = {"messages": messages, **self.options.for_server()}
         for choice in self._stream("/v1/chat/completions", fields):
-            delta = choice["delta"]
+            delta = choice.get("delta") or {}
             if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
                 yield Part(reasoning, is_reasoning=True)
             if text := delta.get("content"):
@@ -123,7 +132,7 @@ class Remote:
         """Yield the parts of a continuation. Closing it ends the generation."""
         fields = {"prompt": prompt, "max_tokens": CONTINUATION, **self.options.sampling}
         for choice in self._stream("/v1/completions", fields):
-            yield Part(choice["text"])
+            yield Part(choice.get("text") or "")
 
     def _stream(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         import httpx2
@@ -132,8 +141,10 @@ class Remote:
             yield from self._chunks(path, fields)
         except httpx2.HTTPError as error:
             raise lost(error) from None
+        except UnicodeEncodeError:
+            raise CLLMError("the prompt is not valid Unicode") from None
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise CLLMError("the server's answer does not follow OpenAI's API") from None
+            raise CLLMError(NOT_OPENAI) from None
 
     def _chunks(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.last = Answer()
@@ -145,23 +156,25 @@ class Remote:
         }
         with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
-                raise CLLMError(error_message(response.read()))
+                response.read()
+                raise CLLMError(error_message(response))
             for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if not line.startswith("data: "):
+                name, _, data = line.partition(":")
+                if name != "data":
                     continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise CLLMError(chunk["error"]["message"])
+                if data.strip() == "[DONE]":
+                    return
+                chunk = json.loads(data)
+                if fault := chunk.get("error"):
+                    raise CLLMError(one_line(fault))
                 if usage := chunk.get("usage"):
                     details = usage.get("prompt_tokens_details") or {}
                     self.last.prompt_tokens = usage["prompt_tokens"]
                     self.last.completion_tokens = usage["completion_tokens"]
                     self.last.cached_tokens = details.get("cached_tokens") or 0
-                for choice in chunk["choices"]:
+                for choice in chunk.get("choices") or ():
                     self.last.mark_arrival()
-                    self.last.finish_reason = choice["finish_reason"] or ""
+                    self.last.finish_reason = choice.get("finish_reason") or ""
                     yield choice
         if not self.last.finish_reason:
             raise CLLMError("lost the connection to the server before the answer was complete")
@@ -171,9 +184,17 @@ def lost(error: Exception) -> CLLMError:
     return CLLMError(f"lost the connection to the server: {error}")
 
 
-def error_message(data: bytes) -> str:
-    """Return the message of an error answer, or the beginning of its body."""
+def error_message(answer: Any) -> str:
+    """Return the message of an error answer, or its status."""
     try:
-        return str(json.loads(data)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return data[:200].decode("utf-8", "replace")
+        return one_line(answer.json()["error"])
+    except (ValueError, LookupError, TypeError):
+        return f"{answer.url} answered with status {answer.status_code}"
+
+
+def one_line(fault: Any) -> str:
+    """Return the message of an error as one line without control characters. OpenAI's API has an
+    object with the message, Ollama's the message alone.
+    """
+    text = str(fault["message"] if isinstance(fault, dict) else fault)
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

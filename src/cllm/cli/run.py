@@ -12,6 +12,7 @@ from cllm.cli.answers import Options, Part, Talker, read_schema
 from cllm.cli.chat import converse
 from cllm.cli.models import created_models, resolve_model
 from cllm.cli.printer import open_printer, print_answer, print_dim
+from cllm.cli.reader import read_stdin
 from cllm.cli.remote import LOCAL, Remote, call
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.cli.talk import FormatFlag, HideFlag, PromptFlag, SamplingFlags, SystemFlag, ThinkFlag
@@ -57,7 +58,7 @@ def run(
     options = Options(dict(sampling or {}), read_schema(schema), think)
     question = " ".join(filter(None, (*prompt, prompt_flag)))
     if not sys.stdin.isatty():
-        question = "\n\n".join(filter(None, (sys.stdin.read().strip(), question)))
+        question = "\n\n".join(filter(None, (read_stdin().strip(), question)))
     talker, own_system = open_talker(model, url, options, keep_alive)
     system = system or own_system
     if not question:
