@@ -38,6 +38,12 @@ def test_generate_has_familiar_flags(cllm) -> None:
     assert "not both" in cllm("generate", "a", "-p", "b", *FAKE).err
 
 
+def test_several_names_are_not_read_as_one(cllm) -> None:
+    for words in (("-a", "a,b"), ("--alias=a,b",)):
+        done = cllm("serve", *words)
+        assert (done.code, "--model.aliases takes others" in done.err) == (2, True)
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_unknown_flag_of_a_peer_gives_a_hint(cllm, flag: str) -> None:
     """One line, and exit code 2."""

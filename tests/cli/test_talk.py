@@ -178,6 +178,13 @@ def test_chat_says_why_a_server_refuses(cllm, monkeypatch, stub, status, words):
     assert words in done.err
 
 
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
+def test_chat_rejects_names_of_files_that_cannot_be(cllm, stub, name):
+    for command in ("/save", "/load"):
+        done = cllm("chat", "--url", stub.url, text=f"{command} {name}\n")
+        assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
+
+
 @pytest.mark.parametrize("models", [b"<html>", b"[1]", b'{"data": null}'])
 def test_lists_of_models_that_cannot_be_read_give_one_line(cllm, monkeypatch, stub, models):
     monkeypatch.setattr(OpenAIStub, "models", models)

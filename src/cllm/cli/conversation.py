@@ -54,14 +54,16 @@ class Conversation:
         saved = Saved(
             model=model, system=self.system, messages=self.messages, sampling=options.sampling
         )
-        content = msgspec.json.format(msgspec.json.encode(saved)) + b"\n"
         try:
+            content = msgspec.json.format(msgspec.json.encode(saved)) + b"\n"
             if path.parent == chats_folder():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open_private(path, "wb") as file:
                 file.write(content)
         except OSError as error:
             raise CLLMError(f"cannot save {path}: {error.strerror}") from None
+        except UnicodeEncodeError:
+            raise CLLMError(f"cannot save {path}: the text is not valid Unicode") from None
         return path
 
     def load(self, name: str) -> Saved:
@@ -82,7 +84,9 @@ def chats_folder() -> Path:
 
 
 def saved_path(name: str) -> Path:
-    """Return the file of a saved conversation. ``name`` may be a path instead."""
+    """Return the file of a saved conversation. ``name`` may be a path instead. Raises CLLMError."""
+    if "\0" in name:
+        raise CLLMError("a name cannot contain a null character")
     if "/" in name or "\\" in name or name.endswith(".json"):
         return Path(name).expanduser()
     return chats_folder() / f"{name}.json"

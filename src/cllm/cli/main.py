@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from cyclopts import (
     App,
@@ -189,6 +190,9 @@ def read_words(arguments: Sequence[str]) -> list[str]:
             is_short = SHORT_FLAG.fullmatch(flag) or (flag in FLAGS and not flag.startswith("--"))
             if is_short and flag not in (names := names_of(words[0])):
                 raise StartupError(describe_unknown(command, flag, names))
+        for flag, value in pairwise("=".join(words[1:end]).split("=")):
+            if flag in ("-a", "--alias") and "," in value:  # as llama-server allows
+                raise StartupError(f"{flag} takes one name; --model.aliases takes others")
     return ["--think=true" if word == "--think" else word for word in words[:end]] + words[end:]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cllm.cli.answers import Talker, read_schema
+from cllm.cli.answers import Talker, Think, read_schema
 from cllm.cli.conversation import Conversation, list_saved
 from cllm.cli.talk import SAMPLING
 from cllm.core.params import SamplingParams
@@ -16,6 +16,7 @@ from cllm.errors import CLLMError
 
 COMMAND = re.compile(r"(/[a-z]+|/\?)(?:\s+(.*))?", re.DOTALL)
 OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+EFFORTS: dict[str, Think] = {"": True, "low": "low", "medium": "medium", "high": "high"}
 SWITCHES = ("think", "nothink", "verbose", "quiet", "noformat")
 
 
@@ -30,7 +31,9 @@ HELP = (
     Help("/system [TEXT]", "show or set the system message"),
     Help("/set NAME VALUE", "set a sampling parameter, such as temperature"),
     Help("/set format json", "answer with JSON; or a schema, or a file with one; /set noformat"),
-    Help("/set think, nothink", "let the model reason before it answers, or not"),
+    Help(
+        "/set think, nothink", "let the model reason, perhaps at low, medium or high effort, or not"
+    ),
     Help("/set verbose, quiet", "show timings after each answer, or not"),
     Help("/show", "show the model and the settings"),
     Help("/model [NAME]", "list the models, or use another one"),
@@ -95,6 +98,8 @@ class SlashCommands:
                 return [*SAMPLING, "format", "system", *SWITCHES]
             case ["/set", "format"]:
                 return ["json"]
+            case ["/set", "think"]:
+                return [effort for effort in EFFORTS if effort]
             case ["/load"]:
                 return list_saved()
             case ["/model"]:
@@ -127,8 +132,12 @@ class SlashCommands:
                 return self._show("")
             case "system" if value:
                 return self._system(value)
-            case "think" | "nothink":
-                options.think = name == "think"
+            case "think" if value in EFFORTS:
+                options.think = EFFORTS[value]
+            case "think":
+                return f"/set think takes {', '.join(filter(None, EFFORTS))}, or nothing."
+            case "nothink":
+                options.think = False
             case "verbose" | "quiet":
                 self.is_verbose = name == "verbose"
             case "noformat":
