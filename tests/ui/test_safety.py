@@ -124,3 +124,20 @@ def test_policy_stops_what_a_fault_would_let_through(visit, server):
     chat.faults = [one for one in chat.faults if "a request to https://evil" not in one]
     chat.expected_fault = ""
     chat.faults = [one for one in chat.faults if "evil.example" not in one and "Trusted" not in one]
+
+
+@pytest.mark.parametrize("text", ["> " * 5000 + "x", "- " * 5000 + "x", "word " * 50_000])
+def test_text_that_the_parser_cannot_take_is_shown_as_it_is(visit, server, text):
+    """Parsers of Markdown recurse; the page must open again with such an answer."""
+    chat = visit(server)
+    chunk = {"choices": [{"index": 0, "delta": {"content": text}}]}
+    events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    chat.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=events, content_type="text/event-stream"),
+    )
+    chat.ask("hello")
+    expect(chat.answers()).to_have_text(text)
+    chat.wait_until_answered()
+    chat.page.reload()
+    expect(chat.answers()).to_have_text(text)

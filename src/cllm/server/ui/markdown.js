@@ -30,6 +30,7 @@ const LANGUAGES = { bash, c, cpp, csharp, css, diff, go, ini, java, javascript, 
 Object.assign(LANGUAGES, { php, python, ruby, rust, sql, typescript, xml, yaml });
 for (const [name, grammar] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, grammar);
 
+const MAX_MARKDOWN = 200_000; // characters; longer text is shown as it is
 const MAX_HIGHLIGHTED = 20_000; // characters; longer code is shown without colours
 const PLAIN_ATTRIBUTES = "align class rel start tabindex target title type".split(" ");
 const SAFE = {
@@ -100,21 +101,28 @@ const renderBlock = (token) => ({
 
 /**
  * Text as Markdown. While it grows (isBusy), blocks that have not changed are not rendered again;
- * links whose targets come later are right when it is complete.
+ * links whose targets come later are right when it is complete. Text that is too long, or nested too
+ * deeply for the parser, is shown as it is.
  */
 export function Markdown({ text, isBusy }) {
   const rendered = useRef(new Map());
   const blocks = useMemo(() => {
+    if (text.length > MAX_MARKDOWN) return null;
     const known = isBusy ? rendered.current : new Map();
-    const tokens = marked.lexer(text).filter(({ type }) => type !== "space");
-    const now = new Map(
-      tokens.map((token) => [token.raw, known.get(token.raw) ?? renderBlock(token)]),
-    );
-    rendered.current = now;
-    return tokens.map((token) => now.get(token.raw));
+    try {
+      const tokens = marked.lexer(text).filter(({ type }) => type !== "space");
+      const now = new Map(
+        tokens.map((token) => [token.raw, known.get(token.raw) ?? renderBlock(token)]),
+      );
+      rendered.current = now;
+      return tokens.map((token) => now.get(token.raw));
+    } catch {
+      return null;
+    }
   }, [text, isBusy]);
+  if (!blocks) return html`<div class="markdown plain" dir="auto">${text}</div>`;
   return html`<div class="markdown" onClick=${copyCode}>
-    ${blocks.map((block, i) => html`<div key=${i} dangerouslySetInnerHTML=${block} />`)}
+    ${blocks.map((block, i) => html`<div key=${i} dir="auto" dangerouslySetInnerHTML=${block} />`)}
   </div>`;
 }
 
