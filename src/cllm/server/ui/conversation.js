@@ -75,12 +75,18 @@ const toApiCall = ({ id, name, arguments: text }) => ({
   function: { name, arguments: text },
 });
 
+/** Add the messages of another state of a conversation that this one does not have. */
+export function addMissing(conversation, other) {
+  const known = new Set(conversation.messages.map(({ id }) => id));
+  conversation.messages.push(...other.messages.filter(({ id }) => !known.has(id)));
+}
+
 export const exportAll = (conversations) => ({ format: FORMAT, version: 1, conversations });
 
 /** Return the conversations of an exported file, with new ids. Throws if it is not one. */
 export function importAll(value) {
   if (value?.format !== FORMAT || !Array.isArray(value.conversations)) {
-    throw new Error("The file has no conversations of cLLM.");
+    throw new Error("The file contains no cLLM conversations.");
   }
   return value.conversations.map((one) => ({ ...restore(one), id: makeId() }));
 }
@@ -102,7 +108,7 @@ export function restore(value) {
   const settings = Object.entries(value?.settings ?? {});
   return {
     id: text(value?.id) || makeId(),
-    title: text(value?.title),
+    title: text(value?.title).slice(0, 200),
     updated: number(value?.updated),
     settings: Object.fromEntries(settings.filter(([, set]) => typeof set === "string")),
     messages,
