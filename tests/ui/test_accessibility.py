@@ -53,6 +53,8 @@ def check(chat) -> None:
     assert results.violations_count == 0, results.generate_report()
     width = chat.page.viewport_size["width"]
     assert chat.page.evaluate("document.documentElement.scrollWidth") <= width
+    overflow = "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+    assert chat.page.locator(".log, .models, .sidebar, dialog").evaluate_all(overflow) == 0
 
 
 @pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desk", "phone"])
@@ -73,7 +75,7 @@ def test_no_view_has_violations(visit, server, scheme, size):
     check(chat)
     chat.page.keyboard.press("Escape")
     if size == PHONE:
-        chat.page.get_by_role("button", name="List").click()
+        chat.page.get_by_role("button", name="Conversations").click()
         expect(chat.page.get_by_role("navigation")).to_be_visible()
     check(chat)
     chat.page.get_by_role("button", name="Rename").click()
@@ -85,17 +87,40 @@ def test_no_view_has_violations(visit, server, scheme, size):
     check(chat)
 
 
+def test_long_words_do_not_make_a_phone_scroll_sideways(visit, server):
+    chat = visit(server, viewport=PHONE)
+    chat.expected_fault = "Failed to load resource"
+    chat.page.route(
+        "**/v1/models",
+        lambda route: route.fulfill(json={"data": [{"id": "M" * 300, "root": "constructor"}]}),
+    )
+    chat.page.reload()
+    expect(chat.page.get_by_role("heading", name="MMM")).to_be_visible()
+    check(chat)
+    chat.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=400, json={"error": {"message": "E" * 500}}),
+    )
+    chat.ask("w" * 500)
+    expect(chat.page.locator(".fault")).to_be_visible()
+    expect(chat.page.locator(".message.assistant .stats")).to_have_text("")
+    check(chat)
+    chat.page.get_by_role("link", name="Models").click()
+    expect(chat.page.locator(".models summary")).to_be_visible()
+    check(chat)
+
+
 def test_colours_are_switched_and_remembered(visit, server):
     chat = visit(server, color_scheme="light")
     ground = "getComputedStyle(document.body).backgroundColor"
     light = chat.page.evaluate(ground)
     for name in ("light", "dark"):
-        chat.page.get_by_role("button", name="Colours").click()
-        expect(chat.page.get_by_role("button", name=f"Colours: {name}")).to_be_visible()
+        chat.page.get_by_role("button", name="Theme").click()
+        expect(chat.page.get_by_role("button", name=f"Theme: {name}")).to_be_visible()
     assert chat.page.evaluate(ground) != light
     check(chat)
     chat.page.reload()
-    expect(chat.page.get_by_role("button", name="Colours: dark")).to_be_visible()
+    expect(chat.page.get_by_role("button", name="Theme: dark")).to_be_visible()
     assert chat.page.evaluate(ground) != light
 
 
@@ -123,9 +148,13 @@ def test_model_that_is_not_loaded_is_described_and_not_loaded(visit, start_serve
     expect(chat.page.get_by_text("Capabilities")).to_have_count(2)
     assert len(server.client.get("/api/ps").json()["models"]) == 1
     chat.page.get_by_role("button", name="Chat with it").last.click()
+    expect(
+        chat.page.get_by_text("The server loads this model with your first message.")
+    ).to_be_visible()
     chat.ask("What is 27 plus 45?")
     expect(chat.answers()).to_have_text("72")
     expect(chat.page.locator(".message.assistant h2")).to_have_text("two")
+    expect(chat.page.get_by_label("Model", exact=True)).not_to_contain_text("not loaded")
 
 
 def test_code_can_be_copied(visit, server):

@@ -20,11 +20,25 @@ def test_answer_has_its_text_and_figures(visit, server):
     expect(chat.answers()).to_have_text("72")
     stats = chat.page.locator(".stats")
     expect(stats).to_have_text(
-        re.compile(
-            r"first token after [\d.]+ m?s · [\d.]+ tokens/s · 3 tokens · prompt \d+, \d+ cached"
-        )
+        re.compile(r"first token after [\d.]+ m?s · 3 tokens · prompt \d+, \d+ cached")
     )
     expect(chat.page).to_have_title(f"{SUM} · cLLM")
+
+
+def test_longer_answer_has_its_tokens_per_second(visit, server):
+    chat = visit(server)
+    chat.ask(STORY)
+    chat.wait_until_answered()
+    expect(chat.page.locator(".stats")).to_have_text(
+        re.compile(r" · [\d.]+ tokens/s · \d+ tokens · ")
+    )
+
+
+def test_example_is_asked_with_a_click(visit, server):
+    chat = visit(server)
+    expect(chat.page.get_by_role("heading", name="Ask cllm-builtin")).to_be_visible()
+    chat.page.get_by_role("button", name=SUM).click()
+    expect(chat.answers()).to_have_text("72")
 
 
 def test_second_turn_reuses_the_prefix(visit, server):
@@ -64,7 +78,7 @@ def test_stopped_answer_is_continued(visit, server):
     chat.set(Max_tokens="9", Temperature="0")
     chat.ask(STORY)
     chat.wait_until_answered()
-    expect(chat.page.locator(".stats")).to_contain_text("reached the limit of tokens")
+    expect(chat.page.locator(".stats")).to_contain_text("reached the token limit")
     begun = chat.answers().inner_text()
     chat.set(Max_tokens="")
     chat.page.get_by_role("button", name="Continue").click()
@@ -204,6 +218,34 @@ def test_escape_stops(visit, endless_server):
     chat.page.keyboard.press("Escape")
     chat.wait_until_answered()
     endless_server.wait_until_idle()
+
+
+def test_escape_stops_wherever_the_focus_is(visit, endless_server):
+    chat = visit(endless_server)
+    chat.make_answers_endless()
+    chat.ask("a")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+    chat.page.evaluate("document.activeElement.blur()")
+    chat.page.keyboard.press("Escape")
+    endless_server.wait_until_idle()
+    chat.wait_until_answered()
+
+
+@pytest.mark.parametrize("sign", ["isComposing: true", "keyCode: 229"])
+def test_enter_in_an_input_method_does_not_send(visit, server, sign):
+    """Enter chooses a word there. Safari has only the key code as a sign of it."""
+    chat = visit(server)
+    box = chat.page.get_by_label("Message", exact=True)
+    box.fill("今日")
+    key = (
+        '(box) => box.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true%s}))'
+    )
+    box.evaluate(key % f", {sign}")
+    expect(box).to_have_value("今日")
+    expect(chat.page.locator(".message")).to_have_count(0)
+    box.evaluate(key % "")
+    expect(chat.page.locator(".message.user .text")).to_have_text("今日")
+    chat.wait_until_answered()
 
 
 def test_answer_continues_while_another_conversation_is_read(visit, endless_server):

@@ -1,6 +1,7 @@
 """The list of conversations, which are in the browser."""
 
 import json
+import re
 
 import pytest
 from playwright.sync_api import expect
@@ -69,3 +70,71 @@ def test_other_tabs_see_new_conversations(visit, server):
     expect(other.get_by_label("Message", exact=True)).to_be_visible()
     chat.ask("What is 27 plus 45?")
     expect(other.locator(".sidebar .title")).to_have_text("What is 27 plus 45?")
+
+
+def start_endless_answer(chat):
+    chat.make_answers_endless()
+    chat.ask("a")
+    expect(chat.answers()).to_have_text(re.compile("abc"))
+
+
+def test_deleting_a_conversation_stops_its_answer_and_it_stays_deleted(visit, endless_server):
+    chat = visit(endless_server)
+    start_endless_answer(chat)
+    chat.page.get_by_role("button", name="Delete").click()
+    endless_server.wait_until_idle()
+    expect(chat.page.locator(".sidebar .title")).to_have_count(0)
+    chat.ask("b")  # its own saves come after those of the deleted conversation
+    expect(chat.answers()).to_have_text(re.compile("bcd"))
+    chat.page.get_by_role("button", name="Stop").click()
+    chat.wait_until_answered()
+    chat.page.reload()
+    expect(chat.page.locator(".sidebar .title")).to_have_text(["b"])
+
+
+def test_conversation_that_was_empty_at_a_reload_is_found_again(visit, server):
+    chat = visit(server)
+    chat.page.get_by_role("button", name="New conversation").click()
+    chat.page.reload()
+    expect(chat.page.locator(".welcome button")).to_have_count(3)
+    chat.ask("What is 27 plus 45?")
+    expect(chat.answers()).to_have_text("72")
+    chat.wait_until_answered()
+    chat.page.reload()
+    expect(chat.answers()).to_have_text("72")
+    chat.page.get_by_role("button", name="New conversation").click()
+    chat.page.locator(".sidebar .title").click()
+    expect(chat.answers()).to_have_text("72")
+    chat.page.go_back()
+    expect(chat.page.locator(".welcome")).to_be_visible()
+    expect(chat.page.locator(".message")).to_have_count(0)
+
+
+def test_messages_of_two_tabs_are_both_kept(visit, endless_server):
+    chat = visit(endless_server)
+    start_endless_answer(chat)
+    other = chat.context.new_page()
+    other.goto(chat.page.url)
+    other.get_by_label("Message", exact=True).fill("second")
+    other.locator(".composer").get_by_role("button", name="Send").click()
+    expect(other.locator(".message.user .text")).to_have_text(["a", "second"])
+    expect(other.locator(".message").last).to_have_text(re.compile("efg"))
+    for page in (other, chat.page):
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".composer").get_by_role("button", name="Send")).to_be_visible()
+        expect(page.locator(".message").last).to_have_attribute("aria-busy", "false")
+    with chat.page.expect_download() as download:
+        chat.page.get_by_role("button", name="Export", exact=True).click()
+    (stored,) = json.loads(download.value.path().read_text())["conversations"]
+    texts = [one["content"] for one in stored["messages"] if one["role"] == "user"]
+    assert texts == ["a", "second"]
+
+
+def test_draft_is_kept_while_the_models_are_read(visit, server):
+    chat = visit(server)
+    box = chat.page.get_by_label("Message", exact=True)
+    box.fill("half a question")
+    chat.page.get_by_role("link", name="Models").click()
+    expect(box).to_have_count(0)
+    chat.page.go_back()
+    expect(box).to_have_value("half a question")

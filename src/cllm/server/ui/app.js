@@ -32,6 +32,8 @@ function App() {
   const [isListOpen, setListOpen] = useState(false);
   const conversations = useRef(all);
   conversations.current = all;
+  const shown = useRef();
+  shown.current = current;
 
   const loaded = models.find(({ id }) => id === current.settings.model) ?? models[0];
   const model = loaded?.id ?? "";
@@ -51,7 +53,8 @@ function App() {
   }
 
   async function save(conversation) {
-    if (!location.hash && conversation === current) {
+    if (conversation.isRemoved) return; // while its answer was generated
+    if (!location.hash && conversation === shown.current) {
       history.replaceState(null, "", `#${conversation.id}`);
     }
     const others = conversations.current.filter(({ id }) => id !== conversation.id);
@@ -69,8 +72,12 @@ function App() {
     const name = location.hash;
     setView(name === MODELS ? name : "");
     setListOpen(false);
+    if (name === MODELS) return;
     const found = conversations.current.find(({ id }) => `#${id}` === name);
+    if (!found) history.replaceState(null, "", location.pathname + location.search);
+    // one without messages is not stored
     if (found) setCurrent(found);
+    else if (shown.current.messages.length) setCurrent(makeConversation(readSettings()));
   }
 
   function open(conversation) {
@@ -83,16 +90,26 @@ function App() {
   const startNew = () => open(makeConversation(readSettings()));
 
   async function remove(conversation) {
+    conversation.isRemoved = true;
     stop(conversation);
     setAll(conversations.current.filter(({ id }) => id !== conversation.id));
     if (conversation === current) startNew();
     await store.remove(conversation.id);
-    setNotice({ text: "The conversation was deleted.", undo: () => save(conversation) });
+    const undo = () => {
+      conversation.isRemoved = false;
+      setNotice(null);
+      save(conversation);
+    };
+    setNotice({ text: "The conversation was deleted.", undo });
   }
 
   function changeSettings(settings) {
     current.settings = settings;
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+    try {
+      localStorage.setItem(SETTINGS, JSON.stringify(settings));
+    } catch (error) {
+      setNotice({ text: `The browser did not store the settings: ${error.message}` });
+    }
     if (current.messages.length) save(current);
     else draw();
   }
@@ -135,15 +152,20 @@ function App() {
   const events = {
     onChange: draw,
     onSave: save,
+    onLoad: readModels,
     onError(error, message) {
       if (!message || error.status === 401) report(error); // others are shown in their message
     },
   };
-  const onKeyDown = (event) => {
-    if (event.key === "Escape" && !dialog) stop(current);
-  };
+  useEffect(() => {
+    const onKeyDown = (event) => {
+      if (event.key === "Escape" && !event.isComposing && !dialog) stop(current);
+    };
+    addEventListener("keydown", onKeyDown);
+    return () => removeEventListener("keydown", onKeyDown);
+  });
 
-  return html`<div class="page" onKeyDown=${onKeyDown}>
+  return html`<div class="page">
     <${TopBar}
       ...${{ view, models, model, isListOpen, setListOpen, setDialog }}
       onModel=${(name) => changeSettings({ ...current.settings, model: name })}
@@ -168,9 +190,7 @@ function App() {
           <span>${notice.text}</span>
           ${
             notice.undo &&
-            html`<button type="button" onClick=${() => setNotice(notice.undo() && null)}>
-              Undo
-            </button>`
+            html`<button type="button" onClick=${notice.undo}>Undo</button>`
           }
           <button type="button" onClick=${() => setNotice(null)}>Dismiss</button>
         </div>`
@@ -184,8 +204,7 @@ function App() {
           : html`<${Chat}
               key=${current.id}
               conversation=${current}
-              model=${model}
-              root=${loaded?.root}
+              model=${loaded}
               events=${events}
             />`
       }
@@ -214,8 +233,9 @@ function TopBar({ view, models, model, isListOpen, setListOpen, setDialog, onMod
       aria-expanded=${isListOpen}
       aria-controls="sidebar"
       onClick=${() => setListOpen(!isListOpen)}
+      aria-label="Conversations"
     >
-      List
+      ☰
     </button>
     <h1>cLLM</h1>
     <select
@@ -235,7 +255,7 @@ function TopBar({ view, models, model, isListOpen, setListOpen, setDialog, onMod
     <button type="button" onClick=${() => setDialog("settings")}>Settings</button>
     <button type="button" onClick=${() => setDialog("key")}>API key</button>
     <button type="button" onClick=${() => setTheme(window.theme.switchTheme())}>
-      Colours: ${theme}
+      Theme: ${theme}
     </button>
     <a href=${MODELS} aria-current=${view ? "page" : null}>Models</a>
     <a href="docs">API</a>
@@ -253,8 +273,8 @@ function KeyDialog({ onClose, onSave }) {
   return html`<${Dialog} title="API key" onClose=${onClose}>
     <form class="fields" onSubmit=${save}>
       <p class="wide">
-        Only a server with API keys needs one. It is sent to this server only. An empty field removes
-        it.
+        Needed only if the server has API keys. It is sent only to this server. Save an empty field
+        to remove it.
       </p>
       <label class="wide">
         <span>Key</span>

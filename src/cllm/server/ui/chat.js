@@ -3,18 +3,32 @@
 import { fillAnswer } from "./answer.js";
 import { addMessage, listPath, listVersions, showVersion, toApi } from "./conversation.js";
 import { Message } from "./message.js";
+import { isLoaded } from "./models.js";
 import { toFields } from "./settings.js";
-import { html, makePainter, useEffect, useLayoutEffect, useRef, useState } from "./view.js";
+import {
+  html,
+  isSendKey,
+  makePainter,
+  useEffect,
+  useLayoutEffect,
+  useRef,
+  useState,
+} from "./view.js";
 
 const SAVE_INTERVAL = 2000; // milliseconds, while an answer is generated
 const NEAR = 80; // pixels from the end within which the view follows an answer
-const EXAMPLES = {
-  "cllm-builtin": [
-    "What is 27 plus 45?",
-    "As JSON: name Anna, age 30.",
-    "Tell me a story about a fox.",
-  ],
-};
+const BUILTIN = "cllm-builtin";
+const BUILTIN_EXAMPLES = [
+  "What is 27 plus 45?",
+  "As JSON: name Anna, age 30.",
+  "Tell me a story about a fox.",
+];
+const EXAMPLES = [
+  "Explain in three sentences why the sky is blue.",
+  "Write a Python function that returns the longest word of a text.",
+  "Draft a friendly e-mail that moves a meeting to Thursday.",
+];
+const drafts = new Map(); // unsent texts by the ids of their conversations
 const running = new Map(); // AbortControllers of the answers by the ids of their conversations
 
 export const isRunning = (conversation) => running.has(conversation.id);
@@ -25,12 +39,16 @@ export function stop(conversation) {
 
 /**
  * Generate the answer to the last message of the path to ``parent``, as a new message, or continue
- * ``message``. onChange draws the page, onSave also keeps the conversation.
+ * ``message``. model: as in /v1/models, undefined if there is none. onChange draws the page, onSave
+ * also keeps the conversation, onLoad is called when the server had to load the model.
  */
-async function generate(conversation, model, parent, { onChange, onSave, onError }, message) {
+async function generate(conversation, model, parent, events, message) {
+  const { onChange, onSave, onError, onLoad } = events;
   const isNew = !message;
+  const name = model?.id ?? "";
+  const mustLoad = Boolean(model) && !isLoaded(model);
   const body = {
-    model,
+    model: name,
     messages: toApi(conversation, isNew ? parent : message.id),
     stream: true,
     stream_options: { include_usage: true },
@@ -40,7 +58,8 @@ async function generate(conversation, model, parent, { onChange, onSave, onError
   const controller = new AbortController();
   running.set(conversation.id, controller);
   message ??= addMessage(conversation, parent, "assistant");
-  Object.assign(message, { model, isJson: "response_format" in body, finish: "", error: "" });
+  Object.assign(message, { model: name, isJson: "response_format" in body, finish: "", error: "" });
+  if (mustLoad) message.status = "Loading the model …";
   let saved = Date.now();
   const paint = makePainter(onChange);
   const draw = () => {
@@ -65,11 +84,12 @@ async function generate(conversation, model, parent, { onChange, onSave, onError
     message.status = "";
     running.delete(conversation.id);
     onSave(conversation);
+    if (mustLoad) onLoad();
   }
 }
 
-/** root: the name of the model's file, which may have examples. events: see generate. */
-export function Chat({ conversation, model, root, events }) {
+/** model, events: see generate. */
+export function Chat({ conversation, model, events }) {
   const log = useRef();
   const isAtEnd = useRef(true);
   const path = listPath(conversation);
@@ -139,7 +159,7 @@ export function Chat({ conversation, model, root, events }) {
       ref=${log}
       onScroll=${watchScroll}
     >
-      ${!path.length && html`<${Welcome} examples=${EXAMPLES[root]} onPick=${(text) => ask(null, text)} />`}
+      ${!path.length && html`<${Welcome} model=${model} onPick=${(text) => ask(null, text)} />`}
       ${path.map(
         (message) =>
           html`<${Message}
@@ -152,6 +172,7 @@ export function Chat({ conversation, model, root, events }) {
       )}
     </div>
     <${Composer}
+      id=${conversation.id}
       isBusy=${isBusy}
       onSend=${(text) => ask(conversation.leaf, text)}
       onStop=${() => stop(conversation)}
@@ -166,21 +187,39 @@ function describeState(message, isBusy) {
   return isBusy ? "Answering" : `Answer: ${message.content}`;
 }
 
-function Welcome({ examples, onPick }) {
+function Welcome({ model, onPick }) {
+  const isBuiltin = model?.root === BUILTIN;
   return html`<div class="welcome">
-    <p>
-      Ask the model something. Enter sends, Shift+Enter starts a line, Esc stops the answer, ↑ edits
-      your last message. Conversations stay in this browser.
+    <h2>${model ? `Ask ${model.id}` : "Welcome to cLLM"}</h2>
+    ${
+      isBuiltin &&
+      html`<p>
+        This tiny model comes with cLLM, so that you can try the server at once. It only knows
+        questions like these:
+      </p>`
+    }
+    ${
+      model &&
+      !isLoaded(model) &&
+      html`<p>The server loads this model with your first message.</p>`
+    }
+    ${
+      model &&
+      (isBuiltin ? BUILTIN_EXAMPLES : EXAMPLES).map(
+        (text) =>
+          html`<button type="button" key=${text} onClick=${() => onPick(text)}>${text}</button>`,
+      )
+    }
+    <p class="hint">
+      <kbd>Enter</kbd> sends, <kbd>Shift</kbd>+<kbd>Enter</kbd> starts a line, <kbd>Esc</kbd> stops
+      the answer, <kbd>↑</kbd> edits your last message. Conversations stay in this browser.
     </p>
-    ${examples?.map(
-      (text) =>
-        html`<button type="button" key=${text} onClick=${() => onPick(text)}>${text}</button>`,
-    )}
   </div>`;
 }
 
-function Composer({ isBusy, onSend, onStop }) {
-  const [draft, setDraft] = useState("");
+function Composer({ id, isBusy, onSend, onStop }) {
+  const [draft, setDraft] = useState(drafts.get(id) ?? "");
+  drafts.set(id, draft);
   const box = useRef();
   useEffect(() => box.current.focus({ preventScroll: true }), []);
   const send = (event) => {
@@ -190,7 +229,7 @@ function Composer({ isBusy, onSend, onStop }) {
     if (onSend(draft)) setDraft("");
   };
   const onKeyDown = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+    if (isSendKey(event)) send(event);
     if (event.key === "ArrowUp" && !draft) {
       const edits = document.querySelectorAll(".message.user footer button.edit");
       edits[edits.length - 1]?.click();
@@ -201,6 +240,7 @@ function Composer({ isBusy, onSend, onStop }) {
       ref=${box}
       rows="1"
       aria-label="Message"
+      dir="auto"
       placeholder="Write a message"
       value=${draft}
       onInput=${(event) => setDraft(event.target.value)}

@@ -101,8 +101,8 @@ const renderBlock = (token) => ({
 
 /**
  * Text as Markdown. While it grows (isBusy), blocks that have not changed are not rendered again;
- * links whose targets come later are right when it is complete. Text that is too long, or nested too
- * deeply for the parser, is shown as it is.
+ * links whose targets come later are right when it is complete. Text that is too long, or nested
+ * too deeply for the parser, is shown as it is.
  */
 export function Markdown({ text, isBusy }) {
   const rendered = useRef(new Map());

@@ -1,9 +1,18 @@
 // One message of a conversation with what can be done with it.
 
 import { Markdown } from "./markdown.js";
-import { classes, copyText, html, useLayoutEffect, useRef, useState } from "./view.js";
+import {
+  classes,
+  copyText,
+  html,
+  isSendKey,
+  useLayoutEffect,
+  useRef,
+  useState,
+} from "./view.js";
 
-const AUTHORS = { user: "You", assistant: "Answer", tool: "Result of a tool" };
+const MIN_TOKENS = 8; // the rate of a shorter answer says nothing
+const AUTHORS = { user: "You", assistant: "Answer", tool: "Tool result" };
 
 /**
  * versions: the message and its siblings. isBusy: it is being generated. actions: functions by
@@ -43,7 +52,7 @@ export function Message({ message, versions, isBusy, actions }) {
 
 function Content({ message, isBusy }) {
   const { role, content, reasoning, calls, isJson, status, error } = message;
-  if (role !== "assistant") return html`<div class="text">${content}</div>`;
+  if (role !== "assistant") return html`<div class="text" dir="auto">${content}</div>`;
   const isThinking = isBusy && !content && !calls.length;
   return html`
     ${
@@ -102,14 +111,14 @@ function Results({ message, actions }) {
 }
 
 function Footer({ message, versions, actions, onEdit }) {
-  const { role, content, stats, finish } = message;
+  const { role, content } = message;
   const [hasCopied, setCopied] = useState(false);
   const copy = async () => {
     await copyText(content);
     setCopied(true);
     setTimeout(() => setCopied(false), 2000);
   };
-  const isCut = finish === "length" || finish === "stopped";
+  const isCut = message.finish === "length" || message.finish === "stopped";
   return html`<footer>
     ${versions.length > 1 && html`<${Versions} ...${{ message, versions, actions }} />`}
     ${content && html`<button type="button" onClick=${copy}>${hasCopied ? "Copied" : "Copy"}</button>`}
@@ -124,7 +133,7 @@ function Footer({ message, versions, actions, onEdit }) {
       isCut &&
       html`<button type="button" onClick=${() => actions.resume(message)}>Continue</button>`
     }
-    ${role === "assistant" && html`<span class="stats">${describeStats(stats, finish)}</span>`}
+    ${role === "assistant" && html`<span class="stats">${describeStats(message)}</span>`}
   </footer>`;
 }
 
@@ -145,17 +154,17 @@ function Versions({ message, versions, actions }) {
   </span>`;
 }
 
-function describeStats(stats, finish) {
+function describeStats({ stats, finish, error }) {
   const parts = [];
   if (stats) {
     const { seconds, rate, prompt, cached, completion } = stats;
     parts.push(`first token after ${formatSeconds(seconds)}`);
-    parts.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
+    if (completion >= MIN_TOKENS) parts.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     parts.push(`${completion} tokens`);
     parts.push(`prompt ${prompt}, ${cached} cached`);
   }
-  if (finish === "length") parts.push("reached the limit of tokens");
-  if (finish === "stopped") parts.push("stopped");
+  if (finish === "length") parts.push("reached the token limit");
+  if (finish === "stopped" && !error) parts.push("stopped");
   return parts.join(" · ");
 }
 
@@ -170,10 +179,10 @@ function Editor({ text, onSave, onCancel }) {
     box.current.setSelectionRange(text.length, text.length);
   }, []);
   const onKeyDown = (event) => {
-    if (event.key === "Escape") {
+    if (event.key === "Escape" && !event.isComposing) {
       event.stopPropagation();
       onCancel();
-    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    } else if (isSendKey(event)) {
       event.preventDefault();
       if (draft.trim()) onSave(draft);
     }
@@ -182,6 +191,7 @@ function Editor({ text, onSave, onCancel }) {
     <textarea
       ref=${box}
       aria-label="Edit the message"
+      dir="auto"
       value=${draft}
       onInput=${(event) => setDraft(event.target.value)}
       onKeyDown=${onKeyDown}

@@ -12,7 +12,7 @@ const NUMBERS = [
   { name: "seed", label: "Seed", step: 1 },
 ];
 const EFFORTS = {
-  "": "The model's default",
+  "": "Model default",
   none: "Off",
   low: "Short",
   medium: "Medium",
@@ -27,7 +27,7 @@ export function toFields(settings) {
     if (!settings[name]) continue;
     fields[name] = Number(settings[name]);
     const isRight = step === 1 ? Number.isInteger : Number.isFinite;
-    if (!isRight(fields[name])) throw new Error(`${label} is not a number that can be used.`);
+    if (!isRight(fields[name])) throw new Error(`${label} is not a valid number.`);
   }
   const stop = (settings.stop ?? "").split("\n").filter(Boolean);
   if (stop.length) fields.stop = stop;
@@ -98,7 +98,7 @@ export function Settings({ settings, defaults, onChange, onClose }) {
     </label>`;
   return html`<${Dialog} title="Settings of this conversation" onClose=${onClose}>
     <form class="fields" method="dialog">
-      ${text("system", "System prompt", "How the model shall answer", 3)}
+      ${text("system", "System prompt", "How the model should answer", 3)}
       ${NUMBERS.map(
         ({ name, label, ...limits }) =>
           html`<label key=${name}>
@@ -112,8 +112,8 @@ export function Settings({ settings, defaults, onChange, onClose }) {
             />
           </label>`,
       )}
-      ${text("stop", "Stop texts, one per line", "", 2)}
-      ${choice("effort", "Reasoning", EFFORTS)} ${choice("format", "Answer", FORMATS)}
+      ${text("stop", "Stop sequences, one per line", "", 2)}
+      ${choice("effort", "Reasoning", EFFORTS)} ${choice("format", "Answer format", FORMATS)}
       ${
         settings.format === "json_schema" &&
         text(

@@ -73,7 +73,7 @@ function Entry({ conversation, isCurrent, actions }) {
     setNaming(false);
     actions.rename(conversation, new FormData(event.target).get("title").trim());
   };
-  const title = conversation.title || "Without a title";
+  const title = conversation.title || "Untitled";
   return html`<li class=${isCurrent && "current"}>
     ${
       isNaming

@@ -17,6 +17,10 @@ const FRAME = 16; // milliseconds
 
 export const html = htm.bind(h);
 
+/** Return whether a key sends a text: Enter, except to choose a word in an input method. */
+export const isSendKey = ({ key, shiftKey, isComposing, keyCode }) =>
+  key === "Enter" && !shiftKey && !isComposing && keyCode !== 229; // Safari's only sign of it
+
 /** Join the names of classes that are not false or empty. */
 export const classes = (...names) => names.filter(Boolean).join(" ");
 
