@@ -103,6 +103,7 @@ def test_edit_adds_a_branch_and_keeps_the_old_one(visit, server):
     expect(chat.answers()).to_have_text(["72", "43"])
     chat.page.get_by_role("button", name="Later version").click()
     expect(chat.answers()).to_have_text(["53"])
+    chat.wait_until_answered()
     chat.page.reload()
     expect(chat.answers()).to_have_text(["53"])
 

@@ -20,6 +20,7 @@ def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
     chat.page.get_by_role("button", name="New conversation").click()
     chat.ask("What is 31 plus 12?")
     expect(chat.answers()).to_have_text("43")
+    chat.wait_until_answered()
     chat.page.reload()
     entries = chat.page.locator(".sidebar .title")
     expect(entries).to_have_text(["What is 31 plus 12?", "A sum"])

@@ -1,7 +1,7 @@
 // The page: its views, the open conversation, and what all parts share.
 
 import { Chat, isRunning, stop } from "./chat.js";
-import { makeConversation } from "./conversation.js";
+import { addMissing, makeConversation } from "./conversation.js";
 import { isLoaded, Models } from "./models.js";
 import { getJson, isKeyRemembered, keepKey, listModels, readKey, ServerError } from "./server.js";
 import { Dialog, Settings } from "./settings.js";
@@ -128,7 +128,7 @@ function App() {
     addEventListener("focus", readModels);
     return store.watch((id, changed) => {
       const old = conversations.current.find((one) => one.id === id);
-      if (old && isRunning(old)) return;
+      if (old && isRunning(old)) return changed && addMissing(old, changed);
       const others = conversations.current.filter((one) => one.id !== id);
       const now = changed ? [changed, ...others] : others;
       setAll((conversations.current = now.sort((a, b) => b.updated - a.updated)));

@@ -1,7 +1,7 @@
 // The conversations in this browser's IndexedDB. Other tabs are told what changes.
 
-import { addMissing, restore } from "./conversation.js";
-import { createStore, del, get, update, values } from "./vendor/idb-keyval.js";
+import { restore } from "./conversation.js";
+import { createStore, del, get, set, values } from "./vendor/idb-keyval.js";
 
 const store = createStore("cllm", "conversations");
 const channel = new BroadcastChannel("cllm-conversations");
@@ -12,13 +12,9 @@ export async function loadAll() {
   return all.map(restore).sort((one, other) => other.updated - one.updated);
 }
 
-/** Store a conversation, and add to it the messages that another tab has stored meanwhile. */
 export async function save(conversation) {
-  const merge = (stored) => {
-    if (stored) addMissing(conversation, restore(stored));
-    return conversation;
-  };
-  await update(conversation.id, merge, store);
+  // an answer of a model may be added to it meanwhile
+  await set(conversation.id, structuredClone(conversation), store);
   channel.postMessage(conversation.id);
 }
 
