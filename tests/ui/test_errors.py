@@ -134,3 +134,21 @@ def test_prompt_that_is_too_long_is_explained(visit, server):
     chat.expected_fault = FAILED
     chat.ask("word " * 3000)
     expect(chat.page.locator(".message.assistant .fault")).to_contain_text("1024")
+
+
+def test_page_works_in_a_browser_that_stores_nothing(visit, start_server):
+    server = start_server("--context", "1024", "--max-num-seqs", "2", "--api-key", "the-key")
+    chat = visit(server)
+    chat.expected_fault = FAILED
+    chat.context.add_init_script(
+        "for (const name of ['localStorage', 'sessionStorage', 'indexedDB']) "
+        "Object.defineProperty(window, name, {get() { throw new Error('blocked') }})"
+    )
+    chat.page.reload()
+    dialog = chat.page.get_by_role("dialog", name="API key")
+    dialog.get_by_label("Key").fill("the-key")
+    dialog.get_by_role("button", name="Save").click()
+    chat.page.get_by_role("button", name="Theme: system").click()
+    expect(chat.page.get_by_role("button", name="Theme: light")).to_be_visible()
+    chat.ask(SUM)
+    expect(chat.answers()).to_have_text("72")

@@ -123,7 +123,7 @@ HINTS = {
     ("--rerank", "--reranking"): "Rerankers are recognized by their file.",
     ("--api-key-file",): "Use cllm keys add NAME, which gives each user a key.",
     ("--webui", "--no-webui", "--ui", "--no-ui", "--path", "--api-prefix"): (
-        "There is no such option; a proxy can hide or move paths."
+        "A page is always served at /; a proxy can hide or move paths."
     ),
     ("--allowed-origins", "--cors-origins"): "Use --server.cors-origins.",
     ("-v", "--verbose", "-lv", "--verbosity", "--uvicorn-log-level"): "Use --log.level debug.",

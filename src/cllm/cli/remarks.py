@@ -73,7 +73,7 @@ def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
 
 
 def hint(url: str, info: ModelInfo | None, *, needs_key: bool = False) -> str:
-    """Return a command that tries the server out."""
+    """Return a command that tries the server out, and where to chat in a browser."""
     route, body = (
         "chat/completions",
         '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}',
@@ -86,6 +86,8 @@ def hint(url: str, info: ModelInfo | None, *, needs_key: bool = False) -> str:
     elif info is not None and not info.generates:
         route, body = "embeddings", '{"input": "What is 27 plus 45?"}'
     key = ' -H "Authorization: Bearer $CLLM_API_KEY"' if needs_key else ""
+    chat = f"Open {url} in a browser to chat\n" if info is None or info.generates else ""
     return (
-        f"Try: curl {url}/v1/{route} -H \"Content-Type: application/json\"{key} \\\n  -d '{body}'"
+        f'{chat}Try: curl {url}/v1/{route} -H "Content-Type: application/json"{key} \\\n'
+        f"  -d '{body}'"
     )

@@ -15,14 +15,34 @@ export class ServerError extends Error {
   }
 }
 
-export const readKey = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "";
-export const isKeyRemembered = () => localStorage.getItem(KEY) !== null;
+let unstored = ""; // the key, if the browser's storage is blocked or full
+
+export function readKey() {
+  try {
+    return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? unstored;
+  } catch {
+    return unstored;
+  }
+}
+
+export function isKeyRemembered() {
+  try {
+    return localStorage.getItem(KEY) !== null;
+  } catch {
+    return false;
+  }
+}
 
 /** Keep the API key until the tab is closed, or with remembers until it is removed. */
 export function keepKey(key, remembers) {
-  sessionStorage.removeItem(KEY);
-  localStorage.removeItem(KEY);
-  if (key) (remembers ? localStorage : sessionStorage).setItem(KEY, key);
+  unstored = "";
+  try {
+    sessionStorage.removeItem(KEY);
+    localStorage.removeItem(KEY);
+    if (key) (remembers ? localStorage : sessionStorage).setItem(KEY, key);
+  } catch {
+    unstored = key; // until the page is closed
+  }
 }
 
 /** Return the server's response; with a body, of a POST. Throws ServerError. */

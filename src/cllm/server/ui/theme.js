@@ -4,10 +4,14 @@
   const KEY = "cllm-theme";
   const NAMES = ["system", "light", "dark"];
 
-  function read() {
-    const name = localStorage.getItem(KEY);
-    return NAMES.includes(name) ? name : "system";
+  let current = "system";
+  try {
+    current = localStorage.getItem(KEY);
+  } catch {
+    // the browser keeps nothing; the choice lasts until the page is closed
   }
+
+  const read = () => (NAMES.includes(current) ? current : "system");
 
   function use(name) {
     document.documentElement.dataset.theme = name;
@@ -15,10 +19,14 @@
 
   /** Use the next colours, remember them, and return their name. */
   function switchTheme() {
-    const name = NAMES[(NAMES.indexOf(read()) + 1) % NAMES.length];
-    localStorage.setItem(KEY, name);
-    use(name);
-    return name;
+    current = NAMES[(NAMES.indexOf(read()) + 1) % NAMES.length];
+    use(current);
+    try {
+      localStorage.setItem(KEY, current);
+    } catch {
+      // see above
+    }
+    return current;
   }
 
   window.theme = { read, switchTheme };
