@@ -24,7 +24,7 @@ def test_waiting_sequences_are_listed_with_reasons(fake_engine):
     assert said[0].splitlines()[0].split()[:3] == ["step", "ms", "rows"]
     assert len(said[0].splitlines()) == 1 + 2
     waiting = said[next(i for i, line in enumerate(said) if line.startswith("Waiting: ")) + 1 :]
-    assert "all 2 sequence ids are in use" in waiting[0]
+    assert "all 2 places are in use (scheduler.max_num_seqs)" in waiting[0]
     head = waiting[0].split()[0]
     assert all(
         f"behind {head}, the head of the queue" in line for line in waiting[1:-1] if "late" in line

@@ -58,7 +58,7 @@ def test_hub_name_is_split_into_repository_and_quantization(
         ("hf:", "write hf:owner/repo"),
         ("hf:owner/repo:q4_0", "drop one"),
         ("owner/repo", "did you mean hf:owner/repo?"),
-        ("llama3", "a path to a .gguf file, hf:owner/repo[:quantization], or nothing"),
+        ("llama3", "a path to a .gguf file, hf:owner/repo[:quantization], or cllm-builtin"),
         ("", "a path to a .gguf file"),
         ("./none.gguf", "There is no file"),
         ("none.gguf", "There is no file"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter, validators
 
-from cllm.cli.remote import LOCAL, auth_headers, server_url
+from cllm.cli.remote import LOCAL, auth_headers, error_message, server_url
 from cllm.errors import CLLMError, StartupError
 from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
 
@@ -62,7 +62,7 @@ def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> by
     except httpx2.HTTPError as error:
         raise StartupError(f"cannot connect to {url}: {error}") from None
     if answer.status_code != 200:
-        raise CLLMError(f"{url} answered with status {answer.status_code}: {answer.text[:200]}")
+        raise CLLMError(f"{error_message(answer)} ({url})")
     return answer.content
 
 

@@ -168,7 +168,7 @@ def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(models, indent=2))
         return
-    print_table(("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
+    print_table(("NAME", "MEMORY UP TO", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
 
 
 def describe_processor(model: dict[str, Any]) -> str:

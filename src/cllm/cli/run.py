@@ -102,8 +102,7 @@ def open_talker(
             return remote, ""
     if keep_alive is not None:
         raise StartupError(f"--keep-alive needs a server that has {model}; {why}")
-    print(f"cllm: loading {model} in this process, because {why}", file=sys.stderr)
-    return open_local(model, options)
+    return open_local(model, options, why)
 
 
 def pull(url: str, model: str) -> str:
@@ -115,8 +114,10 @@ def pull(url: str, model: str) -> str:
     return catalog.strip_hub(model)
 
 
-def open_local(model: str, options: Options) -> tuple[Talker, str]:
-    """Return a model loaded here, and its own system message. Raises StartupError."""
+def open_local(model: str, options: Options, why: str) -> tuple[Talker, str]:
+    """Return a model loaded here, and its own system message. ``why``: no server does it. Raises
+    StartupError.
+    """
     from cllm.cli.local import Local
 
     def load(name: str | None) -> LoadedConfig:
@@ -127,4 +128,5 @@ def open_local(model: str, options: Options) -> tuple[Talker, str]:
     if created is not None:
         options.sampling = {**created.sampling, **options.sampling}
     path = resolve_model(loaded, model)
+    print(f"cllm: loading {model} in this process, because {why}", file=sys.stderr)
     return Local(load(str(path)), options, load), created.system if created else ""

@@ -13,7 +13,7 @@ from cllm.models.hub import NOT_MODELS, SPLIT, Progress
 
 BUILTIN_NAME = "cllm-builtin"
 BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
-FORMS = "a path to a .gguf file, hf:owner/repo[:quantization], or nothing for the built-in model"
+FORMS = "a path to a .gguf file, hf:owner/repo[:quantization], or cllm-builtin"
 
 # hf:owner/repo:quant, or an address copied from a browser: https://huggingface.co/owner/repo
 HUB = re.compile(r"(?:hf:|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?P<rest>.*)")
@@ -35,7 +35,10 @@ def resolve(
         return _resolve_hub_name(name, match["rest"], quantization, progress)
     path = Path(name).expanduser()
     if not _looks_like_path(name) and not (name and path.exists()):
-        raise StartupError(f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}")
+        raise StartupError(
+            f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}. cllm list shows "
+            "those on this machine, with --config those of a configuration too"
+        )
     return _find_first_part(path)
 
 

@@ -12,9 +12,9 @@ class AllSeqIdsInUse(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"all {self.size} sequence ids are in use"
+            f"all {self.size} places are in use (scheduler.max_num_seqs)"
             if self.size > 1
-            else "the only sequence id is in use"
+            else "the only place is in use (scheduler.max_num_seqs)"
         )
 
 
