@@ -13,7 +13,7 @@ import pytest
 from conftest import PATIENCE
 from openai_server import openai_server
 
-from cllm.cli.launch import TOOLS
+from cllm.cli.launch import TOOLS, Model, launch_opencode
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys
@@ -86,6 +86,13 @@ def test_opencode_gets_a_configuration(launch, server, monkeypatch) -> None:
     assert settings["provider"]["cllm"]["models"] == {"m": {"name": "m"}}
     assert "secret" not in variables["OPENCODE_CONFIG_CONTENT"]
     assert variables["CLLM_API_KEY"] == "secret"
+
+
+def test_opencode_leaves_most_of_the_context_to_the_prompt() -> None:
+    found = launch_opencode("http://127.0.0.1:8000", Model("m", 4096), "none")
+    settings = json.loads(found.variables["OPENCODE_CONFIG_CONTENT"])
+    limits = settings["provider"]["cllm"]["models"]["m"]["limit"]
+    assert limits == {"context": 4096, "output": 1024}
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -90,8 +90,8 @@ def launch_opencode(url: str, model: Model, key: str) -> Launch:
     """OpenCode, with chat completions. Its other settings stay as they are."""
     about: dict[str, Any] = {"name": model.name}
     if model.context_length is not None:
-        limits = {"context": model.context_length, "output": model.context_length}
-        about["limit"] = limits
+        output = model.context_length // 4  # opencode reserves it; the rest is for the prompt
+        about["limit"] = {"context": model.context_length, "output": output}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "cLLM",
