@@ -190,8 +190,17 @@ def test_more_memory_fits_larger_models_and_longer_contexts():
     assert tokens["Qwen3 8B", "Q4_K_M"] == 0
     assert all(b.max_tokens >= a.max_tokens for a, b in zip(few, many, strict=True))
     assert {(f.model, f.quantization): f for f in many}["Qwen3 8B", "Q4_K_M"].max_tokens > 0
-    on_gpu = list_fits(16_000_000_000, on_gpu=True)
-    assert all(a.max_tokens <= b.max_tokens for a, b in zip(on_gpu, many, strict=True))
+
+
+def test_copy_of_weights_counts_in_ram_but_not_on_gpus():
+    """As for models that share a server's memory, see memory.weigh."""
+    name = ("Qwen3 14B", "Q4_K_M")  # a file of 9.1 GB
+    in_ram, on_gpu = (
+        {(fit.model, fit.quantization): fit.max_tokens for fit in list_fits(13 * 10**9, on_gpu=gpu)}
+        for gpu in (False, True)
+    )
+    assert in_ram[name] == 0
+    assert on_gpu[name] > 10_000
 
 
 def test_contexts_are_not_longer_than_trained():

@@ -93,8 +93,9 @@ def doctor(
     else:
         for name, value in report.items():
             print(f"{name:>17}: {value}")
-        place = "the GPUs' memory" if on_gpu else "RAM"
-        print(f"{'what fits':>17}: into {place}, estimated; tokens are those of the KV cache")
+        place = "the GPUs' memory" if on_gpu else "RAM, with llama.cpp's copy of half the weights"
+        print(f"{'what fits':>17}: into {place}; estimated")
+        print(f"{'':>17}  (size of the file: tokens of KV cache that the rest of the memory holds)")
         for line in describe_fits(fits):
             print(f"{'':>17}  {line}")
         if not found.passed:

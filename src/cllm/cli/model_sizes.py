@@ -51,7 +51,8 @@ class Fit(NamedTuple):
 
 def list_fits(available_bytes: int, *, on_gpu: bool) -> list[Fit]:
     """Return an entry for each model and quantization. ``available_bytes``: of the GPUs' memory, or
-    of the RAM. These are estimates; ``cllm serve`` measures the file.
+    of the RAM, where llama.cpp's copy of weights counts too. These are estimates; ``cllm serve``
+    measures the file.
     """
     return [
         Fit(model.name, name, size, _count_tokens(model, size, available_bytes, on_gpu=on_gpu))
@@ -62,7 +63,7 @@ def list_fits(available_bytes: int, *, on_gpu: bool) -> list[Fit]:
 
 
 def _count_tokens(model: ModelSize, size: int, available_bytes: int, *, on_gpu: bool) -> int:
-    left = available_bytes - size - memory.COMPUTE_BYTES
+    left = available_bytes - memory.weigh(size, 0, in_ram=not on_gpu)
     if on_gpu:
         left = int(left * memory.GPU_SHARE)
     tokens = min(left // model.kv_bytes_per_token, model.trained)
