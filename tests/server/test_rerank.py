@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -124,6 +126,27 @@ def test_reranker_ranks_and_rejects_other_requests(start_server, tiny_model) -> 
     ):
         refused = server.client.post(route, json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_model")
+
+
+@pytest.mark.llama
+def test_one_server_answers_embeds_and_ranks_with_three_models(
+    start_server, tiny_model, tmp_path, builtin_path
+) -> None:
+    paths = {
+        "answers": builtin_path,
+        "vectors": tiny_model("bert"),
+        "ranks": tiny_model("reranker"),
+    }
+    settings = {"default": "answers", **{name: {"path": str(path)} for name, path in paths.items()}}
+    config = tmp_path / "cllm.yaml"
+    config.write_text(json.dumps({"models": settings}))
+    client = start_server("--config", str(config)).client
+    vectors = client.post("/v1/embeddings", json={"model": "vectors", "input": "a"}).json()
+    assert len(vectors["data"][0]["embedding"]) == 64
+    ranking = {"model": "ranks", "query": "hello", "documents": DOCUMENTS}
+    assert client.post("/v1/rerank", json=ranking).json()["method"] == "reranker"
+    completion = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1})
+    assert completion.json()["model"] == "answers"
 
 
 @pytest.mark.llama
