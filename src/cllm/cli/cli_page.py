@@ -95,8 +95,8 @@ LAUNCHING = """
 `cllm launch claude`, `codex`, `aider` and `opencode` find the model of a running server and start the tool with it. They set
 variables and arguments for this one run and write nothing to the tool's own settings. `--print` shows the command without
 starting it. Arguments after `--` go to the tool: `cllm launch claude -- --help`. The prompts of these tools are long
-(Claude Code 4,000 tokens and more, Codex CLI and OpenCode about 15,000), so the server needs a model with a long context
-that can call tools. The built-in model is too small for them.
+(Claude Code about 36,000 tokens, Codex CLI 16,000, OpenCode 15,000), so the server needs a model with a long context that
+can call tools. The built-in model is too small for them.
 """
 OTHERS = """
 ## Flags of other servers
