@@ -1,10 +1,11 @@
 """Measure what adapters cost: 16 of them with 4 clients each, beside one with 4 clients.
 
-    uv run python -m benchmarks.adapters [MODEL] [--adapters 16] [--seconds 60] [--rounds 3]
+    uv run python -m benchmarks.adapters [MODEL] [--adapters 16] [--requests 3] [--rounds 3]
 
-Without MODEL, the built-in model. The clients of each adapter send one request after the other.
-Printed are the tokens per second of both, in turn, their ratio, and Jain's index of the adapters'
-shares.
+Without MODEL, the built-in model. Each client sends its requests one after the other. Both loads
+are whole requests, so that each token comes with its share of the prompts. Printed are the tokens
+per second of both, in turn, their ratio, and Jain's index of the adapters' tokens when the first
+adapter is done.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ CLIENTS = 4
 MAX_TOKENS = 48
 
 
-async def talk(url: str, model: str, client: int, end: float, tokens: Counter[str]) -> None:
-    """Send unique requests until ``end``, and count the tokens that arrive before it."""
+async def talk(url: str, model: str, client: int, requests: int, tokens: Counter[str]) -> None:
+    """Send unique requests, one after the other, and count the tokens that arrive."""
     async with httpx2.AsyncClient(base_url=url, timeout=600) as http:
-        number = 0
-        while time.monotonic() < end:
-            number += 1
+        for number in range(requests):
             body = {
                 "model": model,
                 "prompt": f"{time.monotonic_ns()} Client {client} asks {model} number {number}:",
@@ -44,18 +43,24 @@ async def talk(url: str, model: str, client: int, end: float, tokens: Counter[st
             }
             async with http.stream("POST", "/v1/completions", json=body) as stream:
                 async for line in stream.aiter_lines():
-                    if line.startswith("data: {") and time.monotonic() < end:
-                        tokens[model] += 1
+                    tokens[model] += line.startswith("data: {")
 
 
-async def measure(url: str, models: list[str], seconds: float) -> Counter[str]:
-    """Return how many tokens each model's clients get."""
+async def measure(url: str, models: list[str], requests: int) -> tuple[float, Counter[str]]:
+    """Return the tokens per second, and how many each model's clients had when the first ones were
+    done.
+    """
     tokens: Counter[str] = Counter()
-    end = time.monotonic() + seconds
-    await asyncio.gather(
-        *(talk(url, model, i, end, tokens) for model in models for i in range(CLIENTS))
-    )
-    return tokens
+    first: Counter[str] = Counter()
+
+    async def serve(model: str) -> None:
+        await asyncio.gather(*(talk(url, model, i, requests, tokens) for i in range(CLIENTS)))
+        if not first:
+            first.update(tokens)
+
+    begun = time.monotonic()
+    await asyncio.gather(*map(serve, models))
+    return tokens.total() / (time.monotonic() - begun), first
 
 
 def jain(shares: list[float]) -> float:
@@ -67,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=BUILTIN)
     parser.add_argument("--adapters", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=3, help="of each client")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,20 +86,19 @@ def main() -> None:
         command = [sys.executable, "-m", "cllm", "serve", "--config", str(config)]
         process = subprocess.Popen([*command, "--port", "8765", "--storage.folder", folder])
         try:
-            run_rounds("http://127.0.0.1:8765", names, options.seconds, options.rounds)
+            run_rounds("http://127.0.0.1:8765", names, options.requests, options.rounds)
         finally:
             process.terminate()
             process.wait()
 
 
-def run_rounds(url: str, names: list[str], seconds: float, rounds: int) -> None:
+def run_rounds(url: str, names: list[str], requests: int, rounds: int) -> None:
     wait_until_ready(url)
-    asyncio.run(measure(url, names[:1], 2.0))
+    asyncio.run(measure(url, names[:1], 1))
     ratios, indexes = [], []
     for _ in range(rounds):
-        one = asyncio.run(measure(url, names[:1], seconds)).total() / seconds
-        tokens = asyncio.run(measure(url, names, seconds))
-        many = tokens.total() / seconds
+        one, _ = asyncio.run(measure(url, names[:1], 4 * requests))
+        many, tokens = asyncio.run(measure(url, names, requests))
         ratios.append(many / one)
         indexes.append(jain([tokens[name] for name in names]))
         print(

@@ -27,12 +27,13 @@ from pathlib import Path
 
 import httpx2
 
-from benchmarks.adapters import measure
+from benchmarks.adapters import CLIENTS, talk
 from cllm.bench.servers import running
 from cllm.cli.doctor import describe_cpu
 from cllm.environment import count_cpus
 from cllm.models.catalog import BUILTIN
 
+MANY = 1_000_000  # requests: more than fit into the time
 WORDS = ("river", "stone", "cloud", "lamp", "paper", "green", "seven", "walk", "under", "bright")
 
 
@@ -49,8 +50,19 @@ def serve(folder: Path, model: Path, names: str, more: str = "") -> Iterator[str
         yield server.url
 
 
+async def count_tokens(url: str, names: str, seconds: float) -> Counter[str]:
+    """Return how many tokens the clients of each model get."""
+    tokens: Counter[str] = Counter()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(
+                *(talk(url, name, i, MANY, tokens) for name in names for i in range(CLIENTS))
+            )
+    return tokens
+
+
 def rate(url: str, names: str, seconds: float) -> Counter[str]:
-    tokens = asyncio.run(measure(url, [*names], seconds))
+    tokens = asyncio.run(count_tokens(url, names, seconds))
     return Counter({name: round(count / seconds) for name, count in tokens.items()})
 
 
