@@ -98,7 +98,7 @@ def unknown(name: str, known: Collection[str]) -> str:
 
 def read_auto(value: object) -> object:
     """Return None for auto, and any other value unchanged."""
-    return None if value == "auto" else value
+    return None if str(value).lower() == "auto" else value
 
 
 def split_names(value: object) -> object:

@@ -557,3 +557,21 @@ def test_every_request_to_more_models_than_fit_is_served(models: int) -> None:
     courses, replicas = simulate(entries, Setup(context=8192, models=models, load_seconds=2))
     assert all(not course.failure for course in courses)
     assert len(replicas) > 3
+
+
+def test_model_leaves_as_soon_as_one_of_them_may() -> None:
+    """C waits for B, which may leave at 15, and not for A, which was used before it."""
+    arrivals = ((0, "b"), (1, "a"), (12, "b"), (13, "c"), (40, "a"))
+    entries = [of_model(at, name) for at, name in arrivals]
+    courses, replicas = simulate(entries, Setup(context=4096, models=2, load_seconds=5))
+    assert courses[3].times[0] < 21
+    assert len(replicas) == 3
+
+
+def test_model_that_was_busy_longest_stays() -> None:
+    long = msgspec.structs.replace(of_model(20, "a"), output_length=3000)
+    entries = [of_model(0, "a"), of_model(10, "b"), long, of_model(25, "b")]
+    entries += [of_model(93, "c"), of_model(120, "a")]
+    courses, replicas = simulate(entries, Setup(context=8192, models=2, load_seconds=5))
+    assert 60 < courses[2].ended < 93
+    assert len(replicas) == 3

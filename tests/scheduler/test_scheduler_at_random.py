@@ -250,11 +250,12 @@ def test_overcommitted_pool_keeps_invariants(layout: str) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_never_compute_with_cells_of_others(layout: str) -> None:
-    fields = {"options": LAYOUTS[layout], "uses_adapters": True}
-    machine = type("Machine", (SchedulerMachine,), fields)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "paged"])
+def test_adapters_never_compute_with_cells_of_others(layout: str, caplog) -> None:
+    options = LAYOUTS.get(layout, {"layout": "paged"})
+    machine = type("Machine", (SchedulerMachine,), {"options": options, "uses_adapters": True})
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
+    assert not caplog.records, "a step failed and was repeated"
 
 
 @pytest.mark.parametrize("layout", ["unified", "partitioned"])

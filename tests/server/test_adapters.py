@@ -122,6 +122,15 @@ def test_activated_adapter_uses_the_prefix_of_its_base(server):
     assert same(scores(server, "base", prompt), scores(server, "late", prompt))
 
 
+@pytest.mark.parametrize("invocation", [[2**31], [1] * 300, [1] * 5000])
+def test_adapter_with_impossible_invocation_is_refused(server, tmp_path, invocation):
+    path = write_adapter(tmp_path / "odd.gguf", BUILTIN, invocation=invocation)
+    body = {"lora_name": "odd", "lora_path": str(path)}
+    answer = server.client.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 400
+    assert "1 to 256 token ids" in answer.json()["error"]["message"]
+
+
 def test_activated_adapter_cannot_be_combined_with_others(server):
     lora = [{"id": 0, "scale": 1}, {"id": 4, "scale": 1}]
     body = {"model": "base", "prompt": "x", "max_tokens": 1, "lora": lora}

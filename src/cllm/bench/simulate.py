@@ -244,6 +244,7 @@ def simulate(
         if isinstance(item, Replica):
             if ended := item.finish_step():
                 num_ended += ended
+                models.note_use(item, now)
                 progress(num_ended)
             if item.step():
                 events.add(item.now, item.number, item)
@@ -280,7 +281,10 @@ class Events:
 
 
 class Model:
-    """A model of the trace: its replicas while it is loaded, and the requests that wait for it."""
+    """A model of the trace: its replicas while it is loaded, and the requests that wait for it.
+
+    ``last_used``: when its last request came or ended.
+    """
 
     def __init__(self) -> None:
         self.replicas: list[Replica] = []
@@ -339,7 +343,8 @@ class Models:
                     if self._drained is not None:
                         self._drained.is_draining = True
                     elif self._next_look <= now:
-                        self._next_look = min(loaded, key=lambda one: one.last_used).stays_until
+                        stays = [one.stays_until for one in loaded if one.stays_until > now]
+                        self._next_look = min(stays)
                         self._events.add(self._next_look, -1, None)
                 return
             leaving.replicas = []
@@ -360,6 +365,12 @@ class Models:
         self._start(model)
         model.last_used, model.stays_until = now, compute_stay(now, self._setup.load_seconds)
         self._deliver(model, now)
+
+    def note_use(self, replica: Replica, now: float) -> None:
+        """Note that a replica's model has been busy until ``now``."""
+        for model in self._models.values():
+            if replica in model.replicas:
+                model.last_used = now
 
     def _want(self, model: Model) -> None:
         if model not in self._wanted:

@@ -192,10 +192,13 @@ class Sequences:
 
     def _list_checkpoints(self, seq: Sequence) -> list[int]:
         """Return the positions, from the current one on, where the state is saved: where followers
-        wait, and before the last prompt token.
+        wait, where an activated LoRA begins, and before the last prompt token.
         """
         awaited = self.kv_cache.layout.state.checkpoints(
-            (*self.deferred.count_awaited(seq), seq.num_prompt_tokens - 1)
+            (
+                *self.deferred.count_awaited(seq),
+                seq.request.num_base_tokens or seq.num_prompt_tokens - 1,
+            )
         )
         last = seq.request.num_base_tokens or seq.num_tokens
         return [at for at in awaited if seq.num_computed_tokens <= at <= last]
@@ -293,7 +296,8 @@ class Sequences:
             seq_id, seq.seq_id = seq.seq_id, -1
             keep = seq.num_computed_tokens
             if 0 < seq.request.num_base_tokens < keep:
-                keep = seq.request.num_base_tokens
+                state = self.kv_cache.layout.state
+                keep = state.count_remaining(seq.request.num_base_tokens)
                 operations = self.kv_cache.rewind(seq_id, keep)
             self.kv_cache.release(seq_id, seq.tokens[:keep], soon=soon)
             seq.num_computed_tokens = 0

@@ -288,8 +288,8 @@ def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[
     for name, adapter in adapters.items():
         try:
             found = inspect_adapter(adapter_path(adapter))
-        except OSError as error:
-            log.warning("the adapter %s is not served: %s", name, error.strerror)
+        except (OSError, ValueError) as error:
+            log.warning("the adapter %s is not served: %s", name, describe_fault(error))
             continue
         use = AdapterUse.of({name: adapter.scale}, {name: found})
         made.append(
@@ -305,6 +305,11 @@ def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[
             )
         )
     return made
+
+
+def describe_fault(error: OSError | ValueError) -> str:
+    """Return what is wrong with a file, without its path."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:

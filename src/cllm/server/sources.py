@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from cllm.backends.registry import import_loader
 from cllm.config import Adapter, Model, Settings
 from cllm.config_sources import LoadedConfig
+from cllm.core.params import LARGEST
 from cllm.core.request import AdapterFile
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
@@ -30,6 +31,7 @@ from cllm.models.hub import Progress
 log = logging.getLogger("cllm.server")
 
 INVOCATION_TOKENS = "adapter.alora.invocation_tokens"
+MAX_INVOCATION = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ def stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def inspect_adapter(path: Path) -> AdapterFile:
-    """Return what a file with an adapter is. Raises OSError."""
+    """Return what a file with an adapter is. Raises OSError, and ValueError for tokens of an
+    activated LoRA that cannot be some.
+    """
     return _inspect_file(path, stamp(path))
 
 
@@ -158,10 +162,19 @@ def _inspect_file(path: Path, _stamp: tuple[int, ...]) -> AdapterFile:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
     try:
-        tokens = read_header(path).metadata.get(INVOCATION_TOKENS)
+        header = read_header(path)
     except StartupError:  # the engine will say so, if it needs such files
-        tokens = None
-    return AdapterFile(found, tuple(map(int, tokens)) if isinstance(tokens, tuple) else ())
+        return AdapterFile(found)
+    if INVOCATION_TOKENS not in header.metadata.keys() | header.array_lengths.keys():
+        return AdapterFile(found)
+    tokens = header.metadata.get(INVOCATION_TOKENS)
+    if not (
+        isinstance(tokens, tuple)
+        and 0 < len(tokens) <= MAX_INVOCATION
+        and all(isinstance(token, int) and 0 <= token <= LARGEST for token in tokens)
+    ):
+        raise ValueError(f"{INVOCATION_TOKENS} must be 1 to {MAX_INVOCATION} token ids")
+    return AdapterFile(found, tuple(map(int, tokens)))
 
 
 def adapter_path(adapter: Adapter) -> Path:

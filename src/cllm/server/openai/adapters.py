@@ -150,12 +150,14 @@ async def load_adapter(request: Request) -> Response:
     check_name(registry, body)
     try:
         path, found = await asyncio.to_thread(find_file, body.lora_path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "invalid name"
-        message = f"Invalid 'lora_path': the file cannot be read: {reason}."
+    except OSError as error:
+        message = f"Invalid 'lora_path': the file cannot be read: {error.strerror}."
         raise BadRequest(message, param="lora_path", code="not_found", status=404) from None
+    except ValueError as error:  # not a path, or not an adapter
+        message = f"Invalid 'lora_path': {error}."
+        raise BadRequest(message, param="lora_path", code="invalid_value") from None
     service = await service_for(request, base.name)
-    key = f"{body.lora_name}\n{found}"  # requests with a former file go on with that
+    key = f"{body.lora_name}\n{found.hash}"  # requests with a former file go on with that
     call_of(request).audit("load adapter", model=body.lora_name)
     fault = await until_disconnect(request, service.engine.load_adapter(key, path))
     if fault:
