@@ -8,7 +8,15 @@ from contextlib import aclosing
 import pytest
 from conftest import PATIENCE, is_right
 
-from cllm import LLM, AsyncLLM, BadRequest, EngineError, SamplingParams, StartupError
+from cllm import (
+    LLM,
+    AsyncLLM,
+    BadRequest,
+    EngineError,
+    SamplingParams,
+    StartupError,
+    async_llm,
+)
 from cllm.scheduler.report import collect_stats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -317,3 +325,19 @@ def test_stream_chat_gives_reasoning_and_tool_calls(builtin_path):
         assert pieces[-1].finish_reason == "tool_calls"
 
     asyncio.run(main())
+
+
+def test_loads_at_once_share_one_model(monkeypatch):
+    made = []
+    load = async_llm.LocalModel
+    monkeypatch.setattr(async_llm, "LocalModel", lambda *given: (made.append(1), load(*given))[1])
+
+    async def main():
+        llm = AsyncLLM(backend_name="fake")
+        await asyncio.gather(*(llm.load() for _ in range(4)))
+        await llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await llm.load()
+
+    asyncio.run(main())
+    assert len(made) == 1

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -868,6 +869,7 @@ def test_interpreter_exits_without_close(model):
 
 FORKED = """
 import os
+import pickle
 from cllm import LLM, SamplingParams
 llm = LLM(backend_name="fake")
 llm.generate("a", SamplingParams(max_tokens=2))
@@ -919,3 +921,44 @@ def test_reranker_scores_documents_and_refuses_everything_else(tiny_model):
             with pytest.raises(BadRequest) as caught:
                 call()
             assert caught.value.param == "model"
+
+
+def test_daemon_threads_that_generate_do_not_crash_the_exit():
+    """The engine computes no step while the interpreter is taken down."""
+    program = """
+import threading, time
+from cllm import LLM, SamplingParams
+llm = LLM(backend_name="fake")
+params = SamplingParams(ignore_eos=True, max_tokens=300)
+def work():
+    while True:
+        llm.generate(["a"] * 4, params)
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE, check=False)
+    assert done.returncode == 0
+
+
+def test_closed_llm_is_not_entered_again():
+    llm = LLM(backend_name="fake")
+    with llm:
+        pass
+    with pytest.raises(RuntimeError, match="closed"), llm:
+        pass
+
+
+def test_llm_cannot_be_pickled():
+    with LLM(backend_name="fake") as llm, pytest.raises(TypeError, match="cannot be copied"):
+        pickle.dumps(llm)
+
+
+def test_arguments_of_ranking_are_checked_first():
+    with LLM(backend_name="fake") as llm:
+        assert len(llm.score("a", (text for text in ["b", "c"]))) == 2
+        for wrong in (-1, "1", 1.5):
+            with pytest.raises(BadRequest, match="top_n"):
+                llm.rerank("a", ["b", "c"], wrong)
+        with pytest.raises(BadRequest, match="tokens"):
+            llm.detokenize(None)

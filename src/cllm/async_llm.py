@@ -21,11 +21,13 @@ from cllm.completion import Completion, Piece, Ranked
 from cllm.config import Settings
 from cllm.core.model_info import ModelInfo
 from cllm.local_model import (
+    NOT_COPIED,
     Conversations,
     LocalModel,
     Params,
     PriorityName,
     Prompts,
+    check_top_n,
     list_of_texts,
     rank,
     read_settings,
@@ -50,6 +52,7 @@ class AsyncLLM:
         """Arguments and errors as for LLM. The model is not loaded yet."""
         self._settings = read_settings(model, settings)
         self._loaded: LocalModel | None = None
+        self._loading = threading.Lock()
         self._alarms: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarm] = WeakKeyDictionary()
 
     @classmethod
@@ -60,9 +63,11 @@ class AsyncLLM:
         return llm
 
     async def load(self) -> None:
-        """Load the model, unless that has been done. Raises StartupError.
+        """Load the model, unless that has been done. Raises StartupError, and RuntimeError after
+        ``close``.
 
-        If the task is cancelled, the load is aborted.
+        Tasks that call it at once wait for one load. If the task that loads is cancelled, the load
+        is aborted.
         """
         cancelled = threading.Event()
 
@@ -70,12 +75,22 @@ class AsyncLLM:
             if cancelled.is_set():
                 raise InterruptedError
 
+        def load() -> None:
+            with self._loading:
+                if self._loaded is None:
+                    self._loaded = LocalModel(self._settings, progress)
+
         if self._loaded is None:
             try:
-                self._loaded = await asyncio.to_thread(LocalModel, self._settings, progress)
+                await asyncio.to_thread(load)
             except asyncio.CancelledError:
                 cancelled.set()
                 raise
+        with self._model._shared.in_use():  # unless it is closed
+            pass
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_COPIED)
 
     async def close(self) -> None:
         """Free the model, after the step that is being computed. Other tasks that wait for answers
@@ -227,9 +242,10 @@ class AsyncLLM:
     ) -> list[float]:
         """As LLM.score."""
         model = self._model
-        prepared = await asyncio.to_thread(model._prepare_ranking, query, documents)
+        listed = list_of_texts(documents, "documents")
+        prepared = await asyncio.to_thread(model._prepare_ranking, query, listed)
         vectors = await self._compute(prepared, priority)
-        return model._scores_of(vectors) if len(documents) else []
+        return model._scores_of(vectors) if listed else []
 
     async def rerank(
         self,
@@ -241,6 +257,7 @@ class AsyncLLM:
     ) -> list[Ranked]:
         """As LLM.rerank."""
         listed = list_of_texts(documents, "documents")
+        check_top_n(top_n)
         return rank(listed, await self.score(query, listed, priority=priority), top_n)
 
     async def _collect(

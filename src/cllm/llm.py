@@ -23,6 +23,7 @@ from cllm.local_model import (
     PriorityName,
     Progress,
     Prompts,
+    check_top_n,
     list_of_texts,
     rank,
     read_settings,
@@ -192,8 +193,9 @@ class LLM(LocalModel):
         A reranker gives its own score, usually a logit. With any other model it is the cosine of
         the embeddings, from -1 to 1. Raises what ``embed`` raises.
         """
-        prepared = self._prepare_ranking(query, documents)
-        return self._scores_of(self._compute(prepared, priority)) if len(documents) else []
+        listed = list_of_texts(documents, "documents")
+        prepared = self._prepare_ranking(query, listed)
+        return self._scores_of(self._compute(prepared, priority)) if listed else []
 
     def rerank(
         self,
@@ -209,6 +211,7 @@ class LLM(LocalModel):
         top_n: how many; None returns all. Scores and errors as in ``score``.
         """
         listed = list_of_texts(documents, "documents")
+        check_top_n(top_n)
         return rank(listed, self.score(query, listed, priority=priority), top_n)
 
     def _collect(self, prompts: list[PreparedPrompt], priority: PriorityName) -> list[Completion]:
@@ -236,7 +239,8 @@ class LLM(LocalModel):
                 yield piece
 
     def __enter__(self) -> Self:
-        return self
+        with self._shared.in_use():  # unless it is closed
+            return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

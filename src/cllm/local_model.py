@@ -45,6 +45,7 @@ PriorityName = Literal["interactive", "normal", "batch"]
 Progress = Callable[[float], None]
 """Called with the loaded share of the model, 0 to 1."""
 
+NOT_COPIED = "a loaded model cannot be copied or pickled; load it in the process that uses it"
 ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free its memory
 MAX_GRAMMARS = 64  # that are remembered, so that they are not checked again
 
@@ -75,6 +76,9 @@ class LocalModel:
         weakref.finalize(
             self, self._shared.close, self._backend.close, waits=False
         ).atexit = False  # the end of the process frees everything
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_COPIED)
 
     def close(self) -> None:
         """Free the model, after the step that is being computed. Calls that wait for answers raise
@@ -112,6 +116,8 @@ class LocalModel:
         U+FFFD.
         """
         size = self.info.vocabulary_size
+        if not isinstance(tokens, Iterable):
+            raise BadRequest("tokens must be a list of token ids.", param="tokens")
         if not all(isinstance(token, int) and 0 <= token < size for token in tokens):
             message = f"Invalid 'tokens': token ids must be between 0 and {size - 1}."
             raise BadRequest(message, param="tokens", code="invalid_value")
@@ -440,6 +446,12 @@ def rank(documents: Sequence[str], scores: list[float], top_n: int | None) -> li
         for i, (score, document) in enumerate(zip(scores, documents, strict=True))
     ]
     return sorted(ranked, key=lambda one: -one.score)[:top_n]
+
+
+def check_top_n(top_n: int | None) -> None:
+    """Raise BadRequest unless it is a number of documents."""
+    if top_n is not None and (not isinstance(top_n, int) or top_n < 0):
+        raise BadRequest("top_n must be a whole number from 0.", param="top_n")
 
 
 def lone_surrogate(param: str) -> BadRequest:

@@ -280,7 +280,7 @@ def test_commands_for_a_running_server(start_server, tmp_path):
     assert cllm("run", "b", "What is 27 plus 45?", "--temperature", "0") == "72\n"
     assert cllm("run", "b", stdin="What is 27 plus 45?\n").strip()
     head, row = cllm("ps").splitlines()
-    assert head.split() == ["NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"]
+    assert head.split() == ["NAME", *["MEMORY", "UP", "TO"], "PROCESSOR", "CONTEXT", "UNTIL"]
     assert row.startswith("b:latest ")
     assert row.endswith("for ever")
     assert cllm("stop", "b") == "b is unloaded\n"

@@ -95,16 +95,13 @@ class SharedEngine:
             steps = False
             try:
                 with self._turn:
+                    self._check_open()
                     self._turn.wait_for(lambda: inbox.outputs or not self._is_stepping)
                     self._check_open()
                     if inbox.outputs:
                         return inbox.outputs.popleft()
-                    is_shared = len(self._inboxes) > len(inbox.request_ids)
                     steps = self._is_stepping = True
-                if is_shared:
-                    with late_interrupt():
-                        self._step()
-                else:
+                with late_interrupt():
                     self._step()
             finally:
                 if steps:
@@ -145,14 +142,15 @@ class SharedEngine:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep the model loaded inside the ``with`` block. Raises RuntimeError after ``close``."""
-        with self._turn:
-            self._check_open()
-            self._num_users += 1
+        is_counted = False
         try:
+            with self._turn:
+                self._check_open()
+                self._num_users, is_counted = self._num_users + 1, True
             yield
         finally:
             with self._turn:
-                self._num_users -= 1
+                self._num_users -= is_counted
                 self._free_if_unused()
                 self._turn.notify_all()
 
@@ -163,7 +161,7 @@ class SharedEngine:
         ``waits``: return when that has happened. The garbage collector must not wait, because it
         may interrupt the thread that uses the model.
         """
-        if self._was_forked:
+        if self._was_forked or self._is_exiting:
             return
         with self._turn:
             if not self._is_closed:
@@ -183,6 +181,8 @@ class SharedEngine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this LLM is closed")
+        if self._is_exiting and threading.current_thread() is threading.main_thread():
+            raise RuntimeError("the interpreter exits")
         if self._was_forked:
             raise RuntimeError(
                 "this LLM was loaded before a fork; load it in the process that uses it"
@@ -262,22 +262,24 @@ class SharedEngine:
             self._wake(awaited)
 
     def end_driver(self) -> None:
-        """End the engine's own thread, because the interpreter exits: a thread that still runs
-        native code then could crash it.
+        """End the engine's own thread, and let no thread begin a step, because the interpreter
+        exits: a thread that still runs native code then could crash it.
         """
         if self._was_forked:
             return
         with self._turn:
             self._is_exiting = True
             self._turn.notify_all()
-            self._turn.wait_for(lambda: self._driver is None, EXIT_SECONDS)
+            self._turn.wait_for(lambda: not (self._driver or self._is_stepping), EXIT_SECONDS)
+            self._is_stepping = True
 
 
 @contextmanager
 def late_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the ``with`` block instead of inside.
 
-    A step that is interrupted in the middle would lose the outputs of other threads.
+    A step that is interrupted in the middle would lose the outputs of other threads, and sequences
+    and cells that the engine then never frees.
     """
     usual = signal.default_int_handler
     if (
