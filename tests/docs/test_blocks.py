@@ -20,7 +20,7 @@ import yaml
 from conftest import PATIENCE
 from cyclopts import CycloptsError, MissingArgumentError
 from doc_pages import BLOCKS, PAGES, ROOT, Block, inline_code, name_of, split_commands
-from server.conftest import Server
+from server.conftest import Server, running
 
 from cllm.cli.main import app
 from cllm.config import OPTIONS
@@ -134,10 +134,7 @@ def test_metrics_exist(page):
 
 @pytest.fixture(scope="module")
 def builtin_server(builtin_path: Path) -> Iterator[Server]:
-    server = Server("--max-num-seqs", "8", "--context", "4096")
-    yield server
-    assert server.stop() == 0, server.log
-    server.forget()
+    yield from running("--max-num-seqs", "8", "--context", "4096")
 
 
 class Reader:

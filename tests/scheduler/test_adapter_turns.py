@@ -102,7 +102,7 @@ def test_cost_of_a_change_is_learned() -> None:
     made, seqs = turns(), sequences("a", "b")
     run(made, seqs, 3000, lambda _, switched: 0.02 + (0.05 if switched else 0.0))
     assert made.switch_seconds == pytest.approx(0.05, rel=0.1)
-    assert made.turn_seconds == pytest.approx(1.0, rel=0.1)
+    assert made.turn_seconds == pytest.approx(0.05 / SWITCH_SHARE, rel=0.1)
 
 
 def test_group_that_was_alone_for_long_is_not_made_to_wait() -> None:

@@ -131,10 +131,18 @@ class Server:
             self.process.kill()
 
 
+def running(*arguments: str) -> Iterator[Server]:
+    """Yield a server, which must end as usual afterwards."""
+    server = Server(*arguments)
+    yield server
+    assert server.stop() == 0, server.log
+    server.forget()
+
+
 @pytest.fixture(scope="session")
 def fake_server() -> Iterator[Server]:
     """A server with the fake backend, whose answers count on from the prompt."""
-    server = Server(
+    yield from running(
         "--backend.name",
         "fake",
         "--max-num-seqs",
@@ -144,27 +152,18 @@ def fake_server() -> Iterator[Server]:
         "--server.max-body-mb",
         "1",
     )
-    yield server
-    assert server.stop() == 0, server.log
-    server.forget()
 
 
 @pytest.fixture(scope="session")
 def narrow_server() -> Iterator[Server]:
     """A server with the options NARROW."""
-    server = Server(*NARROW)
-    yield server
-    assert server.stop() == 0, server.log
-    server.forget()
+    yield from running(*NARROW)
 
 
 @pytest.fixture(scope="session")
 def builtin_server(builtin_path: Path) -> Iterator[Server]:
     """A server with the built-in model and fewer sequences than the tests want at once."""
-    server = Server("--context", "1024", "--max-num-seqs", "24")
-    yield server
-    assert server.stop() == 0, server.log
-    server.forget()
+    yield from running("--context", "1024", "--max-num-seqs", "24")
 
 
 @pytest.fixture(scope="session")

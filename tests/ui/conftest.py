@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
-from server.conftest import Server, starter
+from server.conftest import Server, running, starter
 
 expect.set_options(timeout=PATIENCE * 1000)
 
@@ -30,19 +30,13 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def server(builtin_path: Path) -> Iterator[Server]:
     """A server with the built-in model."""
-    server = Server("--context", "1024", "--max-num-seqs", "8")
-    yield server
-    assert server.stop() == 0, server.log
-    server.forget()
+    yield from running("--context", "1024", "--max-num-seqs", "8")
 
 
 @pytest.fixture(scope="session")
 def endless_server() -> Iterator[Server]:
     """A fake server, see make_answers_endless."""
-    server = Server("--backend.name", "fake", "--max-num-seqs", "4", "--context", "400000")
-    yield server
-    assert server.stop() == 0, server.log
-    server.forget()
+    yield from running("--backend.name", "fake", "--max-num-seqs", "4", "--context", "400000")
 
 
 start_server = pytest.fixture(starter)

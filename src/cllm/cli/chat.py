@@ -37,9 +37,7 @@ def chat(
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
-    """Talk with a model in the terminal: with a running server, or else with a model loaded
-    here.
-    """
+    """Talk with a model: one that is loaded here, or with --url that of a running server."""
     options = Options(dict(sampling or {}), read_schema(schema), think)
     talker = make_talker(url, options, config, settings, model)
     converse(talker, system or "", hides_reasoning=hide_thinking)

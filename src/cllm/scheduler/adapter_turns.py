@@ -12,7 +12,8 @@ from cllm.core.request import Adapters
 from cllm.core.sequence import Sequence
 
 SWITCH_SECONDS = 0.01  # assumed cost of a change, until it is measured
-SWITCH_SHARE = 0.05  # of the time, at most, for changes
+# of the time, for changes; what is learned lags behind, and they are to take less than 5 %
+SWITCH_SHARE = 0.04
 MIN_TURN = 0.05  # seconds
 MAX_DEBT = 100.0  # turns
 SMOOTHING = 0.2  # weight of the last measurement
