@@ -13,7 +13,7 @@ from cllm import LLM
 from cllm.backends.llama_cpp.backend import LlamaCppBackend
 from cllm.backends.llama_cpp.library import log_lines
 from cllm.backends.llama_cpp.options import Options
-from cllm.backends.llama_cpp.passes import PADDED, PADDED_CONTEXT, TILE
+from cllm.backends.llama_cpp.passes import TILE
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -25,7 +25,8 @@ from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 pytestmark = pytest.mark.llama
 
 CONTEXT = 640
-START = PADDED_CONTEXT + 8
+START = 520
+FEW, MANY = 24, 40  # tokens of a prompt after START that are not padded to a tile, and that are
 TOLERANCE = 0.1  # of the standard deviation of the logits
 ONE_THREAD = Options(n_threads=1).model_dump()
 
@@ -85,7 +86,7 @@ def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
     return np.concatenate([first, second])
 
 
-@pytest.mark.parametrize("size", [PADDED + 1, TILE - 2])
+@pytest.mark.parametrize("size", [MANY, TILE - 2])
 def test_padding_a_tile_does_not_change_logits(backend, monkeypatch, size):
     """The prompt and the decoding row are computed in two passes."""
     with monkeypatch.context() as patch:
@@ -98,12 +99,12 @@ def test_padding_a_tile_does_not_change_logits(backend, monkeypatch, size):
 
 
 def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
-    """There are too few tokens in the row, too few before it, or no room after it in the context."""
+    """There are too few tokens in the row, or more than a tile, or no room after it in the context."""
     sizes = decoded_sizes(backend, monkeypatch)
-    logits_of(backend, PADDED - 8)
+    logits_of(backend, FEW)
     logits_of(backend, TILE + 2)
     assert [size for size in sizes if size not in (1, 2, 20, 256, START - 512)] == [
-        PADDED - 8,
+        FEW,
         TILE + 2,
     ]
     long = sequence(0, CONTEXT)

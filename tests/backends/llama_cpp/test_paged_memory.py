@@ -27,6 +27,7 @@ from cllm.backends.llama_cpp.paged_memory import (
     NotPaged,
     PagedMemory,
     Rows,
+    Slab,
 )
 from cllm.errors import EngineError
 
@@ -312,6 +313,32 @@ def test_prefix_in_too_many_parts_is_copied(room: Range) -> None:
         for n, rows in enumerate(memory.tensors):
             assert (room.row(rows, target, 0, len(tokens)) == content(tokens, n)).all()
     assert most == MAX_PARTS
+
+
+def test_turns_of_a_conversation_copy_no_long_prefix(room: Range) -> None:
+    """Each turn shares all but the last token of the one before, which a snapshot keeps."""
+    memory, tokens = room.memory, list(range(1000, 1040))
+    room.write(0, 0, tokens)
+    prefix, copied, copy = memory._parts[0][0], 0, memory._copy
+
+    def count_copied(source: Slab, target: Slab, start: int, end: int) -> None:
+        nonlocal copied
+        copied += end - start
+        copy(source, target, start, end)
+
+    with mock.patch.object(memory, "_copy", count_copied):
+        for i in range(3 * MAX_PARTS):
+            source, target = i % 2, 1 - i % 2
+            memory.save(source, i, len(tokens))
+            memory.share(source, target, len(tokens) - 1)
+            memory.trim(source, 0, len(tokens))
+            tokens[-1:] = [i, 100 + i]
+            room.write(target, len(tokens) - 2, tokens[-2:])
+            assert memory._parts[target][0] == prefix
+            memory.check()
+            for n, rows in enumerate(memory.tensors):
+                assert (room.row(rows, target, 0, len(tokens)) == content(tokens, n)).all()
+    assert 0 < copied < 2 * len(tokens)
 
 
 @pytest.mark.parametrize("is_saved", [False, True])

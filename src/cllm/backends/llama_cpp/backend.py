@@ -39,8 +39,10 @@ from cllm.backends.llama_cpp.ggml_memory import KVAddresses, is_supported
 from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
     check_pointer,
+    count_equal_cells,
     last_error,
     log_lines,
+    read_metadata,
     supports_gpu_offload,
     system_info,
 )
@@ -157,6 +159,7 @@ class LlamaCppBackend:
         )
         pages = plain and not on_gpu and is_supported()
         self._params, self._options, self._plain = params, options, plain
+        self._equal_cells = count_equal_cells(self._model, vocabulary_size) if plain else 0.0
         sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
         vectors = facts_of(self._model, self._context, vocabulary_size)
@@ -166,8 +169,8 @@ class LlamaCppBackend:
         longest = min(sizes.context_length, trained, vectors.max_tokens, room)
         self._embedder = Embedder(self._model, vectors, longest, self._threads, self._scale)
         self.info = ModelInfo(
-            name=self._metadata("general.name") or self._path.stem,
-            architecture=self._metadata("general.architecture") or "unknown",
+            name=read_metadata(self._model, "general.name") or self._path.stem,
+            architecture=read_metadata(self._model, "general.architecture") or "unknown",
             description=self._describe(),
             vocabulary_size=vocabulary_size,
             context_length=sizes.context_length,
@@ -377,11 +380,6 @@ class LlamaCppBackend:
                 "text"
             )
 
-    def _metadata(self, key: str) -> str | None:
-        buffer = ctypes.create_string_buffer(256)
-        length = lib.llama_model_meta_val_str(self._model, key.encode(), buffer, 256)
-        return buffer.value.decode("utf-8", "replace") if length >= 0 else None
-
     def _describe(self) -> str:
         buffer = ctypes.create_string_buffer(256)
         lib.llama_model_desc(self._model, buffer, 256)
@@ -410,7 +408,7 @@ class LlamaCppBackend:
         if not self._in_passes:
             return self._decode(Pass(batch.rows))
         passes = plan_passes(
-            batch.rows, self._batch_size, self.info.context_length, pads=self._plain
+            batch.rows, self._batch_size, self.info.context_length, self._equal_cells
         )
         if len(passes) == 1:
             return self._decode(passes[0])

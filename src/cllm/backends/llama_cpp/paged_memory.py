@@ -220,7 +220,7 @@ class PagedMemory:
         """
         parts = cut(self._parts[source], keep)
         if len(parts) == self._max_parts and parts[-1].slab.end(without=seq_id) > keep:
-            self._compact(source, keep)
+            self._merge(source, keep)
             parts = cut(self._parts[source], keep)
         parts = self._extend(seq_id, parts, keep)
         before = self._parts[seq_id]
@@ -229,20 +229,26 @@ class PagedMemory:
         if changed < OPEN:
             self._map(seq_id, changed)
 
-    def _compact(self, holder: int, keep: int) -> None:
-        """Copy the first ``keep`` tokens of a holder to a new slab, and let it use this one.
+    def _merge(self, holder: int, keep: int) -> None:
+        """Copy two neighbouring parts of a holder, all of whose parts begin before ``keep``, to a
+        new slab, and let it use this one. Of all neighbours, the shortest are copied.
 
         Streams that share these tokens later use the same copy.
         """
         parts, length = self._parts[holder], self._lengths.get(holder, OPEN)
+        ends = [*(part.start for part in parts[1:]), keep]
+        i = min(range(len(parts) - 1), key=lambda i: ends[i + 1] - parts[i].start)
         slab = self._take_slab()
         with self._writing(slab):
-            for part, following in zip_longest(parts, parts[1:]):
-                self._copy(part.slab, slab, part.start, following.start if following else keep)
-        rest = [Part(keep, parts[-1].slab)] if keep < length else []
-        self._put(holder, [Part(0, slab), *rest], length)
+            for part, end in zip(parts[i : i + 2], ends[i : i + 2], strict=True):
+                self._copy(part.slab, slab, part.start, end)
+        rest = parts[i + 2 :]
+        if not rest and keep < length:
+            rest = [Part(keep, parts[-1].slab)]
+        start = parts[i].start
+        self._put(holder, [*parts[:i], Part(start, slab), *rest], length)
         if holder >= 0:
-            self._map(holder, 0)
+            self._map(holder, start)
 
     def _extend(self, seq_id: int, parts: list[Part], keep: int) -> list[Part]:
         """Return ``parts``, and a new one after ``keep`` tokens unless the stream may write to the

@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 from cllm.core.batch import Row
 
-TILE = 64  # queries of the attention kernel for prompts; the one for fewer takes twice as long each
-PADDED, PADDED_CONTEXT = 48, 512  # tokens in a tile, and before it, from which on padding pays off
+TILE = 64  # queries of the attention kernel for prompts; fewer are padded if that is faster
+# An operation of attention takes so many times as long as one of the weights, in the kernel for
+# fewer queries and in a tile. Measured with AVX-512 (0.6B, 2 cores, 128 to 2,048 tokens before):
+# 10 and 3. With AMX, which speeds up the weights only, both are larger.
+FEW_COST, TILE_COST = 12.0, 4.0
 # A pass costs as much as skipping this many cells, and a token of a prompt this many. Measured with
 # 32 rows of 100 tokens beside one of 4,096 (0.6B, 2 cores with AVX-512): together 445 ms, in two
 # passes 230 and 92 ms, of which 33 ms are for the weights.
@@ -31,13 +34,15 @@ class Pass(NamedTuple):
     size: int = 0
 
 
-def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: bool) -> list[Pass]:
+def plan_passes(
+    rows: list[Row], max_tokens: int, context_length: int, equal_cells: float
+) -> list[Pass]:
     """Divide ``rows``, sorted by seq_id, into passes of at most ``max_tokens`` tokens.
 
-    ``pads``: whether rows may be padded with tokens that are freed afterwards, which a recurrent
-    state does not allow.
+    ``equal_cells``: attention to so many cells takes as many operations as the rest of a token. 0:
+    rows must not be padded with tokens that are freed afterwards, because of a recurrent state.
     """
-    if not pads:
+    if not equal_cells:
         context_length = 0
     passes: list[Pass] = []
     group: list[Row] = []
@@ -56,18 +61,22 @@ def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: 
                 or cells > PASS_CELLS
                 or (count + 1) * tallest > max_tokens
             ):
-                passes.append(finish(group, size, max_tokens, context_length))
+                passes.append(finish(group, size, max_tokens, context_length, equal_cells))
                 group, longest, size = [], 0, 0
         group.append(row)
         longest, size = max(longest, end), max(size, row.size)
-    passes.append(finish(group, size, max_tokens, context_length))
+    passes.append(finish(group, size, max_tokens, context_length, equal_cells))
     return passes
 
 
-def finish(group: list[Row], size: int, max_tokens: int, context_length: int) -> Pass:
+def finish(
+    group: list[Row], size: int, max_tokens: int, context_length: int, equal_cells: float
+) -> Pass:
     """Return a pass of ``group``, whose largest row has ``size`` tokens, padded if that helps."""
-    if PADDED <= size < TILE and max(row.start for row in group) >= PADDED_CONTEXT:
-        size = TILE
+    if MAX_DECODED < size < TILE and equal_cells:
+        depth = max(row.start for row in group) / equal_cells
+        if size * (1 + FEW_COST * depth) > TILE * (1 + TILE_COST * depth):
+            size = TILE
     if all(row.size == size for row in group):
         return Pass(group)
     fits = all(row.start + size <= context_length for row in group)
