@@ -36,6 +36,7 @@ from cllm.bench.scenarios import (
 )
 from cllm.bench.servers import cllm
 from cllm.bench.workload import FIRST_TURNS, LATER_TURNS, Group, Task, Words, num_requests
+from cllm.errors import StartupError
 from cllm.observe.cpu_time import read_tree_cpu_seconds
 
 WORDS = Words(model="fake", prompt_words=4, max_tokens=4, tokens_per_word=6)
@@ -130,6 +131,13 @@ def test_tokens_per_word_are_measured(fake_server: str) -> None:
     """The fake backend's tokens are bytes, so a word has as many as letters and its space."""
     found = measure_tokens_per_word(Target(fake_server), WORDS)
     assert 3 < found < 9
+
+
+def test_a_refused_probe_is_named(fake_server: str) -> None:
+    """As while a model loads: the answer's own reason, not that tokens are not counted."""
+    words = msgspec.structs.replace(WORDS, model="other")
+    with pytest.raises(StartupError, match=r"HTTP 404: .*other"):
+        measure_tokens_per_word(Target(fake_server), words)
 
 
 # --- against a server ---------------------------------------------------------------------------

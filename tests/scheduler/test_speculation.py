@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cllm.backends.fake.backend import Costs
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
-from cllm.scheduler.speculation import PromptLookup, Speculation
+from cllm.scheduler.prompt_lookup import PromptLookup
+from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
 
 CHEAP_ROWS = Costs(step=0.010, row=0.0005, token=0.0005)
@@ -22,63 +21,6 @@ REPEATING = [*range(10, 40), 7, *range(10, 12)]
 
 def sequence(tokens: list[int], **params) -> Sequence:
     return Sequence(Request("A", tokens, SamplingParams(**params)), 0, 0, 1000)
-
-
-def test_lookup_returns_tokens_after_last_match():
-    """The longest n-gram counts, and its last occurrence."""
-    lookup = PromptLookup()
-    seq = sequence([1, 2, 3, 4, 9, 1, 2])
-    assert lookup.draft({seq: 3}) == {seq: (3, 4, 9)}
-    seq.append(3)
-    assert lookup.draft({seq: 2}) == {seq: (4, 9)}
-    seq.append(8)
-    assert lookup.draft({seq: 2}) == {}
-
-
-def test_lookup_prefers_longer_match():
-    """Four matching tokens predict better than two."""
-    seq = sequence([1, 2, 3, 4, 50, 9, 3, 4, 60, 1, 2, 3, 4])
-    assert PromptLookup().draft({seq: 1}) == {seq: (50,)}
-
-
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 5))
-def test_lookup_equals_search_from_end(tokens, count):
-    """The index grows token by token and finds the same occurrence as a search from the end."""
-    lookup, seq = PromptLookup(), sequence(tokens[:2])
-    for token in tokens[2:]:
-        seq.append(token)
-        found = lookup.draft({seq: count}).get(seq, ())
-        expected: tuple[int, ...] = ()
-        for size in PromptLookup.SIZES:
-            ends = [
-                e
-                for e in range(size, len(seq.tokens))
-                if seq.tokens[e - size : e] == seq.tokens[-size:]
-            ]
-            if len(seq.tokens) >= size and ends:
-                expected = tuple(seq.tokens[ends[-1] : ends[-1] + count])
-                break
-        if expected:
-            assert found == expected
-
-
-def test_lookup_goes_on_after_replaced_tokens():
-    """One or two tokens of a copy are other ones; nothing is drafted after a third one, or if the
-    copy has been short.
-    """
-    text = [*range(10, 30)]
-
-    def draft_after(copied: int, other: list[int]) -> tuple[int, ...]:
-        lookup, seq = PromptLookup(), sequence([*text, 1, *text[:2]])
-        for token in [*text[2:copied], *other]:
-            lookup.draft({seq: 3})
-            seq.append(token)
-        return lookup.draft({seq: 3}).get(seq, ())
-
-    assert draft_after(8, [50]) == (19, 20, 21)
-    assert draft_after(8, [50, 51]) == (20, 21, 22)
-    assert draft_after(8, [50, 51, 52]) == ()
-    assert draft_after(4, [50]) == ()
 
 
 def run(

@@ -90,7 +90,7 @@ def find_model(target: Target, wanted: str | None = None) -> str:
 def measure_tokens_per_word(target: Target, words: Words) -> float:
     """Return how many tokens of the server's model a word of a prompt has.
 
-    Raises StartupError if the server does not count prompt tokens.
+    Raises StartupError if a request fails or the server does not count prompt tokens.
     """
     counts = (20, 120)
     probe = msgspec.structs.replace(words, max_tokens=1, shared_words=0, seed=words.seed + 2)
@@ -98,6 +98,9 @@ def measure_tokens_per_word(target: Target, words: Words) -> float:
         word_tasks(1, msgspec.structs.replace(probe, prompt_words=count))[0] for count in counts
     ]
     outcome = run_load(target, tasks, concurrency=1, warmup=0, progress=lambda _: None)
+    for answer in outcome.answers:
+        if answer.failure:
+            _refuse(target, f"{answer.failure}: {answer.detail}")
     few, many = (answer.prompt_tokens for answer in outcome.answers)
     if few >= many:
         _refuse(target, "it does not count the tokens of prompts")

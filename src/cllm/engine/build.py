@@ -25,8 +25,9 @@ from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget, weig
 from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
+from cllm.scheduler.prompt_lookup import PromptLookup
 from cllm.scheduler.scheduler import Scheduler
-from cllm.scheduler.speculation import PromptLookup, Speculation
+from cllm.scheduler.speculation import Speculation
 
 # On GPUs prompts are computed in every step: beside decoding rows they cost hardly more.
 CPU_PREFILL_SHARE = 0.75
