@@ -162,7 +162,7 @@ class IndexedText:
                 continue
             if is_copy and change and change.source < found <= change.source + FORGOTTEN:
                 self._resume(tokens, found, end)
-            elif is_guess and size < MIN_COPIED:
+            elif is_guess and size < MIN_COPIED:  # the copy is the better guide
                 break
             elif found != self._source or change:
                 self._num_copied = 0
