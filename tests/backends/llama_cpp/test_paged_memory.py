@@ -402,6 +402,26 @@ def test_emptied_stream_takes_no_memory(room: Range) -> None:
     assert room.memory.num_bytes_used == 0
 
 
+def test_streams_keep_shared_tokens_mapped_when_they_are_exchanged(room: Range) -> None:
+    """Each mapping that is made again is filled again, page by page, by the next step."""
+    memory, shared = room.memory, [*range(1, 33)]
+    room.write(0, 0, shared)
+    memory.share(0, 1, 32)
+    room.write(0, 32, [100])
+    room.write(1, 32, [200])
+    with mock.patch.object(paged_memory, "map_file", wraps=map_file) as mapped:
+        memory.swap(0, 1)
+    expected = [
+        rows.address + seq_id * rows.stream_bytes + rows.pages(32)
+        for seq_id in (0, 1)
+        for rows in memory.tensors
+    ]
+    assert [call.args[0] for call in mapped.call_args_list] == expected
+    for seq_id, own in ((0, 200), (1, 100)):
+        found = room.row(memory.tensors[0], seq_id, 0, 33)
+        assert (found == content([*shared, own], 0)).all()
+
+
 def test_memory_that_cannot_be_freed_is_wasted(room: Range) -> None:
     """Nothing else fails."""
     memory = room.memory

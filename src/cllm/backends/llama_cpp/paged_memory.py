@@ -184,15 +184,16 @@ class PagedMemory:
             self._free_pages(slab, stop)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange all tokens of two streams."""
+        """Exchange all tokens of two streams. What they share stays mapped."""
         moved = {first: second, second: first}
         before = self._parts[first], self._parts[second]
+        changed = 0 if self._unmapped & {first, second} else first_difference(*before)
         for slab in {part.slab for parts in before for part in parts}:
             slab.ends = {moved.get(holder, holder): end for holder, end in slab.ends.items()}
         self._parts[second], self._parts[first] = before
         try:
-            self._map(first, 0)
-            self._map(second, 0)
+            self._map(first, changed)
+            self._map(second, changed)
         except EngineError:
             self._unmapped |= {first, second}  # the caller cannot know which of them was mapped
             raise
