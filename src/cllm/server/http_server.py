@@ -82,6 +82,7 @@ class HttpServer(uvicorn.Server):
         self._batches = batches
         self.early: list[int] = []
         self.is_stopped_by_signal = False
+        self.has_served = False  # set once it has been announced that requests are computed
         self._drain_timeout = settings.server.drain_timeout
         self._access = access
         self._last_tick = 0.0
@@ -157,15 +158,14 @@ class HttpServer(uvicorn.Server):
         going = self.registry.num_unfinished
         requests = "1 request" if going == 1 else f"{going} requests"
         waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"
-        has_served = self.registry.has_served
-        if has_served:
+        if self.has_served:
             log.info("the server shuts down with %s%s", requests, waits if going else "")
         timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-            if has_served:
+            if self.has_served:
                 log.info("the server has shut down")
 
     def _end_streams(self) -> None:

@@ -141,7 +141,8 @@ async def run(
         def started(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
                 opened.should_exit = True
-            elif not opened.should_exit:  # else a signal came meanwhile
+            elif not (early or opened.should_exit):  # else a signal came meanwhile
+                opened.has_served = True
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays, so later collections need not scan it
                 on_ready(opened.registry)
@@ -155,7 +156,7 @@ async def run(
         error = None if not starting.done() or starting.cancelled() else starting.exception()
         if error is not None and not (early or opened.is_stopped_by_signal):
             raise as_startup_error(error)
-        return opened.registry.has_served and not early
+        return opened.has_served
     finally:
         tasks = [task for task in (starting, loading) if task is not None]
         for task in tasks:
