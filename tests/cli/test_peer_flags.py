@@ -7,7 +7,13 @@ import json
 import pytest
 
 from cllm.cli.main import names_of
-from cllm.cli.peer_flags import FLAGS, OTHER_NAMES, flags_in, remark_on_variables
+from cllm.cli.peer_flags import (
+    DEFAULT_VALUES,
+    FLAGS,
+    OTHER_NAMES,
+    flags_in,
+    remark_on_variables,
+)
 from cllm.config import OPTIONS
 
 FAKE = ("--backend.name", "fake")
@@ -19,6 +25,18 @@ def test_other_names_set_the_same_options(cllm) -> None:
             value = OPTIONS[key].default
             shown = json.loads(cllm("config", "show", "--json", f"{name}={value}").out)
             assert shown["origins"][key] == OPTIONS[key].flag, name
+
+
+def test_values_that_mean_the_default_of_a_peer_mean_the_default(cllm) -> None:
+    """Such as -c 0, -np -1 and -ngl all."""
+    for key, values in DEFAULT_VALUES.items():
+        for value in values:
+            for words in (OTHER_NAMES[key][0], value), (f"{OPTIONS[key].flag}={value}",):
+                shown = json.loads(cllm("config", "show", "--json", *words).out)["settings"]
+                for part in key.split("."):
+                    shown = shown[part]
+                assert shown == OPTIONS[key].default, words
+    assert cllm("config", "show", "-c", "1").err.startswith("cllm: -c must be")
 
 
 def test_familiar_command_line_is_understood(cllm) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from cllm.cli.main import ALIASES, COMMANDS
-from cllm.cli.peer_flags import HINTS, OTHER_NAMES, OTHER_SAMPLING_NAMES, VARIABLES
+from cllm.cli.peer_flags import DEFAULT_VALUES, HINTS, OTHER_NAMES, OTHER_SAMPLING_NAMES, VARIABLES
 from cllm.cli.settings_flags import SHORT_NAMES
 from cllm.cli.slash_commands import HELP
 from cllm.config import OPTIONS
@@ -103,10 +103,10 @@ OTHERS = """
 
 These flags of llama-server, vLLM and Ollama are accepted by `cllm serve`, and those for a model also by `cllm chat`
 and `cllm generate`. `-c` differs slightly: in llama-server it is the size of the whole KV cache, and here the longest
-context of each sequence.
+context of each sequence. The last column has values that mean the same as no flag.
 
-| Flag | Setting |
-|---|---|
+| Flag | Setting | Default |
+|---|---|---|
 """
 HINTED = """
 These have another name here, or nothing to set. cLLM stops with exit code 2 and says so.
@@ -143,10 +143,11 @@ def sections() -> Iterator[str]:
     yield "\n## Files\n\n| File | Content |\n|---|---|\n" + rows(PATHS)
     yield OTHERS
     for key, flags in OTHER_NAMES.items():
-        yield f"| {code(flags)} | `{SHORT_NAMES.get(key, OPTIONS[key].flag)}` |\n"
+        setting, values = SHORT_NAMES.get(key, OPTIONS[key].flag), DEFAULT_VALUES.get(key, ())
+        yield f"| {code(flags)} | `{setting}` | {code(values)} |\n"
     for name, flags in OTHER_SAMPLING_NAMES.items():
         own = f"--{name.replace('_', '-')}"
-        yield f"| {code(flags)} | `{own}` of `chat`, `run` and `generate` |\n"
+        yield f"| {code(flags)} | `{own}` of `chat`, `run` and `generate` | |\n"
     yield HINTED
     yield from (f"| {code(flags)} | {text} |\n" for flags, text in HINTS.items())
     yield UNREAD

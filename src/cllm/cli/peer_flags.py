@@ -42,7 +42,16 @@ OTHER_NAMES = {
     "sampling.top_p": ("--top-p",),
     "sampling.min_p": ("--min-p",),
 }
-# The same for flags of chat, run and generate that are not options of the configuration.
+# An option -> values of peers that mean cLLM's default.
+DEFAULT_VALUES = {
+    "model.max_context_length": ("0", "-1", "auto"),
+    "scheduler.max_num_seqs": ("-1", "auto"),
+    "backend.llama_cpp.n_threads": ("-1",),
+    "backend.llama_cpp.n_threads_batch": ("-1",),
+    "backend.llama_cpp.n_gpu_layers": ("all", "auto"),
+    "sampling.max_tokens": ("-1",),
+}
+# Other names of flags of chat, run and generate that are not options of the configuration.
 OTHER_SAMPLING_NAMES = {
     "max_tokens": ("-n", "--predict", "--n-predict"),
     "temperature": ("--temp",),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
-from cllm.cli.peer_flags import OTHER_NAMES
+from cllm.cli.peer_flags import DEFAULT_VALUES, OTHER_NAMES
 from cllm.config import OPTIONS
 from cllm.config_file import show
 from cllm.config_options import Option
@@ -69,9 +69,10 @@ def flag(option: Option) -> Any:
     if option.type in (int, float):  # as in variables: a flag's own conversion would round 1.5
 
         def reads(_: Any, tokens: Sequence[Any]) -> object:
-            return checked(
-                option, Given(parsed(option, tokens[-1].value), tokens[-1].keyword)
-            ).value
+            word = tokens[-1].value
+            if word in DEFAULT_VALUES.get(option.key, ()):
+                return option.default
+            return checked(option, Given(parsed(option, word), tokens[-1].keyword)).value
 
     group = PANELS[section_of(option)]
     return Annotated[kind, Parameter(name=names, help=help_text, group=group, converter=reads)]
