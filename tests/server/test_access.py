@@ -518,13 +518,14 @@ def test_settings_that_cannot_work_are_one_line(tmp_path, arguments, expected):
 
 
 def test_single_key_from_the_environment(start_server):
-    server = start_server(*FAKE, "--host", "0.0.0.0", CLLM_API_KEY="a single key".replace(" ", "-"))
+    server = start_server(*FAKE, "--host", "0.0.0.0", CLLM_API_KEY="one,single-key")
     url = server.url
-    assert "has only 12 characters" in server.log
+    assert "has only 14 characters" in server.log
+    assert "with its comma is one key" in server.log
     assert '-H "Authorization: Bearer $CLLM_API_KEY"' in server.log
     assert "anyone who reaches" not in server.log
     assert httpx2.get(f"{url}/v1/models").status_code == 401
-    headers = {"authorization": "Bearer a-single-key"}
+    headers = {"authorization": "Bearer one,single-key"}
     assert httpx2.get(f"{url}/v1/models", headers=headers).status_code == 200
     assert httpx2.get(f"{url}/scheduler", headers=headers).status_code == 200
     # any Host is accepted with keys
@@ -532,7 +533,7 @@ def test_single_key_from_the_environment(start_server):
     if sys.platform == "linux":
         environment = Path(f"/proc/{server.engine_pid()}/environ").read_bytes()
         assert b"PATH=" in environment
-        assert b"a-single-key" not in environment
+        assert b"single-key" not in environment
 
 
 # --- hosts, origins, proxies, TLS ----------------------------------------------------------------

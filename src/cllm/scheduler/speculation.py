@@ -8,6 +8,7 @@ speculation, at every temperature.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -117,7 +118,7 @@ class Speculation:
             num_rows,
             num_drafting,
             [cost.estimate_decode(n, num_long_tokens * n // num_rows) for n in rows],
-            [cost.is_known(n) for n in rows],
+            lambda count: cost.is_known(rows[count]),
         )
 
     def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
@@ -152,14 +153,14 @@ class Prospects(NamedTuple):
     """What draft tokens would cost in the next step.
 
     num_drafting: how many of the ``num_rows`` sequences are expected to get a draft.
-    seconds, are_known: of the step with 0, 1, ... draft tokens for each of these; whether a step of
-    that size has been observed.
+    seconds: of the step with 0, 1, ... draft tokens for each of these. is_known: whether a step
+    with that many has been observed.
     """
 
     num_rows: int
     num_drafting: int
     seconds: list[float]
-    are_known: list[bool]
+    is_known: Callable[[int], bool]
 
     def choose_count(self, first: float, following: float) -> int:
         """Return the number of draft tokens per sequence that maximizes the expected tokens per
@@ -180,6 +181,6 @@ class Prospects(NamedTuple):
                 best, best_speed = count, speed
         # the cost of a number of rows that was never tried is only a guess
         longer = min(2 * best, max_count)
-        if following >= START and longer > best and not self.are_known[longer]:
+        if following >= START and longer > best and not self.is_known(longer):
             return longer
         return best
