@@ -64,6 +64,36 @@ def test_other_files_are_not_imported(visit, server, text):
     expect(chat.page.locator(".sidebar .title")).to_have_count(0)
 
 
+def test_long_conversation_shows_its_end_and_earlier_messages_on_demand(visit, server):
+    messages = [
+        {
+            "id": str(number),
+            "parent": str(number - 1) if number else None,
+            "role": "assistant" if number % 2 else "user",
+            "content": f"message {number}",
+        }
+        for number in range(450)
+    ]
+    file = {"format": "cllm-conversations", "version": 1, "conversations": [{"messages": messages}]}
+    chat = visit(server)
+    chat.page.locator("input[type=file]").set_input_files(
+        {"name": "a.json", "mimeType": "application/json", "buffer": json.dumps(file).encode()}
+    )
+    chat.page.locator(".sidebar .title").click()
+    shown, button = chat.page.locator(".message"), chat.page.get_by_role("button", name="earlier")
+    expect(shown).to_have_count(200)
+    expect(shown.last).to_contain_text("message 449")
+    expect(shown.last).to_be_in_viewport()
+    expect(button).to_have_text("Show earlier messages (250)")
+    button.click()
+    expect(shown).to_have_count(400)
+    expect(shown.nth(200)).to_contain_text("message 250")
+    expect(shown.nth(200)).to_be_in_viewport()
+    button.click()
+    expect(shown).to_have_count(450)
+    expect(button).to_have_count(0)
+
+
 def test_other_tabs_see_new_conversations(visit, server):
     chat = visit(server)
     other = chat.context.new_page()

@@ -16,6 +16,7 @@ import {
 } from "./view.js";
 
 const SAVE_INTERVAL = 2000; // milliseconds, while an answer is generated
+const WINDOW = 200; // messages that are drawn at first, and more with each click
 const NEAR = 80; // pixels from the end within which the view follows an answer
 const BUILTIN = "cllm-builtin";
 const BUILTIN_EXAMPLES = [
@@ -92,11 +93,21 @@ async function generate(conversation, model, parent, events, message) {
 export function Chat({ conversation, model, events }) {
   const log = useRef();
   const isAtEnd = useRef(true);
+  const fromEnd = useRef(0); // pixels from the view's top to the end, to be kept
   const path = listPath(conversation);
+  const [begin, setBegin] = useState(path.length - WINDOW);
+  const numHidden = Math.max(0, Math.min(begin, path.length - WINDOW));
   const isBusy = isRunning(conversation);
   useLayoutEffect(() => {
-    if (isAtEnd.current) log.current.scrollTop = log.current.scrollHeight;
+    const { scrollHeight } = log.current;
+    if (fromEnd.current) log.current.scrollTop = scrollHeight - fromEnd.current;
+    else if (isAtEnd.current) log.current.scrollTop = scrollHeight;
+    fromEnd.current = 0;
   });
+  const showEarlier = () => {
+    fromEnd.current = log.current.scrollHeight - log.current.scrollTop;
+    setBegin(numHidden - WINDOW);
+  };
   const watchScroll = () => {
     const { scrollTop, clientHeight, scrollHeight } = log.current;
     isAtEnd.current = scrollHeight - scrollTop - clientHeight < NEAR;
@@ -160,7 +171,13 @@ export function Chat({ conversation, model, events }) {
       onScroll=${watchScroll}
     >
       ${!path.length && html`<${Welcome} model=${model} onPick=${(text) => ask(null, text)} />`}
-      ${path.map(
+      ${
+        numHidden > 0 &&
+        html`<button type="button" class="earlier" onClick=${showEarlier}>
+          Show earlier messages (${numHidden})
+        </button>`
+      }
+      ${path.slice(numHidden).map(
         (message) =>
           html`<${Message}
             key=${message.id}

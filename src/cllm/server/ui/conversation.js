@@ -38,8 +38,8 @@ const makeTitle = (text) => text.trim().replace(/\s+/g, " ").slice(0, 60);
 export function listPath(conversation, leaf = conversation.leaf) {
   const found = new Map(conversation.messages.map((message) => [message.id, message]));
   const path = [];
-  for (let one = found.get(leaf); one; one = found.get(one.parent)) path.unshift(one);
-  return path;
+  for (let one = found.get(leaf); one; one = found.get(one.parent)) path.push(one);
+  return path.reverse();
 }
 
 const listChildren = (conversation, id) =>
