@@ -313,7 +313,7 @@ class Scheduler(Section):
         "429. Null means no limit.",
     )
     request_timeout: float | None = Field(
-        default=3600.0,
+        default=None,
         gt=0,
         le=604800,
         description="Seconds that a request may take, including its time in the queue; null "

@@ -49,7 +49,7 @@ class Target(msgspec.Struct, frozen=True):
 
     url: str
     api_key: str | None = None
-    timeout: float = 600.0
+    timeout: float = 3600.0
     keep_alive: bool = True
     api: Api = "openai"
     pid: int = 0

@@ -157,7 +157,7 @@ class LoadOptions:
         ),
     ] = None
     timeout: Annotated[float, Parameter(validator=AboveZero, help="Seconds for each request.")] = (
-        600.0
+        3600.0
     )
     keep_alive: Annotated[
         bool, Parameter(help="Reuse connections. With some servers, this loses requests.")

@@ -19,6 +19,7 @@ LOCAL = "http://127.0.0.1:8000"
 Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
 
 NOT_OPENAI = "the server's answer does not follow OpenAI's API"
+TIMEOUT = 3600  # seconds, for the computation of a long prompt
 CONTINUATION = 256  # tokens; without a limit, a continued text might never end
 
 
@@ -44,7 +45,7 @@ def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
 
     try:
         answer = httpx2.request(
-            method, server_url(url) + path, json=body, headers=auth_headers(), timeout=600
+            method, server_url(url) + path, json=body, headers=auth_headers(), timeout=TIMEOUT
         )
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise StartupError(f"cannot connect to {url}: {error}") from None
@@ -67,7 +68,7 @@ class Remote:
         """
         import httpx2
 
-        timeout = httpx2.Timeout(600, connect=10)
+        timeout = httpx2.Timeout(TIMEOUT, connect=10)
         self.options, self.model, self.last = options, model, Answer()
         headers = auth_headers()
         try:
