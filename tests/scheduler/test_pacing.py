@@ -8,7 +8,7 @@ import pytest
 
 from cllm.backends.fake.backend import Costs
 from cllm.core.request import Priority
-from cllm.scheduler.pacing import LONG_TOKENS, PATIENCE
+from cllm.scheduler.pacing import LONG_TOKENS, PATIENCE, SHARE_BESIDE_MANY
 
 COSTS = Costs(step=0.03, row=0.01, token=0.004)
 DECODE = 0.03 + 7 * 0.01  # seconds of a step of seven streams
@@ -195,6 +195,65 @@ def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
     run(engine, lambda: bool(engine.tokens("long")))
 
 
+class LongCosts(Costs, frozen=True):
+    """Prompt tokens cost more after many others, as their attention does; in tiles of 64."""
+
+    def of(self, batch):
+        prompts = [row for row in batch.rows if row.num_tokens > 1]
+        tiles = sum(-(-row.num_tokens // 64) * (row.start + row.num_tokens / 2) for row in prompts)
+        return super().of(batch) + 64 * tiles * 1.6e-5
+
+
+def test_long_prompt_and_chats_both_get_their_share(fake_engine):
+    """Chats that begin anew again and again need time for their own prompts. They get it while the
+    long prompt has had its third of the time, and it gets its third while they wait.
+    """
+    costs = LongCosts(step=0.017, row=0.01, token=0.003)
+    engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6, engine_check=False)
+    engine.scheduler.cost.tile = 64
+    chats: set[str] = set()
+    sent = received = 0
+    spent, advanced, pauses = 0.0, 0.0, []
+
+    def run_to(end: float) -> float:
+        """Return the tokens per second of the chats."""
+        nonlocal sent, received, spent, advanced
+        begun, before = engine.now, received
+        while engine.now < end:
+            while len(chats) < 31:
+                sent += 1
+                chats.add(f"chat{sent}")
+                prompt = [sent % 250] * 59 + [sent // 250]
+                engine.add(f"chat{sent}", prompt, max_tokens=32, ignore_eos=True)
+            start = engine.now
+            outputs = engine.engine.step()
+            if any(row.seq.request.request_id == "long" for row in engine.backend.batches[-1].rows):
+                spent += engine.now - start
+                pauses.append(engine.now - advanced)
+                advanced = engine.now
+            received += sum(output.request_id in chats for output in outputs)
+            chats.difference_update(output.request_id for output in outputs if output.finish)
+        return (received - before) / (engine.now - begun)
+
+    rate_before = run_to(60)
+    engine.add("long", [251] * 6000, max_tokens=1)
+    advanced = engine.now
+    rate_beside = run_to(240)
+    assert spent / 180 == pytest.approx(SHARE_BESIDE_MANY, abs=0.05)
+    assert rate_beside / rate_before >= 0.6
+    assert max(pauses) < 10
+
+
+def test_share_of_1_computes_short_prompts_beside_a_long_one(fake_engine):
+    engine = make_engine(fake_engine, share=1.0)
+    start_streams(engine, 2)
+    engine.add("long", [5] * 4000, max_tokens=2)
+    engine.step()
+    engine.add("short", [6] * 50, max_tokens=2)
+    run(engine, lambda: bool(engine.tokens("short")))
+    assert not engine.tokens("long")
+
+
 def test_prompt_of_a_higher_class_than_all_streams_is_not_held_back(fake_engine):
     """It is computed in every step, whatever time other prompts have used."""
     engine = make_engine(fake_engine)
@@ -265,7 +324,7 @@ def test_interrupted_step_gives_prompts_no_credit(fake_engine):
     start_streams(engine, 7)
     engine.backend._sleep = lambda seconds: engine.sleep(seconds + 600)
     engine.step()
-    assert engine.scheduler.pacing.prompts < 10
+    assert engine.scheduler.pacing.short_prompts.seconds < 10
 
 
 def test_prompts_one_after_the_other_get_their_share_together(fake_engine):

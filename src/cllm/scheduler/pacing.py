@@ -1,14 +1,14 @@
 """Divides time between decoding sequences, prompts, and sequences so long that they would slow down
 all others.
 
-Two accounts of seconds, as in deficit round robin (Shreedhar and Varghese, 1995): whoever has used
-time waits until the others have had their share.
+Accounts of seconds, as in deficit round robin (Shreedhar and Varghese, 1995): whoever has used time
+waits until the others have had their share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Run
 
 from cllm.core.batch import Row
@@ -32,11 +32,31 @@ LARGEST_SHARE = 0.95  # of the time, for however many prompts
 OUTLIER = 2.0  # time that is charged: at most this many times what is usual, half of it at least
 
 
+class Lane:
+    """Prompts whose time is counted together. ``seconds``: what they may use beside other work.
+    ``share``: of the time, that they get.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.seconds = 0.0
+        self.share = share
+
+    def observe(self, used: float, others: float) -> None:
+        """Note the seconds that the lane's prompts have used in a step, and the others' seconds."""
+        if others:
+            earned = others * self.share / (1 - self.share)
+            self.seconds = min(earned, self.seconds - used + earned)
+        else:
+            self.seconds -= used
+
+
 class Pacing:
-    """``prompts``: seconds that prompts may use beside decoding sequences. ``waited``: seconds
-    that prompts and side jobs have used since the last step that decoded. ``long_rows``: seconds
-    for decoding sequences that cost more than all others together. ``paused``: those of them that
-    get no row in this step.
+    """``waited``: seconds that prompts and side jobs have used since the last step that decoded.
+    ``long_rows``: seconds for decoding sequences that cost more than all others together.
+    ``paused``: those of them that get no row in this step.
+
+    Long prompts have a lane of their own, beside which streams and short prompts go on as without
+    them: what a long prompt has used is not held against short ones, and the other way round.
     """
 
     def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
@@ -47,20 +67,15 @@ class Pacing:
         self._weights = params.weights
         self._weight = 1.0  # of the long sequences' accounts, relative to the others
         self._share = params.prefill_share
-        self.prompts = 0.0
+        self.short_prompts, self.long_prompts = Lane(self._share), Lane(self._share)
         self.waited = 0.0
         self.long_rows = 0.0
         self.paused: set[Sequence] = set()
         self._costly: set[Sequence] = set()  # decoding ones that cost more than all others together
         self._head: Sequence | None = None  # the prompt that is served first
-        self._is_odd = False
-        self._num_prompts = 0  # unfinished ones of the head's class or a higher one
-        self._num_rivals = 0  # streams of the head's class or a higher one
-        self._num_above = 0  # those of a higher one
+        self._served = self.short_prompts  # the lane of the head
         self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts were the head
-        self._head_seconds = 0.0  # of the head
         self._decodes = False  # whether there are streams
-        self._is_long = False
 
     def select(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences that lack one token and get a row in the next step that decodes."""
@@ -99,28 +114,67 @@ class Pacing:
     def _mean_weight(self, seqs: list[Sequence]) -> float:
         return sum(self._weights.get(seq.request.account, 1.0) for seq in seqs) / len(seqs)
 
-    def allows_prompts(self, decoding: Run[Sequence], lacking: Run[Sequence]) -> bool:
-        """Return whether the prompts of ``lacking`` may be computed in this step, beside rows for
-        ``decoding``.
+    def select_prompts(
+        self,
+        decoding: list[Sequence],
+        lacking: list[Sequence],
+        precedes: Callable[[Sequence, Sequence], bool],
+    ) -> list[Sequence]:
+        """Return the prompts of ``lacking`` that may be computed in this step, beside rows for
+        ``decoding``: long ones, short ones or none.
+
+        ``precedes``: see PromptOrder, which has sorted ``lacking``.
         """
         self._decodes = bool(decoding)
-        head = self._head = lacking[0] if lacking else None
         self._spent = {seq: self._spent[seq] for seq in lacking if seq in self._spent}
-        if head is None:
-            self._head_seconds = 0.0
-            self._num_prompts = self._num_rivals = self._num_above = 0
+        self._head = lacking[0] if lacking else None
+        if self._share == 1:
+            return lacking
+        long = [seq for seq in lacking if self._takes_long(seq)]
+        short = [seq for seq in lacking if seq not in long] if long else lacking
+        if long and short:
+            if precedes(long[0], short[0]):
+                short = []
+            elif precedes(short[0], long[0]):
+                long = []
+        may_long = self._update(self.long_prompts, long, decoding, short)
+        may_short = self._update(self.short_prompts, short, decoding, [])
+        chosen = long if may_long else short if may_short else []
+        self._served = self.long_prompts if may_long else self.short_prompts
+        self._head = chosen[0] if chosen else None
+        return chosen
+
+    def _takes_long(self, seq: Sequence) -> bool:
+        left = self._cost.estimate_prefill(seq.num_lacking_tokens, seq.num_computed_tokens)
+        return self._spent.get(seq, 0.0) + left > LONG_STEPS * self._cost.row_seconds
+
+    def _update(
+        self, lane: Lane, prompts: Run[Sequence], streams: Run[Sequence], short: Run[Sequence]
+    ) -> bool:
+        """Choose the share of a lane with ``prompts``, as the scheduler sorts them, beside
+        ``streams`` and, if they are long, ``short`` prompts. Return whether it may be served now.
+        """
+        lane.share = self._share
+        if not prompts:
+            return False
+        priority = prompts[0].effective_priority
+        rivals = [seq for seq in (*streams, *short) if seq.effective_priority <= priority]
+        if not rivals:
+            lane.seconds = 0.0
             return True
-        self._head_seconds = self._spent.get(head, 0.0)
-        left = self._cost.estimate_prefill(head.num_lacking_tokens, head.num_computed_tokens)
-        self._is_long = self._head_seconds + left > LONG_STEPS * self._cost.row_seconds
-        priority = head.effective_priority
-        self._num_prompts = sum(seq.effective_priority <= priority for seq in lacking)
-        self._num_rivals = sum(seq.effective_priority <= priority for seq in decoding)
-        self._num_above = sum(seq.effective_priority < priority for seq in decoding)
-        if not self._num_rivals or self._share == 1:
-            self.prompts = 0.0
-            return True
-        return self.prompts >= 0
+        spent = self._spent.get(prompts[0], 0.0)
+        num_prompts = sum(seq.effective_priority <= priority for seq in prompts)
+        num_above = sum(seq.effective_priority < priority for seq in rivals)
+        if spent <= PATIENCE and num_prompts > 1 and 2 * num_above <= len(rivals):
+            # each further prompt counts as much as MANY_STREAMS streams
+            waiting = MANY_STREAMS * (num_prompts - 1)
+            share = min(LARGEST_SHARE, waiting / (waiting + len(rivals)))
+            lane.share = max(lane.share, share)
+        if spent > PATIENCE or short:
+            lane.share = min(lane.share, USUAL_SHARE)
+        if lane is self.long_prompts and len(rivals) > MANY_STREAMS * num_prompts:
+            lane.share = min(lane.share, SHARE_BESIDE_MANY)
+        return lane.seconds >= 0
 
     def target_itl(self, num_running: int) -> float:
         """Return the seconds between two tokens of a sequence that prompts may cause."""
@@ -158,7 +212,7 @@ class Pacing:
 
     def reserve(self, share: float, num_running: int) -> bool:
         """See ``Scheduler.reserve``."""
-        if self.prompts < 0 and self._decodes:
+        if self.short_prompts.seconds < 0 and self._decodes:
             return False
         target = self.target_itl(num_running)
         if math.isfinite(target):
@@ -169,12 +223,7 @@ class Pacing:
         """Note that something else than prompts has used ``seconds`` of their time."""
         self.waited += seconds
         if self._decodes and self._share < 1:
-            self.prompts -= seconds
-
-    def alternate(self) -> bool:
-        """Return True and False in turn, for the steps that compute prompts."""
-        self._is_odd = not self._is_odd
-        return self._is_odd
+            self.short_prompts.seconds -= seconds
 
     def observe(self, step: Step, rows: Run[Row]) -> None:
         """Learn what ``step`` has cost, and note what it was used for."""
@@ -193,17 +242,14 @@ class Pacing:
             decode = min(decode, OUTLIER * expected)
         costly = [row for row in rows if row.seq in self._costly]
         long = min(decode, self._cost.estimate_long_row(count_long_tokens(costly)))
-        self._head_seconds += prefill
         if self._head is not None:
-            self._spent[self._head] = self._head_seconds
-        share = self._choose_share()
-        if share == 1:
-            self.prompts = 0.0
-        elif num_rows:
-            earned = decode * share / (1 - share)
-            self.prompts = min(earned, self.prompts - prefill + earned)
-        else:
-            self.prompts -= prefill
+            self._spent[self._head] = self._spent.get(self._head, 0.0) + prefill
+        if self._share < 1:
+            streams = decode if num_rows else 0.0
+            is_long = self._served is self.long_prompts
+            self.short_prompts.observe(0.0 if is_long else prefill, streams)
+            others = streams if is_long else streams + prefill
+            self.long_prompts.observe(prefill if is_long else 0.0, others)
         self.waited = 0.0 if num_rows else self.waited + seconds
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
@@ -219,25 +265,6 @@ class Pacing:
         prefill = cost.estimate_prefill(num_tokens, count_tokens_before(rows))
         most = cost.row_seconds  # tokens of one step never take longer than one by one
         return (decode or most * num_decoding) + (prefill or most * num_tokens)
-
-    def _choose_share(self) -> float:
-        """Return the share of the time for prompts in a step like the last one."""
-        share, streams = self._share, self._num_rivals
-        if share == 1:
-            return share
-        if self._head_seconds > PATIENCE:
-            share = min(share, USUAL_SHARE)
-        if self._is_long and streams > MANY_STREAMS * self._num_prompts:
-            return min(share, SHARE_BESIDE_MANY)
-        if (
-            self._head_seconds <= PATIENCE
-            and self._num_prompts > 1
-            and 2 * self._num_above <= streams
-        ):
-            # each further prompt counts as much as MANY_STREAMS streams
-            waiting = MANY_STREAMS * (self._num_prompts - 1)
-            share = max(share, min(LARGEST_SHARE, waiting / (waiting + streams)))
-        return share
 
 
 def is_long(num_tokens: int) -> bool:

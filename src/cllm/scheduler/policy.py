@@ -157,20 +157,13 @@ class Fair(Priorities):
 
 
 def split_prefill_budget(
-    lacking: list[Sequence],
-    budget: int,
-    efficient_tokens: float,
-    undivided: int = 0,
-    *,
-    short_first: bool = False,
+    lacking: list[Sequence], budget: int, efficient_tokens: float, undivided: int = 0
 ) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
     ``lacking``: as ``PromptOrder`` sorts them, in which order they are served. But up to half of
     the budget first goes to sequences of the head's class that lack less than half of its tokens.
-    So short prompts do not wait for a long one, and cannot delay it forever. With ``short_first``,
-    which should alternate, they may take all of it, because half may be too small for one; the
-    first of them is divided if need be. Once
+    So shorter prompts do not wait for a longer one, and cannot delay it forever. Once
     ``efficient_tokens`` have been assigned, no further prompt starts. Prompts that are computed
     together all get their first tokens when the last one does. If they are computed one after the
     other, all except the last get theirs sooner. A prompt of at most ``undivided`` tokens that does
@@ -180,25 +173,21 @@ def split_prefill_budget(
     if not lacking:
         return
     first = lacking[0]
-    half = (budget + 1) // 2
-    left = budget - (0 if short_first else min(first.num_lacking_tokens, half))
+    left = budget - min(first.num_lacking_tokens, (budget + 1) // 2)
     short: set[Sequence] = set()
     for seq in lacking[1:]:
         lacks = seq.num_lacking_tokens
         is_short = 2 * lacks < first.num_lacking_tokens
-        share = min(lacks, left) if short_first and not short else lacks
-        if is_short and share <= left and seq.effective_priority == first.effective_priority:
-            left -= share
-            budget -= share
+        if is_short and lacks <= left and seq.effective_priority == first.effective_priority:
+            left -= lacks
+            budget -= lacks
             short.add(seq)
-            yield seq, share
-    if short_first and budget < half:
-        budget = 0  # a small part of a long prompt costs a pass, too
+            yield seq, lacks
     for seq in lacking:
         if seq not in short:
             lacks = seq.num_lacking_tokens
             share = min(lacks, budget) if efficient_tokens > 0 else 0
-            if share < lacks <= undivided and (seq is not first or (short_first and short)):
+            if share < lacks <= undivided and seq is not first:
                 share = budget = 0
             budget -= share
             efficient_tokens -= share

@@ -94,12 +94,12 @@ class Scheduler(Sequences):
         others = {*decoding} | self.pacing.paused
         lacking = [seq for seq in self.running if seq not in others and self.turns.includes(seq)]
         self._prompt_order.sort(lacking, self.waiting.policy, now)
-        if self.pacing.allows_prompts(decoding, lacking):
+        if prompts := self.pacing.select_prompts(decoding, lacking, self._prompt_order.precedes):
             self.step.prefill_budget = self.pacing.compute_budget(
                 rows, decoding, len(self.running), self.params.max_num_batched_tokens, layout
             )
-            rows += self._prefill(rows, lacking, operations)
-        else:
+            rows += self._prefill(rows, prompts, operations)
+        elif lacking:
             self.step.blocked = self.step.blocked or DecodingFirst()
         if separates and not rows:
             rows = self._decode(decoding, operations)
@@ -188,8 +188,7 @@ class Scheduler(Sequences):
                 lacking,
                 self.step.prefill_budget,
                 self.cost.efficient_prefill_tokens,
-                undivided := self.kv_cache.layout.undivided,
-                short_first=undivided > 0 and self.pacing.alternate(),
+                self.kv_cache.layout.undivided,
             )
         )
         rows: list[Row] = []
@@ -209,7 +208,7 @@ class Scheduler(Sequences):
                 del unserved[seq]
                 rows.append(self._make_row(seq, count))
         if rows:
-            self._prompt_order.advance()
+            self._prompt_order.advance(rows)
         return rows
 
     def _make_room(
