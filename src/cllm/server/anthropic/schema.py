@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -72,11 +73,7 @@ class Tool(Body):
     def _of_the_client(self) -> Tool:
         if self.type not in (None, "custom"):
             raise ValueError(f"the tool '{self.type[:60]}' is not available: {NOWHERE}")
-        if not (
-            0 < len(self.name) <= 128
-            and self.name.isascii()
-            and self.name.replace("-", "_").isidentifier()
-        ):
+        if not re.fullmatch(r"[a-zA-Z0-9_-]{1,128}", self.name):
             raise ValueError("a tool's name must have 1 to 128 letters, digits, _ and -")
         if self.input_schema is None:
             raise ValueError("a tool must have an input_schema")

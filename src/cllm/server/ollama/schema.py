@@ -108,7 +108,8 @@ class Options(Body):
             )
 
 
-DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+MAX_DURATION = 100  # characters
 FOR_EVER = 1e9  # seconds, 31 years
 UNITS = {
     "ns": 1e-9,
@@ -129,7 +130,7 @@ def parse_duration(value: float | str) -> float:
     text, sign = value.strip().lstrip("+-"), -1 if value.strip().startswith("-") else 1
     if text[-1:].isdigit():
         text += "s"
-    parts = DURATION.findall(text)
+    parts = DURATION.findall(text) if len(text) <= MAX_DURATION else []
     if not parts or "".join(map("".join, parts)) != text:
         raise ValueError(f"{value[:40]!r} is not a duration such as 5m")
     return sign * sum(float(number) * UNITS[unit] for number, unit in parts)

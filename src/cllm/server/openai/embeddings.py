@@ -40,7 +40,7 @@ class EmbeddingsBody(TermsBody):
 
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
