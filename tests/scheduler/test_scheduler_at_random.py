@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 import cllm.scheduler
-from cllm.backends.fake.backend import Faults
+from cllm.backends.fake.backend import Costs, Faults
 from cllm.core.request import Priority, Request
 from cllm.kv_cache import layouts, ledger, model_state, snapshots
 from cllm.kv_cache.naive import NaiveCache
@@ -241,6 +241,12 @@ LAYOUTS = {
     "checkpoint": {"max_num_seqs": 3, "can_trim": False, "engine_ram_cache_bytes": 300},
     "speculating": {"engine_speculation": "prompt_lookup"},
     "first come first served": {"engine_policy": "fcfs"},
+    # prompts of more than 12 tokens are long
+    "long and short prompts": {
+        "engine_prefill_share": 0.5,
+        "layout": "paged",
+        "costs": Costs(step=0.01, row=0.005, token=0.05),
+    },
 }
 
 

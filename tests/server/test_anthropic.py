@@ -167,6 +167,18 @@ def test_system_prompt_and_blocks_reach_the_template(client, system):
     assert with_system > without
 
 
+def test_tool_name_may_begin_with_a_digit(client):
+    tool = {"name": "2fa-check", "input_schema": {"type": "object"}}
+    answer = client.messages.create(
+        model="cllm-builtin",
+        max_tokens=5,
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=[tool],
+        tool_choice={"type": "none"},
+    )
+    assert answer.role == "assistant"
+
+
 def test_consecutive_messages_of_one_role_are_merged(client):
     """Some templates require alternating roles."""
     parts = [{"role": "user", "content": "What is 27"}, {"role": "user", "content": "plus 45?"}]

@@ -50,6 +50,13 @@ def test_four_forms_of_input_are_accepted(fake_server, given) -> None:
     assert np.allclose(answer["data"][0]["embedding"], right("hello"), atol=1e-5)
 
 
+def test_null_means_the_default_format(fake_server) -> None:
+    """LiteLLM sends it."""
+    body = {"input": "hello", "encoding_format": None}
+    answer = fake_server.client.post("/v1/embeddings", json=body).json()
+    assert np.allclose(answer["data"][0]["embedding"], right("hello"), atol=1e-5)
+
+
 def test_base64_encodes_float32(fake_server) -> None:
     body = {"input": "hello", "encoding_format": "base64"}
     text = fake_server.client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]

@@ -19,7 +19,7 @@ LOCAL = "http://127.0.0.1:8000"
 Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
 
 NOT_OPENAI = "the server's answer does not follow OpenAI's API"
-TIMEOUT = 3600  # seconds, for the computation of a long prompt
+TIMEOUT = 3600  # seconds; the server may compute a long prompt before it answers
 CONTINUATION = 256  # tokens; without a limit, a continued text might never end
 
 

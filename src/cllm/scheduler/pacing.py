@@ -33,8 +33,8 @@ OUTLIER = 2.0  # time that is charged: at most this many times what is usual, ha
 
 
 class Lane:
-    """Prompts whose time is counted together. ``seconds``: what they may use beside other work.
-    ``share``: of the time, that they get.
+    """Prompts that share one account of time. ``seconds``: the balance; while it is negative, the
+    prompts wait. ``share``: the lane's part of all time, below 1.
     """
 
     def __init__(self, share: float) -> None:
@@ -42,7 +42,9 @@ class Lane:
         self.share = share
 
     def observe(self, used: float, others: float) -> None:
-        """Note the seconds that the lane's prompts have used in a step, and the others' seconds."""
+        """Charge the seconds that the lane's prompts have ``used`` in a step, and add what they
+        earn from the seconds of ``others``.
+        """
         if others:
             earned = others * self.share / (1 - self.share)
             self.seconds = min(earned, self.seconds - used + earned)
@@ -55,8 +57,8 @@ class Pacing:
     ``long_rows``: seconds for decoding sequences that cost more than all others together.
     ``paused``: those of them that get no row in this step.
 
-    Long prompts have a lane of their own, beside which streams and short prompts go on as without
-    them: what a long prompt has used is not held against short ones, and the other way round.
+    Long and short prompts have separate lanes. So a short prompt does not wait because a long one
+    has used its share, and many short ones do not use up the share of a long one.
     """
 
     def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
@@ -151,8 +153,9 @@ class Pacing:
     def _update(
         self, lane: Lane, prompts: Run[Sequence], streams: Run[Sequence], short: Run[Sequence]
     ) -> bool:
-        """Choose the share of a lane with ``prompts``, as the scheduler sorts them, beside
-        ``streams`` and, if they are long, ``short`` prompts. Return whether it may be served now.
+        """Choose the share of ``lane`` and return whether its ``prompts`` may be computed now.
+
+        ``streams`` compete with the prompts for time, and so do ``short`` prompts with long ones.
         """
         lane.share = self._share
         if not prompts:

@@ -25,8 +25,8 @@ class PromptOrder:
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
-        self._num_steps = 0  # that computed prompts since an aged one was computed
-        self._aged: Sequence | None = None  # the one that comes first for its age
+        self._num_steps = 0  # steps with prompts since the last one that computed an aged prompt
+        self._aged: Sequence | None = None  # the prompt that comes first because of its age
         self._ranks: dict[Sequence, tuple[Any, ...]] = {}
 
     def sort(self, seqs: list[Sequence], policy: Policy, now: float) -> None:
@@ -56,7 +56,9 @@ class PromptOrder:
                 seqs.insert(0, oldest)
 
     def precedes(self, one: Sequence, other: Sequence) -> bool:
-        """Return whether ``one`` comes before ``other`` by more than its arrival and its size."""
+        """Return whether class, policy or age puts ``one`` before ``other``, and not only arrival
+        and size.
+        """
         if self._aged in (one, other):
             return one is self._aged
         return self._ranks[one] < self._ranks[other]
