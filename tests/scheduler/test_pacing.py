@@ -214,15 +214,18 @@ def test_long_prompt_and_chats_both_get_their_share(fake_engine):
     chats: set[str] = set()
     sent = received = 0
     spent, advanced, pauses = 0.0, 0.0, []
+    asked: dict[str, float] = {}
+    waits, ended = [], set()
 
     def run_to(end: float) -> float:
-        """Return the tokens per second of the chats."""
+        """Return the tokens per second of the chats. Stop earlier if the long prompt ends."""
         nonlocal sent, received, spent, advanced
         begun, before = engine.now, received
-        while engine.now < end:
+        while engine.now < end and "long" not in ended:
             while len(chats) < 31:
                 sent += 1
                 chats.add(f"chat{sent}")
+                asked[f"chat{sent}"] = engine.now
                 prompt = [sent % 250] * 59 + [sent // 250]
                 engine.add(f"chat{sent}", prompt, max_tokens=32, ignore_eos=True)
             start = engine.now
@@ -232,7 +235,10 @@ def test_long_prompt_and_chats_both_get_their_share(fake_engine):
                 pauses.append(engine.now - advanced)
                 advanced = engine.now
             received += sum(output.request_id in chats for output in outputs)
-            chats.difference_update(output.request_id for output in outputs if output.finish)
+            answered = {output.request_id for output in outputs} & asked.keys()
+            waits.extend(engine.now - asked.pop(name) for name in answered)
+            ended.update(output.request_id for output in outputs if output.finish)
+            chats.difference_update(ended)
         return (received - before) / (engine.now - begun)
 
     rate_before = run_to(60)
@@ -242,6 +248,76 @@ def test_long_prompt_and_chats_both_get_their_share(fake_engine):
     assert spent / 180 == pytest.approx(SHARE_BESIDE_MANY, abs=0.05)
     assert rate_beside / rate_before >= 0.6
     assert max(pauses) < 10
+    run_to(1000)
+    assert "long" in ended
+    assert max(waits) < 20, "chats wait until the long prompt ends"
+
+
+def test_short_prompts_do_not_wait_for_a_long_one_of_another_account(fake_engine):
+    """Although its account has been served less."""
+    costs = LongCosts(step=0.017, row=0.01, token=0.003)
+    engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6, engine_check=False)
+    for i in range(20):
+        engine.add(f"stream{i}", [i + 1] * 20, "chats", max_tokens=9000, ignore_eos=True)
+    run(engine, lambda: all(engine.tokens(f"stream{i}") for i in range(20)))
+    engine.add("long", [251] * 3000, "reports", max_tokens=1)
+    waits = []
+    while not engine.tokens("long"):
+        begun, name = engine.now, f"chat{len(waits)}"
+        engine.add(name, [60 + len(waits) % 150] * 50, "chats", max_tokens=1)
+        run(engine, lambda name=name: bool(engine.tokens(name)))
+        waits.append(engine.now - begun)
+        engine.outputs = [output for output in engine.outputs if output.request_id == "long"]
+    assert len(waits) > 100
+    assert max(waits) < 15
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0])
+def test_long_sequence_decodes_beside_endless_short_prompts(fake_engine, share):
+    """It is paused to learn what the others cost, which only a step without prompts tells."""
+    costs = Costs(step=0.02, row=0.001, token=0.0005, context=0.000005)
+    engine = make_engine(fake_engine, share=share, target=0.1, costs=costs, max_num_seqs=8)
+    engine.add("long", [5] * 4000, max_tokens=3000, ignore_eos=True)
+    run(engine, lambda: len(engine.tokens("long")) > 20)
+    engine.add("short", [6] * 50, max_tokens=5000, ignore_eos=True)
+    engine.outputs, last, pauses = [], engine.now, []
+    for number in range(200):
+        engine.add(f"chat{number}", [number] * 120, max_tokens=4, ignore_eos=True)
+        engine.step()
+        if any(output.request_id == "long" for output in engine.outputs):
+            pauses.append(engine.now - last)
+            last, engine.outputs = engine.now, []
+    assert max([engine.now - last, *pauses]) < 5
+
+
+def test_streams_are_steady_beside_a_prompt_of_another_adapter(fake_engine):
+    costs = Costs(step=0.03, row=0.01, token=0.01)
+    engine = make_engine(fake_engine, costs=costs, target=0.6)
+    start_streams(engine, 4)
+    engine.add("long", [5] * 4000, max_tokens=1, adapters=(("poet", 1.0),), cache_salt="poet")
+    last, longest = engine.now, 0.0
+    while not engine.tokens("long"):
+        num_tokens = len(engine.tokens("stream0"))
+        engine.step()
+        if len(engine.tokens("stream0")) > num_tokens:
+            longest, last = max(longest, engine.now - last), engine.now
+    assert longest < 0.7
+
+
+def test_time_of_a_prompt_is_remembered_while_another_adapter_has_its_turn(fake_engine):
+    engine = make_engine(fake_engine, costs=Costs(step=0.03, row=0.01, token=0.02))
+    start_streams(engine, 4)
+    poet = {"adapters": (("poet", 1.0),), "cache_salt": "poet"}
+    engine.add("poet", [99] * 20, max_tokens=9000, ignore_eos=True, **poet)
+    run(engine, lambda: bool(engine.tokens("poet")))
+    engine.add("long", [5] * 6000, max_tokens=1)
+    most = 0.0
+    while not engine.tokens("long"):
+        engine.step()
+        most = max([most, *engine.scheduler.pacing._spent.values()])
+    assert most > PATIENCE
+    engine.step()
+    assert not engine.scheduler.pacing._spent
 
 
 def test_share_of_1_computes_short_prompts_beside_a_long_one(fake_engine):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Run
 
 from cllm.core.batch import Row
-from cllm.core.sequence import Sequence
+from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.layouts import Layout
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.step_cost import StepCost
@@ -34,7 +34,7 @@ OUTLIER = 2.0  # time that is charged: at most this many times what is usual, ha
 
 class Lane:
     """Prompts that share one account of time. ``seconds``: the balance; while it is negative, the
-    prompts wait. ``share``: the lane's part of all time, below 1.
+    prompts wait. ``share``: the lane's part of the time of its prompts and their rivals, below 1.
     """
 
     def __init__(self, share: float) -> None:
@@ -78,18 +78,21 @@ class Pacing:
         self._served = self.short_prompts  # the lane of the head
         self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts were the head
         self._decodes = False  # whether there are streams
+        self._others_decode = False  # the same, whatever their adapter
+        self._learns = False  # whether long ones are paused to learn what the others cost
 
     def select(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences that lack one token and get a row in the next step that decodes."""
         decoding = [seq for seq in running if seq.num_lacking_tokens == 1]
-        self.paused, self._costly = set(), set()
+        self._others_decode = bool(decoding)
+        self.paused, self._costly, self._learns = set(), set(), False
         short = [seq for seq in decoding if not is_long(seq.num_tokens)]
         if len(short) == len(decoding):
             self.long_rows = 0.0
             return decoding
         rest = 0.0 if self._cost.includes_long else self._cost.estimate_decode(len(short))
-        if short and not rest:  # learn what the others cost
-            self.paused = {*decoding}.difference(short)
+        if short and not rest:
+            self.paused, self._learns = {*decoding}.difference(short), True
             return short
         costs = {
             seq: self._cost.estimate_long_row(seq.num_tokens)
@@ -128,14 +131,22 @@ class Pacing:
         ``precedes``: see PromptOrder, which has sorted ``lacking``.
         """
         self._decodes = bool(decoding)
-        self._spent = {seq: self._spent[seq] for seq in lacking if seq in self._spent}
+        self._spent = {  # also of those whose adapter does not have its turn
+            seq: seconds
+            for seq, seconds in self._spent.items()
+            if seq.status is Status.RUNNING and seq.num_lacking_tokens > 1
+        }
+        if self._learns and decoding:  # only a step without prompts teaches that
+            self._head = None
+            return []
         self._head = lacking[0] if lacking else None
         if self._share == 1:
             return lacking
         long = [seq for seq in lacking if self._takes_long(seq)]
-        short = [seq for seq in lacking if seq not in long] if long else lacking
+        among_long = {*long}
+        short = [seq for seq in lacking if seq not in among_long]
         if long and short:
-            if precedes(long[0], short[0]):
+            if long[0].effective_priority < short[0].effective_priority:
                 short = []
             elif precedes(short[0], long[0]):
                 long = []
@@ -211,7 +222,8 @@ class Pacing:
                 return 0
         offset = layout.tile_offset(num_tokens, self._cost.tile)
         space = max_tokens - num_tokens
-        return self._cost.compute_prefill_budget(space, len(decoding), seconds, offset, num_before)
+        num_rows = len(decoding) or int(self._others_decode)
+        return self._cost.compute_prefill_budget(space, num_rows, seconds, offset, num_before)
 
     def reserve(self, share: float, num_running: int) -> bool:
         """See ``Scheduler.reserve``."""
