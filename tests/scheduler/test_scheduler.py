@@ -1023,3 +1023,59 @@ def test_request_that_waits_for_a_prefix_takes_no_place(fake_engine):
     engine.step()
     assert engine.scheduler.statistics.num_parked == 0
     engine.finish()
+
+
+def test_leader_has_the_class_of_its_followers_only_while_they_wait(fake_engine):
+    engine = fake_engine(max_num_batched_tokens=16, max_num_seqs=2, num_cells=2000, length=1000)
+    prefix = [7] * 100
+    engine.add("leader", [*prefix, 1], priority=Priority.BATCH, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("urgent", [*prefix, 2], priority=Priority.INTERACTIVE, max_tokens=3)
+    engine.step()
+    (leader,) = engine.scheduler.running
+    assert leader.effective_priority == Priority.INTERACTIVE
+    while "urgent.0" not in engine.ends():
+        engine.step()
+    assert leader.effective_priority == Priority.BATCH
+
+
+def test_leader_of_an_aborted_follower_returns_to_its_class(fake_engine):
+    engine = fake_engine(max_num_batched_tokens=16, max_num_seqs=2, num_cells=2000, length=1000)
+    prefix = [7] * 100
+    engine.add("leader", [*prefix, 1], priority=Priority.BATCH, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("urgent", [*prefix, 2], priority=Priority.INTERACTIVE)
+    engine.step()
+    engine.abort("urgent")
+    engine.step()
+    (leader,) = engine.scheduler.running
+    assert leader.effective_priority == Priority.BATCH
+
+
+@pytest.mark.parametrize(("size", "num_parked"), [(500, 0), (300, 1)])
+def test_lower_class_is_parked_only_if_that_makes_enough_room(fake_engine, size, num_parked):
+    """The cells of a prefix that those above share are counted once."""
+    engine = fake_engine(
+        context_length=1000,
+        max_num_seqs=8,
+        num_cells=1000,
+        max_num_batched_tokens=256,
+        length=10_000,
+    )
+    above = {"max_tokens": 50, "ignore_eos": True, "priority": Priority.INTERACTIVE}
+    for number in range(3):
+        engine.add(f"above{number}", [1] * 500 + [number], **above)
+        engine.step()
+    while engine.scheduler.deferred or engine.scheduler.waiting:
+        engine.step()
+    batch = {"max_tokens": 200, "ignore_eos": True, "priority": Priority.BATCH}
+    engine.add("batch", [10] * 50, **batch)
+    engine.step()
+    engine.step()
+    assert len(engine.scheduler.running) == 4
+    engine.add("head", [2] * size, max_tokens=10, priority=Priority.INTERACTIVE)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.statistics.num_parked == num_parked

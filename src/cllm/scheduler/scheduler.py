@@ -14,7 +14,6 @@ from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutp
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.tiers import Snapshot, StorageTier
-from cllm.scheduler.length_estimates import LengthEstimates
 from cllm.scheduler.pacing import Pacing
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.placement import arrange
@@ -32,6 +31,7 @@ from cllm.scheduler.sequences import Sequences
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import Step
+from cllm.scheduler.waiting import AGED
 
 NOTHING: Mapping[int, Logprobs] = {}
 
@@ -58,7 +58,6 @@ class Scheduler(Sequences):
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile, params.row_seconds)
         self.pacing = Pacing(self.cost, params)
-        self.length_estimates = LengthEstimates()
         self._prompt_order = PromptOrder(self.cost)
         self.turns.weights = params.weights
 
@@ -301,11 +300,6 @@ class Scheduler(Sequences):
             return None
         return TooFewCells(seq.name, need, growth, num_available)
 
-    def _estimate_growth(self, *seqs: Sequence) -> int:
-        """Return the number of further cells that running sequences will probably need."""
-        estimate, num_cells = self.length_estimates.estimate_length, self.kv_cache.count_cells
-        return sum(estimate(seq) - num_cells(seq.seq_id) for seq in seqs)
-
     def _admit(
         self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]
     ) -> list[Operation]:
@@ -356,23 +350,20 @@ class Scheduler(Sequences):
         """
         if not self.running or (head := self.waiting.head(now)) is None:
             return
-        is_higher = self.running.tail.effective_priority > head.effective_priority
-        rivals = [] if is_higher else self.running.list_rivals(head, self.waiting, now)
-        if not is_higher and not rivals:
+        priority = head.effective_priority
+        lower = [seq for seq in self.running if seq.effective_priority > priority]
+        rivals = lower or self.running.list_rivals(head, self.waiting, now)
+        match = self.kv_cache.find(head) if rivals else Match()
+        if not rivals or (match.must_wait and not lower):
             return
-        match, growth = self.kv_cache.find(head), self._estimate_growth(*self.running)
-        shortage = self._find_shortage(head, match, growth)
-        if not shortage and self.kv_cache.seq_ids.num_free:
+        shortage = self._find_shortage(head, match, self._estimate_growth(*self.running))
+        if shortage:
+            kept = [seq for seq in self.running if seq not in rivals]
+            if shortage.needed + self._estimate_cells(kept) > self.kv_cache.cells.size:
+                return  # parking all of them would not help
+        elif self.kv_cache.seq_ids.num_free:
             return
-        if is_higher:
-            self._pending_operations += self._park(self.running.tail)
-        elif not match.must_wait and (
-            not shortage
-            or shortage.missing
-            <= self._estimate_growth(*rivals)
-            + sum(self.kv_cache.count_private_cells(seq.seq_id) for seq in rivals)
-        ):
-            self._pending_operations += self._park(rivals[-1])
+        self._pending_operations += self._park(rivals[-1])
 
     # --- results ---------------------------------------------------------------------------------
 
@@ -466,7 +457,10 @@ class Scheduler(Sequences):
             return
         if seq.num_computed_tokens in self._list_checkpoints(seq):
             self._pending_operations += self.kv_cache.checkpoint(seq)
-        self._requeue(self.deferred.take_ready_followers(seq))
+        if self.deferred.count_awaited(seq):
+            self._requeue(self.deferred.take_ready_followers(seq))
+            if seq.effective_priority != AGED:
+                self._restore_priority(seq)
 
     def _report_prompt_logprobs(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
         seq.num_pending_prompt_logprobs -= len(logprobs)

@@ -21,6 +21,7 @@ from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.adapter_turns import AdapterTurns
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expiries import Expiries
+from cllm.scheduler.length_estimates import LengthEstimates
 from cllm.scheduler.policy import Policy
 from cllm.scheduler.running import Running
 from cllm.scheduler.speculation import Speculation
@@ -56,6 +57,7 @@ class Sequences:
         self.running = Running()
         self.deferred = Deferred()
         self.turns = AdapterTurns()
+        self.length_estimates = LengthEstimates()
         self.statistics = Statistics()
         self.step = Step(0.0)  # the current or last one
         self._speculation = speculation
@@ -130,9 +132,7 @@ class Sequences:
             if seq in self.waiting:
                 self.waiting.move(seq, priority)
             elif seq.status is Status.RUNNING:
-                followers = self.deferred.list_followers(seq)
-                highest = min((one.effective_priority for one in followers), default=priority)
-                self.running.move(seq, min(priority, highest))
+                self._restore_priority(seq)
             else:
                 seq.effective_priority = priority
 
@@ -140,6 +140,24 @@ class Sequences:
         if seq.request.request_id in self._yielding:
             return YIELDING
         return self.waiting.policy.effective_priority(seq)
+
+    def _restore_priority(self, seq: Sequence) -> None:
+        """Move a running sequence to its own class, or to that of a follower if it is higher."""
+        followers = self.deferred.list_followers(seq)
+        priorities = [one.effective_priority for one in followers]
+        self.running.move(seq, min([self._choose_priority(seq), *priorities]))
+
+    def _estimate_growth(self, *seqs: Sequence) -> int:
+        """Return the number of further cells that running sequences will probably need."""
+        estimate, num_cells = self.length_estimates.estimate_length, self.kv_cache.count_cells
+        return sum(estimate(seq) - num_cells(seq.seq_id) for seq in seqs)
+
+    def _estimate_cells(self, seqs: list[Sequence]) -> int:
+        """Return how many cells running sequences will probably need together, at least."""
+        private = [self.kv_cache.count_private_cells(seq.seq_id) for seq in seqs]
+        cells = [self.kv_cache.count_cells(seq.seq_id) for seq in seqs]
+        shared = max((a - b for a, b in zip(cells, private, strict=True)), default=0)
+        return self._estimate_growth(*seqs) + sum(private) + shared
 
     # --- parking and resuming --------------------------------------------------------------------
 
