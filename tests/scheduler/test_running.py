@@ -5,9 +5,11 @@ import pytest
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
-from cllm.scheduler.expiries import Expiries
+from cllm.scheduler.expiries import MIN_ENTRIES, Expiries
+from cllm.scheduler.policy import make_policy
 from cllm.scheduler.reasons import AwaitsLeader, Behind, PrefillBudgetUsed, TooFewCells
 from cllm.scheduler.running import Running
+from cllm.scheduler.waiting import MAX_STALE, Waiting
 
 
 def sequence(order: int, priority: Priority = Priority.NORMAL) -> Sequence:
@@ -31,6 +33,29 @@ def test_sequences_are_ordered_by_class_then_arrival() -> None:
     assert running.tail is late
     with pytest.raises(ValueError):
         running.remove(batch)
+
+
+def test_finished_sequences_are_forgotten_before_their_time() -> None:
+    expiries = Expiries()
+    going = sequence(0)
+    expiries.set(going, 1000.0)
+    for order in range(1, 1000):
+        done = sequence(order)
+        expiries.set(done, 3600.0)
+        done.status = Status.FINISHED
+    assert len(expiries._heap) <= MIN_ENTRIES + 1
+    assert [*expiries.take(1000.0)] == [going]
+
+
+def test_removed_sequences_leave_the_queue() -> None:
+    waiting = Waiting(make_policy("fair", {}))
+    stays = sequence(0)
+    waiting.push(stays)
+    for order in range(1, 1000):
+        waiting.push(seq := sequence(order))
+        waiting.remove(seq)
+    assert len(waiting._by_age) <= MAX_STALE + 3
+    assert waiting._oldest() is stays
 
 
 def test_promoted_sequence_moves_forward_and_never_back() -> None:

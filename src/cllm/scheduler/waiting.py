@@ -15,6 +15,7 @@ from cllm.scheduler.policy import Policy
 # longer than PATIENCE.
 AGED_SHARE = 8
 PATIENCE = 30.0  # seconds
+MAX_STALE = 64  # entries of removed sequences in _by_age, beside one for each that waits
 YIELDING = max(Priority) + 1  # below every class: its client does not read
 AGED = -1  # above every class: such a sequence is not parked for a higher class after its long wait
 
@@ -81,6 +82,11 @@ class Waiting:
         self._sizes[group] += 1
         if not group[0]:
             heapq.heappush(self._by_age, (seq.waits_since, stamp, seq))
+        if len(self._by_age) > 2 * len(self._stamps) + MAX_STALE:
+            self._by_age = [
+                entry for entry in self._by_age if self._stamps.get(entry[2]) == entry[1]
+            ]
+            heapq.heapify(self._by_age)
 
     def move(self, seq: Sequence, priority: int) -> None:
         """Move ``seq`` to the class ``priority``."""
