@@ -180,6 +180,20 @@ def test_files_of_other_models_are_ignored(tmp_path):
     assert len(list(tmp_path.glob("*.kv"))) == 1
 
 
+def test_models_with_similar_fingerprints_have_separate_files(tmp_path):
+    caches = [DiskCache(tmp_path, f"{'0' * 70} {context}") for context in (4096, 8192)]
+    tokens = np.arange(100, dtype=np.int32)
+    for letter, cache in zip(b"ab", caches, strict=True):
+        cache.write(1, tokens, memoryview(bytes([letter] * 1000)))
+        cache.flush(10)
+    for letter, cache in zip(b"ab", caches, strict=True):
+        ((file, *_),) = cache.find()
+        cache.register(2, file)
+        cache.read(2, memoryview(data := bytearray(1000)))
+        cache.flush(10)
+        assert data == bytes([letter] * 1000)
+
+
 def test_file_that_vanishes_meanwhile_hides_no_other(tmp_path, monkeypatch):
     """Another process may delete files of the same folder."""
     first = start(tmp_path)

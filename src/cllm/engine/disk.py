@@ -88,6 +88,7 @@ class DiskCache:
         """Raises StartupError if the folder cannot be written to."""
         self._folder = folder
         self._fingerprint = fingerprint
+        self._key = hashlib.blake2b(fingerprint.encode()).digest()  # of the files' names
         self._files: dict[int, File] = {}
         self._writing: set[int] = set()  # keys whose Written was not fetched yet
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
@@ -137,9 +138,7 @@ class DiskCache:
 
     def _name(self, tokens: bytes, salt: str) -> str:
         person = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
-        return hashlib.blake2b(
-            tokens, key=self._fingerprint.encode()[:64], digest_size=16, person=person
-        ).hexdigest()
+        return hashlib.blake2b(tokens, key=self._key, digest_size=16, person=person).hexdigest()
 
     def register(self, key: int, file: File) -> None:
         """Record that ``file`` contains the snapshot ``key``."""
