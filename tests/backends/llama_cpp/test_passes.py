@@ -112,6 +112,11 @@ def test_tile_is_filled_where_attention_is_most_of_the_cost(
 
 
 @pytest.mark.llama
+def test_rows_that_do_not_fit_as_tiles_are_padded_to_the_longest() -> None:
+    rows = [make_row(i, 1500, 44 + i) for i in range(5)]
+    assert plan(*rows) == [([0, 1, 2, 3, 4], 48)]
+
+
 def test_passes_compute_what_one_call_computes(builtin_path: Path, monkeypatch) -> None:
     """Random prompts, drafts and decoding rows, of which some are padded."""
     from cllm.backends.llama_cpp.backend import LlamaCppBackend

@@ -73,13 +73,15 @@ def finish(
     group: list[Row], size: int, max_tokens: int, context_length: int, equal_cells: float
 ) -> Pass:
     """Return a pass of ``group``, whose largest row has ``size`` tokens, padded if that helps."""
+    sizes: tuple[int, ...] = (size,)
     if MAX_DECODED < size < TILE and equal_cells:
         depth = max(row.start for row in group) / equal_cells
         if size * (1 + FEW_COST * depth) > TILE * (1 + TILE_COST * depth):
-            size = TILE
-    if all(row.size == size for row in group):
-        return Pass(group)
-    fits = all(row.start + size <= context_length for row in group)
-    if not fits or len(group) * size > max_tokens:
-        return Pass(group)
-    return Pass(group, size)
+            sizes = (TILE, size)
+    if len({row.size for row in group}) == 1:
+        sizes = sizes[:-1]  # they need no padding
+    end = max(row.start for row in group)
+    for padded in sizes:
+        if end + padded <= context_length and len(group) * padded <= max_tokens:
+            return Pass(group, padded)
+    return Pass(group)
