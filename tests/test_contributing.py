@@ -46,6 +46,7 @@ def test_example_parameter_appears_in_its_dialects(tmp_path):
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/completion",
         "/infill",
         "/api/generate",
         "/api/chat",

@@ -169,3 +169,9 @@ def test_switches_reject_other_types(value):
 def test_numbers_reject_true_and_false():
     with pytest.raises(BadRequest, match="'temperature': it must be a number"):
         SamplingParams(temperature=True)
+
+
+def test_seed_of_minus_1_means_none():
+    """As in llama-server, vLLM and Ollama."""
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(seed=-2).seed == -2

@@ -7,14 +7,15 @@ import contextlib
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from conftest import PATIENCE
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from cllm.errors import BadRequest
-from cllm.server import off_loop
+from cllm.errors import BadRequest, EngineError
+from cllm.server import body, off_loop
 from cllm.server.body_limits import (
     MAX_PARTS,
     MAX_STRUCTURE,
@@ -192,5 +193,43 @@ def test_queued_work_of_a_disconnected_client_is_dropped_and_freed():
             assert not off_loop.waiting
         await Client().start(lambda: None)
         assert not Body.done
+
+    asyncio.run(run())
+
+
+def test_bytes_of_unfinished_bodies_are_limited(monkeypatch):
+    """Small bodies pass, and a body that has ended no longer counts."""
+    monkeypatch.setattr(body, "MAX_RECEIVING_BYTES", 100_000)
+    rejections = []
+    state = State(
+        {
+            "settings": SimpleNamespace(server=SimpleNamespace(max_body_mb=0.09)),
+            "registry": SimpleNamespace(metrics=SimpleNamespace(count_rejection=rejections.append)),
+        }
+    )
+
+    class Sender:
+        def __init__(self):
+            self.parts = asyncio.Queue()
+            app = SimpleNamespace(state=state)
+            request = Request({"type": "http", "headers": [], "app": app}, self.parts.get)
+            self.reading = asyncio.create_task(body.read_bytes(request))
+
+        async def send(self, size, *, more=True):
+            await self.parts.put({"type": "http.request", "body": b"a" * size, "more_body": more})
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    async def run():
+        first, second, small = Sender(), Sender(), Sender()
+        await first.send(60_000)
+        await second.send(60_000)
+        assert isinstance(second.reading.exception(), EngineError)
+        assert rejections == ["large"]
+        await small.send(off_loop.LARGE, more=False)
+        assert len(await small.reading) == off_loop.LARGE
+        await first.send(10_000, more=False)
+        assert len(await first.reading) == 70_000
+        assert not body.receiving
 
     asyncio.run(run())

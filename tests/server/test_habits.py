@@ -456,3 +456,42 @@ def test_repeat_penalty_is_an_alias_of_repetition_penalty(builtin_server):
         return builtin_server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
 
     assert text(repeat_penalty=1.9) == text(repetition_penalty=1.9, repeat_penalty=1.0) != text()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "max"}),
+        ("/v1/chat/completions", {"stream": True, "stream_options": {"include_usage": None}}),
+        ("/v1/chat/completions", {"seed": -1, "logit_bias": [[5, 1.5], [6, False]]}),
+        ("/v1/responses", {"reasoning": {"effort": "max"}, "text": {"format": None}}),
+        ("/v1/responses", {"text": None}),
+    ],
+)
+def test_nulls_and_names_of_other_servers_are_accepted(fake_server, path, body):
+    text = {"input": "a"} if path == "/v1/responses" else {"messages": ASK}
+    answer = fake_server.client.post(path, json={**text, **body})
+    assert answer.status_code == 200, answer.text
+
+
+def test_logit_bias_as_pairs_equals_an_object(builtin_server):
+    ask = {"messages": ASK, "temperature": 0, "max_tokens": 1}
+    texts = {
+        builtin_server.client.post("/v1/chat/completions", json={**ask, "logit_bias": bias})
+        .text.partition('"choices"')[2]
+        .partition('"usage"')[0]
+        for bias in ([[300, 100]], {"300": 100})
+    }
+    assert len(texts) == 1
+
+
+def test_lone_surrogate_in_the_arguments_of_a_call_is_no_server_error(builtin_server):
+    function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "72"},
+    ]
+    for path in (CHAT, "/apply-template"):
+        answer = builtin_server.client.post(path, json={"messages": messages, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text

@@ -12,7 +12,7 @@ import pytest
 
 from cllm.answer import Generation
 from cllm.core.params import SamplingParams
-from cllm.server.openai.llama_server import InfillBody, InfillEvents, collect
+from cllm.server.openai.llama_server import InfillBody, PlainEvents, collect
 from cllm.text.output_reader import Delta
 
 CHAT = "/v1/chat/completions"
@@ -140,6 +140,36 @@ def test_infill_truncates_a_too_long_prompt(filling):
     assert (answer.json()["truncated"], answer.json()["tokens_predicted"]) == (True, 8)
 
 
+@pytest.mark.llama
+def test_completion_continues_a_prompt(builtin_server):
+    """As Continue's llama.cpp provider sends it."""
+    body = {"prompt": "27 plus 45 is", "n_predict": 8, "temperature": 0, "cache_prompt": True}
+    whole = builtin_server.client.post("/completion", json=body).json()
+    assert (whole["stop"], whole["truncated"], whole["tokens_predicted"] <= 8) == (
+        True,
+        False,
+        True,
+    )
+    expected = builtin_server.client.post("/v1/completions", json={**body, "max_tokens": 8}).json()
+    assert whole["content"] == expected["choices"][0]["text"]
+    events = events_of(builtin_server.client.post("/completion", json={**body, "stream": True}))
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    tokens = builtin_server.client.post("/tokenize", json={"content": body["prompt"]}).json()[
+        "tokens"
+    ]
+    again = builtin_server.client.post("/completion", json={**body, "prompt": tokens}).json()
+    assert again["content"] == whole["content"]
+
+
+@pytest.mark.llama
+def test_completion_without_a_prompt_is_refused(builtin_server):
+    answer = builtin_server.client.post("/completion", json={"n_predict": 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    long = {"prompt": "a " * 100_000, "n_predict": 1}
+    assert builtin_server.client.post("/completion", json=long).status_code == 400
+
+
 class Endless:
     """An answer that goes on until it is stopped; its first token came ``seconds`` ago."""
 
@@ -160,7 +190,7 @@ class Endless:
 def test_infill_time_limit_applies_after_the_first_line():
     answer = Endless(3600, "a", "b\n", "c")
     service = SimpleNamespace(model_name="m", info=SimpleNamespace(context_length=512))
-    events = InfillEvents(service, answer.generation, InfillBody(), is_short=False)
+    events = PlainEvents(service, answer.generation, InfillBody(), is_short=False)
     content = asyncio.run(collect(answer, events, 1000))
     assert (content["content"], content["stop_type"]) == ("ab\n", "limit")
     assert (answer.num_taken, answer.stopped) == (2, True)

@@ -354,3 +354,31 @@ def test_concurrent_requests_follow_their_own_constraints(fake):
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         list(pool.map(one, range(48)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_schema", "schema": {"const": 4}}},
+        {"response_format": {"type": "json_object", "schema": {"const": 4}}},
+        {
+            "structured_outputs": {
+                "json": {"const": 4},
+                "whitespace_pattern": None,
+                "disable_additional_properties": False,
+                "structural_tag": None,
+            }
+        },
+    ],
+)
+def test_forms_of_other_servers_are_enforced(fake_server, body):
+    body |= {"messages": [{"role": "user", "content": "a"}]}
+    answer = fake_server.client.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"].strip() == "4"
+
+
+def test_strict_schema_outside_of_json_schema_is_strict(fake_server):
+    form = {"type": "json_schema", "schema": HARD, "strict": True}
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": form}
+    answer = fake_server.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400

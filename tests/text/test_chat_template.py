@@ -242,6 +242,19 @@ def test_tools_and_variables_reach_the_template():
     assert template.render([], [], thinking="x") == "none x"
 
 
+def test_lone_surrogates_in_arguments_become_question_marks():
+    source = (
+        "{% for message in messages %}{% for call in message.tool_calls %}"
+        "{{ call.function.arguments.values() | join }}"
+        "{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": '{"a": "x\\ud800y\\ud83d\\ude00"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = ChatTemplate(FakeVocabulary(), source).render([message], [])
+    assert text.endswith("x?y\U0001f600")
+
+
 def test_tools_are_available_as_xml_tools():
     """Only SmolLM3's template uses this name."""
     source = "{% if xml_tools %}{{ xml_tools[0].name }}{% else %}none{% endif %}"

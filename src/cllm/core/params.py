@@ -128,7 +128,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[
         int | None,
         Parameter(
-            "The same seed draws the same random numbers, whatever else is being computed.",
+            "The same seed draws the same random numbers, whatever else is being computed; -1 "
+            "draws others for every request.",
             (-(2**63), 2**63 - 1),
             OPEN,
         ),
@@ -223,6 +224,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dry_breakers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
         for name, parameter in PARAMETERS.items():
             parameter.check(getattr(self, name))
         if self.max_tokens is not None:

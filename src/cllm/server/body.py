@@ -19,10 +19,10 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from cllm.answer import SchedulingOptions
-from cllm.errors import BadRequest
+from cllm.errors import BadRequest, EngineError
 from cllm.server.body_limits import check_parts, check_structure
 from cllm.server.call import Call, call_of
-from cllm.server.off_loop import admit, off_loop
+from cllm.server.off_loop import LARGE, admit, off_loop
 
 Model = TypeVar("Model", bound="Body")
 
@@ -36,8 +36,12 @@ CODES = {
 }
 PACE_WINDOW = 30.0  # seconds
 PACE_BYTES = 30_000  # of a body that must arrive in any PACE_WINDOW
+MAX_RECEIVING_BYTES = 256_000_000  # of all bodies that are being received
 UTF8 = {"utf_8", *(alias for alias, codec in aliases.items() if codec == "utf_8")}
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
+
+
+receiving: dict[Call, int] = {}  # the bytes of unfinished bodies
 
 
 def stop_at_first_fault(schema: Any) -> None:
@@ -261,13 +265,25 @@ async def read_bytes(request: Request) -> bytes:
     """Return the body.
 
     One over the server's limit is rejected as soon as that is known, and not read to its end.
+    Raises EngineError for a large one while too many bytes of others are being received.
     """
     check_encoding(request)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     too_large = BadRequest(
         f"The body is larger than {limit} bytes.", code="request_too_large", status=413
     )
-    return b"".join([part async for part in parts_of(request, limit, too_large)])
+    call = call_of(request)
+    parts: list[bytes] = []
+    try:
+        async for part in parts_of(request, limit, too_large):
+            parts.append(part)
+            size = receiving[call] = receiving.get(call, 0) + len(part)
+            if size > LARGE and sum(receiving.values()) > max(limit, MAX_RECEIVING_BYTES):
+                call.state.registry.metrics.count_rejection("large")
+                raise EngineError("Too many large bodies are being received; please retry.")
+        return b"".join(parts)
+    finally:
+        receiving.pop(call, None)
 
 
 async def parts_of(

@@ -29,15 +29,18 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """json_object with a ``schema`` is llama-server's form of json_schema."""
+    """``schema`` and ``strict`` outside of ``json_schema`` are llama-server's form, also with the
+    type json_object.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise ValueError("'json_schema' is required with the type 'json_schema'")
         return self
 
@@ -51,13 +54,13 @@ class ResponseFormat(Body):
         return (
             Constraint("json_object")
             if self.schema_ is None
-            else Constraint("json_schema", self.schema_, strict=False)
+            else Constraint("json_schema", self.schema_, strict=self.strict is True)
         )
 
 
 class StructuredOutputs(Body):
-    """vLLM's structured outputs. ``disable_fallback`` and ``disable_any_whitespace`` have no
-    effect: there is one backend, and whitespace is always limited.
+    """vLLM's structured outputs. ``disable_fallback``, ``disable_any_whitespace`` and
+    ``whitespace_pattern`` have no effect: there is one backend, and whitespace is always limited.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -69,6 +72,9 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: Literal[False] | None = None
+    structural_tag: None = None
 
     def constraints(self) -> dict[str, Constraint]:
         """Return the constraints by field name."""

@@ -40,6 +40,7 @@ class Effort(enum.StrEnum):
     MEDIUM = "medium"
     HIGH = "high"
     XHIGH = "xhigh"
+    MAX = "max"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
 BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}
 # variables that switch thinking on in templates
 THINKING = {"enable_thinking": True, "thinking": True}
-EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high"}  # templates know low, medium and high
+# templates know low, medium and high
+EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high", Effort.MAX: "high"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:200] or type(error).__name__
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
-        text = "".join(parts)
+        # arguments of calls, as JSON, can contain lone surrogates, which are not text
+        text = "".join(parts).encode(errors="replace").decode()
         if not continued:
             return text
         before, *begun = text.rsplit(CUT, 2)

@@ -31,13 +31,6 @@ from cllm.text.chat import Chat, Effort
 MAX_TOOLS = 512
 
 NAMES = {"stop": "stop_sequences"}  # Anthropic's names of sampling parameters, where they differ
-EFFORTS = {
-    "low": Effort.LOW,
-    "medium": Effort.MEDIUM,
-    "high": Effort.HIGH,
-    "xhigh": Effort.XHIGH,
-    "max": Effort.XHIGH,
-}
 CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "auto": "auto",
     "any": "required",
@@ -184,7 +177,7 @@ class CountBody(Body):
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             thinking=THINKING.get(thinking.type) if thinking else None,
             thinking_budget=thinking.budget_tokens if thinking else None,
-            effort=EFFORTS[effort] if effort else None,
+            effort=Effort(effort) if effort else None,
         )
         return self._continuing(chat) if chat.messages[-1]["role"] == "assistant" else chat
 

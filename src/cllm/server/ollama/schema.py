@@ -46,7 +46,7 @@ def truncated(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(truncated)]
 
 
-@add_sampling_fields("ollama", integer=Integer, seed="-1: a new seed for every request.")
+@add_sampling_fields("ollama", integer=Integer)
 class Options(Body):
     """Sampling parameters. Those that are left out get the operator's defaults."""
 
@@ -97,8 +97,6 @@ class Options(Body):
             defaults = defaults.model_copy(update={"max_tokens": None})
         values = read_sampling_values(self, "ollama")
         values["top_k"] = None if self.top_k is None else max(0, self.top_k)
-        if values["seed"] == -1:
-            values["seed"] = None
         if self.repeat_last_n == 0:
             values["repetition_penalty"] = 1.0
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

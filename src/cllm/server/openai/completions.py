@@ -224,9 +224,9 @@ class CompletionChunks(Chunks):
     """
 
     def __init__(self, words: CompletionFormatter, head: dict[str, Any]) -> None:
-        options = words.body.stream_options
-        include_usage = options is not None and options.include_usage
-        super().__init__(words.answer.generation, head, chat=False, include_usage=include_usage)
+        super().__init__(
+            words.answer.generation, head, chat=False, include_usage=words.body.includes_usage
+        )
         self._words = words
         self._begun: set[int] = set()
         self._is_plain = not words.body.echo and words.body.logprobs is None

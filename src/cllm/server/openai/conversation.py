@@ -132,6 +132,8 @@ class AllowedTools(Body):
     allowed_tools: Allowed
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 

@@ -1,4 +1,4 @@
-"""llama-server's routes: /infill and /props for editors, /models/load and /models/unload."""
+"""llama-server's routes: /completion, /infill and /props, /models/load and /models/unload."""
 
 from __future__ import annotations
 
@@ -46,29 +46,19 @@ class Extra(Body):
     text: str
 
 
-class InfillBody(GenerationBody):
-    """The text before and after the cursor, and sampling parameters."""
+class LlamaServerBody(GenerationBody):
+    """Fields that /completion and /infill have in common."""
 
-    model_config = example(
-        input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0
-    )
     ignored: ClassVar = {
         "cache_prompt": "the prefix cache is always on",
         "id_slot": "there are no slots; the prefix cache finds what can be reused",
         "n_indent": "answers are not edited",
-        "n_keep": "a prompt that is too long is truncated at both ends",
+        "n_keep": "the context never shifts",
+        "n_probs": "send the prompt to /v1/completions, with logprobs",
         "samplers": "the order of the sampling steps is fixed",
         "t_max_prompt_ms": "llama-server ignores it too",
     }
 
-    input_prefix: str = ""
-    input_suffix: str = ""
-    prompt: str = Field(default="", description="The text between the prefix and the cursor.")
-    input_extra: Annotated[list[Extra], Field(max_length=MAX_SNIPPETS)] = Field(
-        default=[],
-        description="Parts of other files, the most important one last. Those that do not fit "
-        "are dropped.",
-    )
     response_fields: Annotated[list[str], Field(max_length=100)] | None = Field(
         default=None,
         description="Return only these fields; timings/prompt_ms is prompt_ms within timings.",
@@ -79,6 +69,29 @@ class InfillBody(GenerationBody):
         "ends; 0 is off. Streams are not limited.",
     )
     n: Literal[1] | None = None
+
+
+class PromptBody(LlamaServerBody):
+    model_config = example(prompt="27 plus 45 is", n_predict=16, temperature=0)
+
+    prompt: str | list[int]
+
+
+class InfillBody(LlamaServerBody):
+    """The text before and after the cursor, and sampling parameters."""
+
+    model_config = example(
+        input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0
+    )
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = Field(default="", description="The text between the prefix and the cursor.")
+    input_extra: Annotated[list[Extra], Field(max_length=MAX_SNIPPETS)] = Field(
+        default=[],
+        description="Parts of other files, the most important one last. Those that do not fit "
+        "are dropped.",
+    )
 
 
 @router.post(
@@ -103,12 +116,45 @@ async def infill(request: Request) -> Response:
             service, before, body.input_suffix, snippets, params.max_tokens, scheduling
         ),
     )
-    generation = Generation(
-        f"cmpl-{secrets.token_hex(12)}", [prompt], params, scheduling, "input_prefix"
-    )
+    generation = Generation(new_id(), [prompt], params, scheduling, "input_prefix")
     generation.bind(bound)
+    return await respond(request, service, body, generation, is_short=is_short)
+
+
+@router.post(
+    "/completion",
+    openapi_extra=describe_route(PromptBody, InfillAnswer, stream="text/event-stream"),
+)
+async def completion(request: Request) -> Response:
+    """Continue a prompt, to the end of the context unless ``n_predict`` limits it."""
+    body = await read_body(request, PromptBody)
+    service = await service_for(request, body.model)
+    params = await body.params(service.sampling, service.dry_breakers)
+    bound = await body.grammar(service)
+    scheduling = body.scheduling_options(call_of(request))
+    prompts = await until_disconnect(
+        request, service.encode_all([("prompt", body.prompt)], scheduling)
+    )
+    generation = Generation(new_id(), prompts, params, scheduling)
+    generation.bind(bound)
+    return await respond(request, service, body, generation, is_short=False)
+
+
+def new_id() -> str:
+    return f"cmpl-{secrets.token_hex(12)}"
+
+
+async def respond(
+    request: Request,
+    service: Service,
+    body: LlamaServerBody,
+    generation: Generation,
+    *,
+    is_short: bool,
+) -> Response:
+    """Generate the answer. ``is_short``: the prompt was shortened."""
     answer = service.submit(generation)
-    events = InfillEvents(service, generation, body, is_short)
+    events = PlainEvents(service, generation, body, is_short=is_short)
     if body.stream:
         return EventStream(answer, events, headers_of(answer))
     with answer:
@@ -118,7 +164,7 @@ async def infill(request: Request) -> Response:
     return json_answer(content, headers_of(answer))
 
 
-async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict[str, Any]:
+async def collect(answer: Answer, events: PlainEvents, time_limit: int) -> dict[str, Any]:
     """Return the whole answer.
 
     Stop early once ``time_limit`` milliseconds have passed and a line is complete.
@@ -136,11 +182,11 @@ async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict
     return events.content("".join(texts), is_last=True)
 
 
-class InfillEvents:
+class PlainEvents:
     """An answer in llama-server's format; implements Events."""
 
     def __init__(
-        self, service: Service, generation: Generation, body: InfillBody, is_short: bool
+        self, service: Service, generation: Generation, body: LlamaServerBody, *, is_short: bool
     ) -> None:
         self._generation = generation
         self._fields = body.response_fields

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, first_fault
-from cllm.server.openai.conversation import MAX_TOOLS
+from cllm.server.openai.conversation import MAX_TOOLS, ReasoningEffort
 from cllm.server.openai.response_items import Identifier, Item, MessageItem, messages_of
 from cllm.server.openai.response_tools import Tool, Toolset
 from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
@@ -86,7 +86,7 @@ class TextConfig(Body):
         "verbosity": "models have no such option; use instructions"
     }
 
-    format: TextFormat = TextFormat()
+    format: TextFormat | None = None
 
 
 class Reasoning(Body):
@@ -97,7 +97,7 @@ class Reasoning(Body):
         "mode": "there is one mode",
     }
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: ReasoningEffort | None = None
 
 
 class ResponseStreamOptions(Body):
@@ -197,7 +197,7 @@ class ResponseBody(GenerationBody):
             values["continue_final_message"] = self.continue_final_message
         if self.parallel_tool_calls is not None:
             values["parallel_tool_calls"] = self.parallel_tool_calls
-        if self.text is not None and self.text.format.type != "text":
+        if self.text and self.text.format and self.text.format.type != "text":
             values["response_format"] = self.text.format.of_chat()
         if self.reasoning is not None and self.reasoning.effort is not None:
             values["reasoning_effort"] = self.reasoning.effort

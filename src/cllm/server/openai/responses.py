@@ -24,7 +24,7 @@ from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_items import PLACES, new_id
-from cllm.server.openai.response_schema import ResponseBody, with_own_names
+from cllm.server.openai.response_schema import ResponseBody, TextFormat, with_own_names
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import OtherTool
 from cllm.server.openai.routes import chat_generation
@@ -246,7 +246,7 @@ def response_head(
     call: Call, service: Service, body: ResponseBody, generation: Generation
 ) -> dict[str, Any]:
     """Return the response before generation: the request's parameters, with defaults filled in."""
-    text_format = body.text.format.resource() if body.text else {"type": "text"}
+    text_format = (body.text and body.text.format) or TextFormat()
     choice = body.tool_choice or "auto"
     head = {
         "id": generation.request_id,
@@ -268,7 +268,7 @@ def response_head(
         "service_tier": "default",
         "store": call.request is not None if body.store is None else body.store,
         "temperature": generation.params.temperature,
-        "text": {"format": text_format},
+        "text": {"format": text_format.resource()},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.resource() for tool in body.tools or [] if not isinstance(tool, OtherTool)],
         "top_logprobs": body.top_logprobs or 0,

@@ -157,7 +157,7 @@ def chat_stream(service: Service, body: ChatBody, answer: Answer) -> Response:
         answer.generation,
         head,
         chat=True,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.includes_usage,
         logprobs=logprobs_of(service, body),
     )
     return EventStream(

@@ -22,6 +22,7 @@ from cllm.server.openai.conversation import (
     AllowedTools,
     Message,
     NamedTool,
+    ReasoningEffort,
     TemplateVariables,
     Tool,
     ToolChoice,
@@ -44,6 +45,15 @@ LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
 def read_limit(value: Any) -> Any:
     """Read -1 as the largest number, because clients of llama-server use it for no limit."""
     return LARGEST if type(value) is int and value == -1 else value
+
+
+def read_bias_pairs(value: Any) -> Any:
+    """Read llama-server's list of [token id, bias], where false forbids the token."""
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value
+    ):
+        return value
+    return {str(token): -100.0 if bias is False else bias for token, bias in value}
 
 
 # The largest number of tokens to generate.
@@ -70,8 +80,8 @@ class AdapterScale(Body):
 
 class StreamOptions(Body):
     ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are not padded"}
-    include_usage: bool = False
-    continuous_usage_stats: bool = Field(
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = Field(
         default=False, description="With include_usage: report usage so far in every chunk."
     )
 
@@ -110,7 +120,11 @@ class GenerationBody(TermsBody, ConstrainedBody):
         description="llama-server's choice of adapters, in place of those of the model; GET "
         "/lora-adapters lists them.",
     )
-    logit_bias: Annotated[dict[str, float] | None, limit_entries(MAX_LOGIT_BIAS)] = None
+    logit_bias: Annotated[
+        dict[str, float] | None,
+        limit_entries(MAX_LOGIT_BIAS),
+        pydantic.BeforeValidator(read_bias_pairs),
+    ] = Field(default=None, description="llama-server's list of [token id, bias] works too.")
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     dry_sequence_breakers: list[str] | None = None
 
@@ -118,7 +132,12 @@ class GenerationBody(TermsBody, ConstrainedBody):
     def counts_always(self) -> bool:
         """Whether every chunk of a stream includes the usage."""
         options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return bool(self.includes_usage and options and options.continuous_usage_stats)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the last chunk of a stream includes the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     def num_new_tokens(self) -> int | None:
         given = self.model_fields_set
@@ -224,7 +243,7 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
