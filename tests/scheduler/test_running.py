@@ -9,7 +9,7 @@ from cllm.scheduler.expiries import MIN_ENTRIES, Expiries
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.reasons import AwaitsLeader, Behind, PrefillBudgetUsed, TooFewCells
 from cllm.scheduler.running import Running
-from cllm.scheduler.waiting import MAX_STALE, Waiting
+from cllm.scheduler.waiting import AGED, MAX_STALE, Waiting
 
 
 def sequence(order: int, priority: Priority = Priority.NORMAL) -> Sequence:
@@ -33,6 +33,13 @@ def test_sequences_are_ordered_by_class_then_arrival() -> None:
     assert running.tail is late
     with pytest.raises(ValueError):
         running.remove(batch)
+
+
+def test_nobody_is_promoted_to_aged() -> None:
+    running, seq = Running(), sequence(1, Priority.BATCH)
+    running.add(seq)
+    running.promote(seq, AGED)
+    assert seq.effective_priority == Priority.INTERACTIVE
 
 
 def test_finished_sequences_are_forgotten_before_their_time() -> None:

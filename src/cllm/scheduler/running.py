@@ -6,6 +6,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from cllm.core.request import Priority
 from cllm.core.sequence import Sequence
 from cllm.scheduler.waiting import Waiting
 
@@ -71,7 +72,10 @@ class Running:
         self._seqs.remove(seq)
 
     def promote(self, seq: Sequence, priority: int) -> None:
-        """Move ``seq`` to the class ``priority`` if that is a higher one."""
+        """Move ``seq`` to the class ``priority`` if that is a higher one, but never to AGED, which
+        it would keep.
+        """
+        priority = max(priority, min(Priority))
         if priority < seq.effective_priority:
             self.move(seq, priority)
 

@@ -143,9 +143,9 @@ class Sequences:
 
     def _restore_priority(self, seq: Sequence) -> None:
         """Move a running sequence to its own class, or to that of a follower if it is higher."""
-        followers = self.deferred.list_followers(seq)
-        priorities = [one.effective_priority for one in followers]
-        self.running.move(seq, min([self._choose_priority(seq), *priorities]))
+        self.running.move(seq, self._choose_priority(seq))
+        for follower in self.deferred.list_followers(seq):
+            self.running.promote(seq, follower.effective_priority)
 
     def _estimate_growth(self, *seqs: Sequence) -> int:
         """Return the number of further cells that running sequences will probably need."""
@@ -376,6 +376,7 @@ class Sequences:
             if is_culprit or not self._try_push(seq):
                 self.release(seq)
                 self._outputs.append(seq.make_end_output(FinishReason.ERROR))
+        self._suspects = ()
         return self.take_outputs()
 
     def _try_push(self, seq: Sequence) -> bool:
