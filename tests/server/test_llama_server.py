@@ -160,12 +160,32 @@ def test_completion_continues_a_prompt(builtin_server):
     ]
     again = builtin_server.client.post("/completion", json={**body, "prompt": tokens}).json()
     assert again["content"] == whole["content"]
+    several = [body["prompt"], "def add(a, b):"]
+    answers = builtin_server.client.post("/completion", json={**body, "prompt": several}).json()
+    assert [answer["stop"] for answer in answers] == [True, True]
+    assert answers[0]["content"] == whole["content"] != answers[1]["content"]
+    assert answers[0]["tokens_evaluated"] == whole["tokens_evaluated"]
+    alone = builtin_server.client.post("/completion", json={**body, "prompt": several[:1]}).json()
+    assert alone["content"] == whole["content"]
+
+
+@pytest.mark.llama
+def test_completion_says_whether_there_is_a_new_line(builtin_server):
+    body = {"prompt": "a", "n_predict": 2, "temperature": 0}
+    for text, stream in (("\n", False), ("\n", True), ("x", False), ("x", True)):
+        constrained = {**body, "grammar": f'root ::= "{text!r}"'.replace("'", ""), "stream": stream}
+        answer = builtin_server.client.post("/completion", json=constrained)
+        last = events_of(answer)[-1] if stream else answer.json()
+        assert last["has_new_line"] == (text == "\n")
 
 
 @pytest.mark.llama
 def test_completion_without_a_prompt_is_refused(builtin_server):
     answer = builtin_server.client.post("/completion", json={"n_predict": 1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    several = {"prompt": ["a", "b"], "stream": True}
+    answer = builtin_server.client.post("/completion", json=several)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
     long = {"prompt": "a " * 100_000, "n_predict": 1}
     assert builtin_server.client.post("/completion", json=long).status_code == 400
 

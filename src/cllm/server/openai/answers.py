@@ -202,6 +202,7 @@ class InfillAnswer(ResponseModel):
     model: str = ""
     stop_type: Literal["eos", "limit", "word"] = "eos"
     stopping_word: str = ""
+    has_new_line: bool = False
     tokens_evaluated: int = 0
     tokens_predicted: int = 0
     tokens_cached: int = 0

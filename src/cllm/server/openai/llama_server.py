@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
+from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
@@ -20,7 +22,7 @@ from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
 from cllm.server.openai.answers import Done, InfillAnswer, Props
 from cllm.server.openai.routes import headers_of, json_answer
-from cllm.server.openai.schema import GenerationBody
+from cllm.server.openai.schema import GenerationBody, list_prompts
 from cllm.server.resolve import (
     check_enabled,
     known_service_for,
@@ -74,7 +76,9 @@ class LlamaServerBody(GenerationBody):
 class PromptBody(LlamaServerBody):
     model_config = example(prompt="27 plus 45 is", n_predict=16, temperature=0)
 
-    prompt: str | list[int]
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="One or more prompts. Several have a list of answers and cannot be streamed."
+    )
 
 
 class InfillBody(LlamaServerBody):
@@ -128,16 +132,25 @@ async def infill(request: Request) -> Response:
 async def completion(request: Request) -> Response:
     """Continue a prompt, to the end of the context unless ``n_predict`` limits it."""
     body = await read_body(request, PromptBody)
+    given = list_prompts(body.prompt)
+    if body.stream and len(given) > 1:
+        raise body.refuse("stream", "several prompts cannot be streamed")
     service = await service_for(request, body.model)
     params = await body.params(service.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     scheduling = body.scheduling_options(call_of(request))
     prompts = await until_disconnect(
-        request, service.encode_all([("prompt", body.prompt)], scheduling)
+        request, service.encode_all([("prompt", prompt) for prompt in given], scheduling)
     )
-    generation = Generation(new_id(), prompts, params, scheduling)
-    generation.bind(bound)
-    return await respond(request, service, body, generation, is_short=False)
+    generations = [Generation(new_id(), [prompt], params, scheduling) for prompt in prompts]
+    for generation in generations:
+        generation.bind(bound)
+    if len(generations) == 1:
+        return await respond(request, service, body, generations[0], is_short=False)
+    with ExitStack() as stack:
+        answers = [stack.enter_context(service.submit(generation)) for generation in generations]
+        contents = await until_disconnect(request, collect_all(service, body, answers))
+    return json_answer(contents, headers_of(answers[0]))
 
 
 def new_id() -> str:
@@ -162,6 +175,22 @@ async def respond(
             request, collect(answer, events, body.t_max_predict_ms or 0)
         )
     return json_answer(content, headers_of(answer))
+
+
+async def collect_all(
+    service: Service, body: PromptBody, answers: list[Answer]
+) -> list[dict[str, Any]]:
+    """Return the whole answers, each with its own figures."""
+    return await asyncio.gather(
+        *(
+            collect(
+                answer,
+                PlainEvents(service, answer.generation, body, is_short=False),
+                body.t_max_predict_ms or 0,
+            )
+            for answer in answers
+        )
+    )
 
 
 async def collect(answer: Answer, events: PlainEvents, time_limit: int) -> dict[str, Any]:
@@ -191,6 +220,7 @@ class PlainEvents:
         self._generation = generation
         self._fields = body.response_fields
         self._last = Delta(0, "", 0, "length")
+        self._has_new_line = False
         params, usage = generation.params, generation.usage
         self._head = {
             "index": 0,
@@ -210,6 +240,7 @@ class PlainEvents:
                 "tokens_cached": usage.cached_tokens,
                 "stop_type": "word" if last.stop else STOP_TYPES.get(last.finish, "limit"),
                 "stopping_word": last.stop,
+                "has_new_line": "\n" in text or self._has_new_line,
                 "timings": build_timings(self._generation),
             }
         if self._fields is None:
@@ -223,6 +254,7 @@ class PlainEvents:
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         self._last = deltas[-1]
+        self._has_new_line |= any("\n" in delta.text for delta in deltas)
         return b"".join(
             event(self.content(delta.text, is_last=False)) for delta in deltas if delta.text
         )

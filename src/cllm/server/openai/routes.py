@@ -143,7 +143,9 @@ def headers_of(answer: Answer) -> dict[str, str]:
     return {"x-request-id": answer.generation.request_id, **answer_headers(answer)}
 
 
-def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
+def json_answer(
+    content: dict[str, Any] | list[dict[str, Any]], headers: dict[str, str]
+) -> Response:
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 

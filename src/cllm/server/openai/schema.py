@@ -365,13 +365,21 @@ class CompletionBody(GenerationBody):
 
         Raises BadRequest if there are none or too many.
         """
-        prompts: Any = self.prompt
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise BadRequest(
-                f"Invalid 'prompt': 1 to {MAX_PROMPTS} prompts are accepted, not {len(prompts)}.",
-                param="prompt",
-            )
-        checked: list[str] | list[list[int]] = prompts
-        return checked
+        return list_prompts(self.prompt)
+
+
+def list_prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """Return the value of ``prompt``, one or more, as a list of texts or of lists of token ids.
+
+    Raises BadRequest if there are none or too many.
+    """
+    prompts: Any = prompt
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise BadRequest(
+            f"Invalid 'prompt': 1 to {MAX_PROMPTS} prompts are accepted, not {len(prompts)}.",
+            param="prompt",
+        )
+    checked: list[str] | list[list[int]] = prompts
+    return checked
