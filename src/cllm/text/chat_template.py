@@ -143,8 +143,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:200] or type(error).__name__
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
-        # arguments of calls, as JSON, can contain lone surrogates, which are not text
-        text = "".join(parts).encode(errors="replace").decode()
+        text = "".join(parts)
         if not continued:
             return text
         before, *begun = text.rsplit(CUT, 2)
@@ -203,11 +202,8 @@ class ChatTemplate:
         function = dict(call["function"])
         arguments = function["arguments"]
         if isinstance(arguments, str) and self._wants_objects:
-            try:
-                parsed = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                parsed = None
-            function["arguments"] = parsed if isinstance(parsed, dict) else arguments
+            parsed = parse_object(arguments or "{}")
+            function["arguments"] = arguments if parsed is None else parsed
         elif not isinstance(arguments, str) and not self._wants_objects:
             function["arguments"] = tojson(arguments)
         call = {**call, "function": function}
@@ -237,6 +233,20 @@ class ChatTemplate:
             )
         except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
             return None
+
+
+def parse_object(arguments: str) -> dict[str, Any] | None:
+    """Return the object that ``arguments``, JSON text, contains; None if it contains none.
+
+    Lone surrogates, which are not text, become question marks.
+    """
+    try:
+        value = json.loads(arguments)
+        if "\\u" in arguments:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def short_id(name: str) -> str:

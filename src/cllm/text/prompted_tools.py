@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from cllm.text.chat_template import parse_object
 from cllm.text.model_family import Calls
 
 PLACE = re.compile(r"\$(\w+)")
@@ -82,23 +83,14 @@ def as_text(arguments: Any) -> str:
 
 def write_call(calls: Calls, name: str, arguments: str) -> str:
     words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
+    values = parse_object(arguments) or {}
     if "$keywords" in calls.write:
         words["keywords"] = ", ".join(
-            f"{key}={python_literal(value)}" for key, value in parse_object(arguments).items()
+            f"{key}={python_literal(value)}" for key, value in values.items()
         )
     if "$pairs" in calls.write:
-        words["pairs"] = "".join(
-            write_pair(calls, key, value) for key, value in parse_object(arguments).items()
-        )
+        words["pairs"] = "".join(write_pair(calls, key, value) for key, value in values.items())
     return calls.begin + PLACE.sub(lambda match: words.get(match[1], ""), calls.write) + calls.end
-
-
-def parse_object(arguments: str) -> dict[str, Any]:
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def python_literal(value: Any) -> str:
