@@ -1025,7 +1025,8 @@ def test_request_that_waits_for_a_prefix_takes_no_place(fake_engine):
     engine.finish()
 
 
-def test_leader_has_the_class_of_its_followers_only_while_they_wait(fake_engine):
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_leader_has_the_class_of_its_followers_only_while_they_wait(fake_engine, is_aborted):
     engine = fake_engine(max_num_batched_tokens=16, max_num_seqs=2, num_cells=2000, length=1000)
     prefix = [7] * 100
     engine.add("leader", [*prefix, 1], priority=Priority.BATCH, ignore_eos=True)
@@ -1035,22 +1036,11 @@ def test_leader_has_the_class_of_its_followers_only_while_they_wait(fake_engine)
     engine.step()
     (leader,) = engine.scheduler.running
     assert leader.effective_priority == Priority.INTERACTIVE
-    while "urgent.0" not in engine.ends():
+    if is_aborted:
+        engine.abort("urgent")
         engine.step()
-    assert leader.effective_priority == Priority.BATCH
-
-
-def test_leader_of_an_aborted_follower_returns_to_its_class(fake_engine):
-    engine = fake_engine(max_num_batched_tokens=16, max_num_seqs=2, num_cells=2000, length=1000)
-    prefix = [7] * 100
-    engine.add("leader", [*prefix, 1], priority=Priority.BATCH, ignore_eos=True)
-    engine.step()
-    engine.step()
-    engine.add("urgent", [*prefix, 2], priority=Priority.INTERACTIVE)
-    engine.step()
-    engine.abort("urgent")
-    engine.step()
-    (leader,) = engine.scheduler.running
+    while not is_aborted and "urgent.0" not in engine.ends():
+        engine.step()
     assert leader.effective_priority == Priority.BATCH
 
 

@@ -31,7 +31,7 @@ NAMES = {  # of sampling parameters, in errors
         if "ollama" in parameter.dialects
     },
 }
-EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.XHIGH}
+EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.MAX}
 AT_START = "the model has been loaded by the server's settings"
 NO_IMAGES = "this model accepts text only"
 

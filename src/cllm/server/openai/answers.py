@@ -190,12 +190,12 @@ class SamplingSettings(ResponseModel):
     min_p: float
 
 
-class InfillSettings(SamplingSettings):
+class PlainSettings(SamplingSettings):
     n_ctx: int
 
 
-class InfillAnswer(ResponseModel):
-    """Has all fields, or those that ``response_fields`` names."""
+class PlainAnswer(ResponseModel):
+    """Of /completion and /infill. Has all fields, or those that ``response_fields`` names."""
 
     content: str = ""
     stop: bool = True
@@ -207,7 +207,7 @@ class InfillAnswer(ResponseModel):
     tokens_predicted: int = 0
     tokens_cached: int = 0
     truncated: bool = False
-    generation_settings: InfillSettings | None = None
+    generation_settings: PlainSettings | None = None
     timings: Timings | None = None
 
 

@@ -26,7 +26,7 @@ from cllm.server.openai.logprobs import (
     prompt_logprobs,
 )
 from cllm.server.openai.routes import encode_choices, head_of, headers_of
-from cllm.server.openai.schema import CompletionBody
+from cllm.server.openai.schema import CompletionBody, list_prompts
 from cllm.server.openai.stream import Chunks, UsageChunks
 from cllm.server.resolve import service_for
 from cllm.server.sse import EventStream, until_disconnect
@@ -69,7 +69,7 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
     params = await body.params(service.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     scheduling = body.scheduling_options(call)
-    given = body.prompts()
+    given = list_prompts(body.prompt)
     prompts = (
         await service.encode_all([("prompt", prompt) for prompt in given], scheduling)
         if body.suffix is None
@@ -128,7 +128,7 @@ class CompletionFormatter:
         self.body = body
         self.answer = answer
         self._vocabulary = service.vocabulary
-        prompts = body.prompts()
+        prompts = list_prompts(body.prompt)
         self._echoed = (
             [
                 text if isinstance(text, str) else plain_text(self._vocabulary, text)

@@ -20,7 +20,7 @@ from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
-from cllm.server.openai.answers import Done, InfillAnswer, Props
+from cllm.server.openai.answers import Done, PlainAnswer, Props
 from cllm.server.openai.routes import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody, list_prompts
 from cllm.server.resolve import (
@@ -99,7 +99,7 @@ class InfillBody(LlamaServerBody):
 
 
 @router.post(
-    "/infill", openapi_extra=describe_route(InfillBody, InfillAnswer, stream="text/event-stream")
+    "/infill", openapi_extra=describe_route(InfillBody, PlainAnswer, stream="text/event-stream")
 )
 async def infill(request: Request) -> Response:
     """Fill in the text between a prefix and a suffix. 400 if the model has no tokens for that.
@@ -127,7 +127,7 @@ async def infill(request: Request) -> Response:
 
 @router.post(
     "/completion",
-    openapi_extra=describe_route(PromptBody, InfillAnswer, stream="text/event-stream"),
+    openapi_extra=describe_route(PromptBody, PlainAnswer, stream="text/event-stream"),
 )
 async def completion(request: Request) -> Response:
     """Continue a prompt, to the end of the context unless ``n_predict`` limits it."""

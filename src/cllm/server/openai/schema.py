@@ -360,20 +360,12 @@ class CompletionBody(GenerationBody):
         ranked = 0 if self.chooses and self.logprobs is None else self.logprobs
         return {"logprobs": ranked, "prompt_logprobs": self.logprobs if self.echo else None}
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Return one or more prompts, as text or as token ids.
 
-        Raises BadRequest if there are none or too many.
-        """
-        return list_prompts(self.prompt)
-
-
-def list_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """Return the value of ``prompt``, one or more, as a list of texts or of lists of token ids.
+def list_prompts(prompts: Any) -> list[str] | list[list[int]]:
+    """Return the field ``prompt``, one or more, as a list of texts or of lists of token ids.
 
     Raises BadRequest if there are none or too many.
     """
-    prompts: Any = prompt
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not 1 <= len(prompts) <= MAX_PROMPTS:
