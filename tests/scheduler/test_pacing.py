@@ -206,7 +206,8 @@ class LongCosts(Costs, frozen=True):
 
 def test_long_prompt_and_chats_both_get_their_share(fake_engine):
     """Chats that begin anew again and again need time for their own prompts. They get it while the
-    long prompt has had its third of the time, and it gets its third while they wait.
+    long prompt has had its third of the time, and it gets its third while they wait. It gets more
+    when a tile of it takes so long that it would seldom advance.
     """
     costs = LongCosts(step=0.017, row=0.01, token=0.003)
     engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6, engine_check=False)
@@ -242,14 +243,14 @@ def test_long_prompt_and_chats_both_get_their_share(fake_engine):
         return (received - before) / (engine.now - begun)
 
     rate_before = run_to(60)
-    engine.add("long", [251] * 6000, max_tokens=1)
+    engine.add("long", [251] * 4200, max_tokens=1)
     advanced = engine.now
     rate_beside = run_to(240)
     assert spent / 180 == pytest.approx(SHARE_BESIDE_MANY, abs=0.05)
     assert rate_beside / rate_before >= 0.6
-    assert max(pauses) < 10
     run_to(1000)
     assert "long" in ended
+    assert max(pauses) < 10
     assert max(waits) < 20, "chats wait until the long prompt ends"
 
 

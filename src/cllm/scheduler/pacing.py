@@ -27,7 +27,8 @@ USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt besid
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
 LONG_STEPS = 40  # a prompt is long if it takes more time than so many steps of one row
 MANY_STREAMS = 16  # for each prompt
-SHARE_BESIDE_MANY = 0.33  # of the time, at most, for a long prompt beside more streams than that
+SHARE_BESIDE_MANY = 0.33  # of the time, for a long prompt beside more streams than that
+ADVANCE = 8.0  # seconds in which it gets a tile further, if half of the time suffices for that
 LARGEST_SHARE = 0.95  # of the time, for however many prompts
 OUTLIER = 2.0  # time that is charged: at most this many times what is usual, half of it at least
 
@@ -187,7 +188,8 @@ class Pacing:
         if spent > PATIENCE or short:
             lane.share = min(lane.share, USUAL_SHARE)
         if lane is self.long_prompts and len(rivals) > MANY_STREAMS * num_prompts:
-            lane.share = min(lane.share, SHARE_BESIDE_MANY)
+            needed = self._cost.estimate_tile(prompts[0].num_computed_tokens) / ADVANCE
+            lane.share = min(lane.share, max(SHARE_BESIDE_MANY, min(needed, USUAL_SHARE)))
         return lane.seconds >= 0
 
     def target_itl(self, num_running: int) -> float:
