@@ -195,6 +195,22 @@ def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
     run(engine, lambda: bool(engine.tokens("long")))
 
 
+def test_short_prompts_do_not_wait_for_a_whole_step_of_a_long_one(fake_engine):
+    """Although nobody decodes, because those that did have ended at the same time."""
+    costs = Costs(step=0.03, row=0.01, token=0.008)
+    engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6)
+    engine.add("long", [5] * 8000, max_tokens=2)
+    durations = []
+    for i in range(30):
+        for j in range(4):
+            engine.add(f"short{i}-{j}", [10 + i, j] * 5, max_tokens=10)
+        durations += run(
+            engine, lambda i=i: all(len(engine.tokens(f"short{i}-{j}")) == 10 for j in range(4))
+        )
+    assert not engine.tokens("long")
+    assert max(durations[10:]) <= 0.6 * 1.1
+
+
 class LongCosts(Costs, frozen=True):
     """Prompt tokens cost more after many others, as their attention does; in tiles of 64."""
 

@@ -80,6 +80,7 @@ class Pacing:
         self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts were the head
         self._decodes = False  # whether there are streams
         self._others_decode = False  # the same, whatever their adapter
+        self._delays_short = False  # whether short prompts wait for a long one in this step
         self._learns = False  # whether long ones are paused to learn what the others cost
 
     def select(self, running: Iterable[Sequence]) -> list[Sequence]:
@@ -141,6 +142,7 @@ class Pacing:
             self._head = None
             return []
         self._head = lacking[0] if lacking else None
+        self._delays_short = False
         if self._share == 1:
             return lacking
         long = [seq for seq in lacking if self._takes_long(seq)]
@@ -154,6 +156,7 @@ class Pacing:
         may_long = self._update(self.long_prompts, long, decoding, short)
         may_short = self._update(self.short_prompts, short, decoding, [])
         chosen = long if may_long else short if may_short else []
+        self._delays_short = may_long and bool(short)
         self._served = self.long_prompts if may_long else self.short_prompts
         self._head = chosen[0] if chosen else None
         return chosen
@@ -224,7 +227,7 @@ class Pacing:
                 return 0
         offset = layout.tile_offset(num_tokens, self._cost.tile)
         space = max_tokens - num_tokens
-        num_rows = len(decoding) or int(self._others_decode)
+        num_rows = len(decoding) or int(self._others_decode or self._delays_short)
         return self._cost.compute_prefill_budget(space, num_rows, seconds, offset, num_before)
 
     def reserve(self, share: float, num_running: int) -> bool:
