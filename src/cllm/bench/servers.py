@@ -27,7 +27,7 @@ from cllm.observe.cpu_time import process_tree
 
 START_TIMEOUT = 180.0  # seconds
 STOP_TIMEOUT = 20.0
-REQUEST_TIMEOUT = 14400.0  # a very long prompt beside others may take over two hours
+REQUEST_TIMEOUT = 14400.0  # seconds; a very long prompt beside others takes an hour on two cores
 LLAMA_SERVER = FOLDER / "llama-server"
 MODEL = "m"  # the model's name in all requests
 

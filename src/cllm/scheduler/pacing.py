@@ -28,7 +28,7 @@ PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured
 LONG_STEPS = 40  # a prompt is long if it takes more time than so many steps of one row
 MANY_STREAMS = 16  # for each prompt
 SHARE_BESIDE_MANY = 0.33  # of the time, for a long prompt beside more streams than that
-ADVANCE = 8.0  # seconds in which it gets a tile further, if half of the time suffices for that
+ADVANCE = 8.0  # seconds in which such a prompt advances by a tile, if USUAL_SHARE suffices
 LARGEST_SHARE = 0.95  # of the time, for however many prompts
 OUTLIER = 2.0  # time that is charged: at most this many times what is usual, half of it at least
 
@@ -79,14 +79,13 @@ class Pacing:
         self._served = self.short_prompts  # the lane of the head
         self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts were the head
         self._decodes = False  # whether there are streams
-        self._others_decode = False  # the same, whatever their adapter
-        self._delays_short = False  # whether short prompts wait for a long one in this step
+        self._others_wait = False  # whether streams of any adapter, or short prompts, want the time
         self._learns = False  # whether long ones are paused to learn what the others cost
 
     def select(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences that lack one token and get a row in the next step that decodes."""
         decoding = [seq for seq in running if seq.num_lacking_tokens == 1]
-        self._others_decode = bool(decoding)
+        self._others_wait = bool(decoding)
         self.paused, self._costly, self._learns = set(), set(), False
         short = [seq for seq in decoding if not is_long(seq.num_tokens)]
         if len(short) == len(decoding):
@@ -142,7 +141,6 @@ class Pacing:
             self._head = None
             return []
         self._head = lacking[0] if lacking else None
-        self._delays_short = False
         if self._share == 1:
             return lacking
         long = [seq for seq in lacking if self._takes_long(seq)]
@@ -156,7 +154,7 @@ class Pacing:
         may_long = self._update(self.long_prompts, long, decoding, short)
         may_short = self._update(self.short_prompts, short, decoding, [])
         chosen = long if may_long else short if may_short else []
-        self._delays_short = may_long and bool(short)
+        self._others_wait |= may_long and bool(short)
         self._served = self.long_prompts if may_long else self.short_prompts
         self._head = chosen[0] if chosen else None
         return chosen
@@ -192,7 +190,7 @@ class Pacing:
             lane.share = min(lane.share, USUAL_SHARE)
         if lane is self.long_prompts and len(rivals) > MANY_STREAMS * num_prompts:
             needed = self._cost.estimate_tile(prompts[0].num_computed_tokens) / ADVANCE
-            lane.share = min(lane.share, max(SHARE_BESIDE_MANY, min(needed, USUAL_SHARE)))
+            lane.share = min(lane.share, USUAL_SHARE, max(SHARE_BESIDE_MANY, needed))
         return lane.seconds >= 0
 
     def target_itl(self, num_running: int) -> float:
@@ -227,7 +225,7 @@ class Pacing:
                 return 0
         offset = layout.tile_offset(num_tokens, self._cost.tile)
         space = max_tokens - num_tokens
-        num_rows = len(decoding) or int(self._others_decode or self._delays_short)
+        num_rows = len(decoding) or int(self._others_wait)
         return self._cost.compute_prefill_budget(space, num_rows, seconds, offset, num_before)
 
     def reserve(self, share: float, num_running: int) -> bool:
