@@ -26,6 +26,9 @@ YIELD_AFTER = 1.0
 DIRECT_SEND = "cllm.send"
 # in the scope's state: a function that writes something a reader of the stream skips
 PROBE = "cllm.probe"
+# Characters at which str.splitlines ends a line, and with it httpx and clients that are made with
+# it, and their form in JSON. JSON escapes the others of this kind anyway.
+LINE_ENDS = tuple((end.encode(), rb"\u%04x" % ord(end)) for end in "\u2028\u2029\x85")
 
 
 class ClientGone(Exception):
@@ -39,6 +42,15 @@ class Events(Protocol):
     def deltas(self, deltas: list[Delta]) -> bytes: ...
     def end(self) -> bytes: ...
     def fault(self, error: Exception) -> bytes: ...
+
+
+def escape_line_ends(data: bytes) -> bytes:
+    """Return ``data``, JSON texts in UTF-8, with its LINE_ENDS escaped. Each is within a string."""
+    if not data.isascii():
+        for end, escaped in LINE_ENDS:
+            if end[0] in data:  # much faster to find than the whole of it
+                data = data.replace(end, escaped)
+    return data
 
 
 def streaming(app: ASGIApp) -> ASGIApp:
@@ -166,6 +178,7 @@ class EventStream(Response):
         if not data and not self._is_last:
             return
         self._num_sent += 1
+        data = escape_line_ends(data)
         message = {"type": "http.response.body", "body": data, "more_body": not self._is_last}
         self._writing = begin(self._send(message))
         if self._writing is not None:

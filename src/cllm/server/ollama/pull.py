@@ -19,7 +19,7 @@ from cllm.server.call import call_of
 from cllm.server.ollama.schema import PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.resolve import registry_of
-from cllm.server.sse import until_disconnect
+from cllm.server.sse import escape_line_ends, until_disconnect
 
 INTERVAL = 0.25  # seconds between two progress reports
 PULLING = asyncio.Lock()  # one download at a time
@@ -133,6 +133,10 @@ async def encode_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncIter
     try:
         async with contextlib.aclosing(lines):
             async for line in lines:
-                yield to_json(line) + b"\n"
+                yield encode_line(line)
     except StartupError as error:
-        yield to_json({"error": str(error)}) + b"\n"
+        yield encode_line({"error": str(error)})
+
+
+def encode_line(content: dict[str, Any]) -> bytes:
+    return escape_line_ends(to_json(content)) + b"\n"

@@ -30,6 +30,7 @@ from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
+from cllm.server.sse import escape_line_ends
 from cllm.service import Service
 from cllm.store.batches import BatchRecord
 
@@ -144,7 +145,8 @@ def answer_line(custom_id: str, status: int, name: str, content: bytes) -> bytes
 
 def encode_line(custom_id: str, response: bytes, error: bytes) -> bytes:
     head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
-    return head + b',"response":' + response + b',"error":' + error + b"}\n"
+    line = head + b',"response":' + response + b',"error":' + error + b"}\n"
+    return escape_line_ends(line)
 
 
 def tokens_of(line: dict[str, Any]) -> dict[str, int]:
