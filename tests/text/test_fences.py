@@ -1,0 +1,86 @@
+"""Fences around control tokens that a user has written."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.core.vocabulary import VocabularyFacts
+from cllm.text.fences import CLOSE, OPEN, Fences
+
+TEKKEN = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "<pad>"]
+TEKKEN += [f"<SPECIAL_{i}>" for i in range(20, 1000)]
+WORDS = [f"{letter}{i}{end}" for letter in "abcdefghij" for i in range(50) for end in ("x", "yz")]
+NESTED = ["<" * n for n in range(1, 500)]
+VOCABULARIES = {"tekken": TEKKEN, "words": WORDS, "nested": NESTED, "one": ["<" * 300 + ">"]}
+TEXTS = {
+    "plain": "The quick brown fox. ",
+    "angles": "<",
+    "brackets": "[",
+    "beginnings": "<SPECIAL_99",
+    "other beginnings": "[AVAILABLE_TOOLS",
+    "tokens": "<SPECIAL_999>",
+    "letters": "abcdefghij",
+    "digits": "a4b4",
+    "spaces": "<            ",
+    "short tokens": "<s>",
+}
+
+
+def fences(tokens: list[str]) -> Fences:
+    facts = SimpleNamespace(
+        control_tokens=sorted(tokens, key=len, reverse=True), special_texts={"bos_token": "<s>"}
+    )
+    return Fences(cast("VocabularyFacts", facts))
+
+
+def enclose_slowly(tokens: list[str], text: str) -> str:
+    """Fence what one plain pattern finds: the longest token, or else a beginning at the end."""
+    tokens = sorted(tokens, key=len, reverse=True)
+    beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
+    whole = "|".join(map(re.escape, tokens))
+    partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True))) or "(?!)"
+    pattern = f"{whole}|(?:{partial})\\s*\\Z" if tokens else "(?!)"
+    return re.sub(pattern, f"{OPEN}\\g<0>{CLOSE}", text)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
+def test_long_text_is_fenced_in_milliseconds(vocabulary: list[str], text: str) -> None:
+    """100 KB take a few milliseconds; one alternative for each token took more than a second."""
+    fence = fences(vocabulary)
+    long = text * (100_000 // len(text))
+    times = []
+    for _ in range(5):
+        begin = time.process_time()
+        fence.enclose(long)
+        times.append(time.process_time() - begin)
+    assert min(times) < 0.05  # on a busy machine
+
+
+SMALL = st.text(st.sampled_from("<s> \n[/"), min_size=1, max_size=5)
+
+
+@given(st.lists(SMALL, max_size=8), st.text(st.sampled_from("<s> \n[/x"), max_size=20))
+def test_same_tokens_are_fenced_as_with_one_plain_pattern(tokens: list[str], text: str) -> None:
+    assert fences(tokens).enclose(text) == enclose_slowly(tokens, text)
+
+
+@given(
+    st.lists(st.sampled_from([*TEKKEN[:30], "<", " ", "[", "SPECIAL_2", "INST", "é", "\U0001f600"]))
+)
+def test_same_tokens_of_a_large_vocabulary_are_fenced(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert fences(TEKKEN[:40]).enclose(text) == enclose_slowly(TEKKEN[:40], text)
+
+
+def test_tokens_longer_than_the_prefix_tree_are_fenced_whole() -> None:
+    tokens = ["a" * n + end for n in range(1, 200) for end in ("", "b")]
+    for text in ("a" * 150, "a" * 150 + "b", "a" * 64 + "c", "a" * 199 + "ab"):
+        assert fences(tokens).enclose(text) == enclose_slowly(tokens, text)
