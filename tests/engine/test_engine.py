@@ -9,7 +9,7 @@ from cllm.backends.fake.vocabulary import END
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
-from cllm.engine.commands import Abort, Add, Close
+from cllm.engine.commands import Abort, Add, Close, LoadAdapter
 from cllm.engine.params import EngineParams
 from cllm.scheduler.sequences import MAX_FAILURES
 
@@ -318,3 +318,25 @@ def test_failed_add_ends_all_sequences_of_request(monkeypatch):
     assert sorted(output.index for output in outputs if output.finish) == [0, 1, 2, 3]
     assert made == [0, 1, 2]
     assert not engine.has_work()
+
+
+def test_adapter_may_take_long_to_load():
+    """The supervisor sees that more than a usual step is expected."""
+    seen = []
+
+    class Record:
+        def begin(self, request_ids, expected_seconds):
+            seen.append(expected_seconds)
+
+        def end(self):
+            pass
+
+    class Backend(FakeBackend):
+        def load_adapter(self, name, path):
+            assert seen == [60.0]
+
+    backend = Backend()
+    engine = build_engine(backend, EngineParams())
+    engine.use_record(Record())
+    engine.run(Script([LoadAdapter("a", "a.gguf")]), Outbox())
+    assert seen == [60.0]

@@ -31,13 +31,14 @@ from cllm.process.messages import (
     Failed,
     FromChild,
     Loading,
+    Ping,
     Ready,
     Start,
     Stepped,
     Tokenize,
     frame,
 )
-from cllm.process.step_record import SIZE
+from cllm.process.step_record import SIZE, StepRecord, create_file, remove_file
 
 DECODER = msgspec.msgpack.Decoder(FromChild)
 
@@ -115,6 +116,13 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     return recorded
 
 
+def make_inbox(stdin: BinaryIO) -> PipeInbox:
+    path = create_file()
+    record = StepRecord(path)
+    remove_file(path)
+    return PipeInbox(stdin, record, 0)
+
+
 def wait_for(inbox: PipeInbox, count: int) -> list[Command]:
     """Drain without blocking until ``count`` commands have come."""
     commands: list[Command] = []
@@ -127,7 +135,7 @@ def wait_for(inbox: PipeInbox, count: int) -> list[Command]:
 
 def test_commands_come_in_order_and_none_is_lost(pipe: tuple[BinaryIO, int], exits: Exits) -> None:
     stream, descriptor = pipe
-    inbox = PipeInbox(stream)
+    inbox = make_inbox(stream)
     assert inbox.drain(block=False) == []
     sent = [Add(Request("A", [1, 2], SamplingParams())), *(Abort("A", i) for i in range(5))]
     os.write(descriptor, b"".join(map(frame, sent)))
@@ -143,14 +151,23 @@ def test_commands_come_in_order_and_none_is_lost(pipe: tuple[BinaryIO, int], exi
 
 def test_texts_to_tokenize_do_not_reach_the_engine(exits: Exits) -> None:
     asked = Tokenize(1, [[Segment("a", parse_special=True)]])
-    inbox = PipeInbox(io.BytesIO(frame(asked) + frame(Abort("A"))))
+    inbox = make_inbox(io.BytesIO(frame(asked) + frame(Abort("A"))))
     assert exits.called.wait(PATIENCE)
     assert inbox.drain(block=False) == [Abort("A")]
     assert inbox.questions.take(long=False) == asked
 
 
+def test_parent_sees_how_much_was_read(exits: Exits) -> None:
+    """Also what has no other effect."""
+    data = frame(Abort("A")) + frame(Tokenize(1, [])) + frame(Ping())
+    inbox = make_inbox(io.BytesIO(data))
+    assert exits.called.wait(PATIENCE)
+    assert inbox.record.num_read == len(data)
+    assert inbox.drain(block=False) == [Abort("A")]
+
+
 def test_end_of_stdin_ends_the_process(exits: Exits) -> None:
-    PipeInbox(io.BytesIO(frame(Abort("A"))))
+    make_inbox(io.BytesIO(frame(Abort("A"))))
     assert exits.called.wait(PATIENCE)
     assert exits.codes[0] == 0
 
@@ -158,7 +175,7 @@ def test_end_of_stdin_ends_the_process(exits: Exits) -> None:
 def test_command_that_cannot_be_decoded_ends_the_process(
     exits: Exits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    PipeInbox(io.BytesIO(frame(["no", "command"])))
+    make_inbox(io.BytesIO(frame(["no", "command"])))
     assert exits.called.wait(PATIENCE)
     assert exits.codes[0] == 1
     assert "cannot decode a command" in caplog.text

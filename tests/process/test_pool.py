@@ -19,6 +19,7 @@ from conftest import PATIENCE
 
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request
+from cllm.core.segments import Segment
 from cllm.engine.commands import Fault
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
@@ -29,6 +30,7 @@ from cllm.process.pending_tokens import PendingTokens
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
+from cllm.process.spawn import EngineProcess
 
 FAKE = EngineParams(backend="fake", max_num_seqs=2, check=True)
 
@@ -601,10 +603,15 @@ def test_kills_from_outside_blame_nobody(monkeypatch):
     run(test)
 
 
+def notice_hangs_within(monkeypatch, seconds):
+    monkeypatch.setattr("cllm.process.liveness.HANG_SECONDS", seconds)
+    for module in ("liveness", "supervisor"):
+        monkeypatch.setattr(f"cllm.process.{module}.WATCH_SECONDS", 0.1)
+
+
 def test_hung_engine_is_replaced(monkeypatch):
     """Its streams continue. An engine that has nothing to do does not hang."""
-    monkeypatch.setattr("cllm.process.supervisor.WATCH_SECONDS", 0.1)
-    monkeypatch.setattr("cllm.process.supervisor.HANG_SECONDS", 1.0)
+    notice_hangs_within(monkeypatch, 1.0)
 
     async def test(pool):
         first = pool.pid
@@ -624,10 +631,120 @@ def test_hung_engine_is_replaced(monkeypatch):
     run(test)
 
 
+async def embed(pool):
+    waiter = pool.embed(EmbeddingRequest("e", [[1, 2]]))
+    assert len(await waiter.done) == 1
+    pool.forget(waiter)
+
+
+async def tokenize(pool):
+    assert len(await pool.tokenize([[Segment("abc")]])) == 1
+
+
+async def explain(pool):
+    """Nothing is known about the engine that was stopped."""
+    with pytest.raises(EngineError, match="please retry"):
+        await pool.explain(1)
+
+
+async def load_adapter(pool):
+    with pytest.raises(EngineError, match="please retry"):
+        await pool.load_adapter("one", "one.gguf")
+
+
+async def set_weights(pool):
+    """Nobody waits for an answer."""
+    pid = pool.pid
+    pool.set_weights({"a": len(pool.params.weights) + 2.0})
+    await until(lambda: pool.pid != pid and pool.ready)
+
+
+@pytest.mark.parametrize("send", [tokenize, embed, explain, load_adapter, set_weights])
+def test_engine_stopped_while_idle_is_replaced(monkeypatch, send):
+    """As soon as it does not read what it is sent. It is no request's fault."""
+    notice_hangs_within(monkeypatch, 1.0)
+
+    async def test(pool):
+        pid = pool.pid
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+        assert pool.pid == pid, "nothing was sent"
+        await send(pool)
+        await until(lambda: pool.pid != pid and pool.ready)
+        pid = pool.pid
+        os.kill(pid, signal.SIGSTOP)
+        assert len(await tokens(ask(pool, "a", [1], max_tokens=5, ignore_eos=True))) == 5
+        assert pool.pid != pid
+
+    run(test)
+
+
+def test_request_is_not_blamed_for_engines_that_were_stopped(monkeypatch):
+    notice_hangs_within(monkeypatch, 1.0)
+
+    async def test(pool):
+        stream = ask(pool, "a", [1], max_tokens=900, ignore_eos=True)
+        for _ in range(3):
+            await receive(stream)
+            await until(lambda: pool.ready)
+            os.kill(pool.pid, signal.SIGSTOP)
+            await until(lambda: not pool.ready)
+        assert len(await tokens(stream)) > 300
+
+    run(test)
+
+
+def test_stopped_api_process_blames_no_engine(monkeypatch):
+    """Nor does it if all processes were stopped, and the engine continues last."""
+    notice_hangs_within(monkeypatch, 5.0)
+
+    async def test(pool):
+        pid = pool.pid
+        stream = ask(pool, "a", [1], max_tokens=900, ignore_eos=True)
+        await receive(stream)
+        for stops_all in (False, True):
+            if stops_all:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(6)  # noqa: ASYNC251 - like a stopped process, it looks at nothing
+            await asyncio.sleep(0.3)
+            assert pool.pid == pid
+            if stops_all:
+                os.kill(pid, signal.SIGCONT)
+        assert len(await tokens(stream)) > 300
+        assert pool.pid == pid
+
+    run(test)
+
+
+def test_engine_stopped_while_loading_is_replaced(monkeypatch):
+    """A restart, long before its time is over."""
+    notice_hangs_within(monkeypatch, 1.0)
+    signals = [signal.SIGSTOP]
+    loaded = EngineProcess.data_received
+
+    def stop_first(process, data):
+        if signals and process.num_sent and not pools[0].ready:
+            os.kill(process.pid, signals.pop())
+            return  # it was stopped before it wrote this
+        loaded(process, data)
+
+    pools = []
+
+    async def test(pool):
+        pools.append(pool)
+        monkeypatch.setattr(EngineProcess, "data_received", stop_first)
+        stream = ask(pool, "a", [1], max_tokens=400, ignore_eos=True)
+        await receive(stream)
+        kill(pool)
+        assert len(await tokens(stream)) > 300
+        assert not signals
+
+    run(test)
+
+
 def test_slow_step_is_not_a_hang(monkeypatch):
     """The engine expects its duration."""
-    monkeypatch.setattr("cllm.process.supervisor.WATCH_SECONDS", 0.1)
-    monkeypatch.setattr("cllm.process.supervisor.HANG_SECONDS", 0.3)
+    notice_hangs_within(monkeypatch, 0.3)
 
     async def test(pool):
         pool.set_faults([Fault("slow", num_steps=30, seconds=0.1)])

@@ -44,6 +44,8 @@ log = logging.getLogger("cllm.engine")
 
 T = TypeVar("T")
 
+ADAPTER_SECONDS = 60.0  # that loading a LoRA adapter from a slow disk may take
+
 
 class Inbox(Protocol):
     def drain(self, block: bool) -> list[Command]:
@@ -224,6 +226,8 @@ class Engine:
 
     def _load_adapter(self, name: str, path: str) -> str:
         """Load an adapter. Return why it cannot be loaded, or ""."""
+        if self._record is not None:
+            self._record.begin((), ADAPTER_SECONDS)
         try:
             self.backend.load_adapter(name, path)
         except StartupError as error:

@@ -35,6 +35,7 @@ from cllm.process.messages import (
     Failed,
     FromChild,
     Loading,
+    Ping,
     Ready,
     Start,
     Stepped,
@@ -46,15 +47,20 @@ from cllm.process.step_record import StepRecord
 from cllm.process.tokenizing import Questions, start_tokenizing
 from cllm.scheduler.trace import Explanation
 
-Message = Command | Tokenize | Abandon
+Message = Command | Tokenize | Abandon | Ping
 PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the parent is busy
 
 
 class PipeInbox:
     """Commands from stdin. Texts to tokenize go to ``questions``."""
 
-    def __init__(self, stdin: BinaryIO) -> None:
+    def __init__(self, stdin: BinaryIO, record: StepRecord, num_read: int) -> None:
+        """``num_read`` bytes of stdin have been read; ``record`` gets the number after each
+        message.
+        """
         self.questions = Questions()
+        self.record = record
+        self.record.num_read = num_read
         self._stdin = stdin
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._decoder = msgspec.msgpack.Decoder[Message](Message)
@@ -63,12 +69,13 @@ class PipeInbox:
     def _read(self) -> None:
         try:
             while (body := read_frame(self._stdin)) is not None:
+                self.record.num_read += LENGTH.size + len(body)
                 message = self._decoder.decode(body)
                 if isinstance(message, Tokenize):
                     self.questions.put(message)
                 elif isinstance(message, Abandon):
                     self.questions.abandon(message.number)
-                else:
+                elif not isinstance(message, Ping):
                     self._queue.put(message)
         except msgspec.DecodeError:
             logging.getLogger("cllm.engine").exception(
@@ -150,7 +157,7 @@ def main() -> None:
     params, path = msgspec.structs.astuple(msgspec.msgpack.decode(body, type=Start))
     record = StepRecord(Path(path))
     log.configure(params.log_level)
-    inbox = PipeInbox(sys.stdin.buffer)
+    inbox = PipeInbox(sys.stdin.buffer, record, LENGTH.size + len(body))
     reported_share = -1.0
 
     def report_failure(reason: str) -> NoReturn:

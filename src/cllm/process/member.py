@@ -53,6 +53,10 @@ class Owner(Protocol):
         """Return whether a request yields to others."""
         ...
 
+    def has_texts(self, member: Member) -> bool:
+        """Return whether texts wait to be tokenized by an engine."""
+        ...
+
     def take(self, member: Member, message: Result) -> None:
         """Handle results of an engine."""
         ...
@@ -121,6 +125,7 @@ class Member:
             lambda death: owner.record_death(self, death),
             lambda: owner.record_failure(self),
             self._has_work,
+            self._owes_answers,
             on_loading,
             launched,
             clock,
@@ -178,7 +183,11 @@ class Member:
         return not least or is_crowded(count, least, Candidate(other.number, stats.num_seq_ids))
 
     def _has_work(self) -> bool:
-        return self.num_requests > 0
+        asked = self._pending_explanations or self._pending_adapters
+        return self.num_requests > 0 or bool(asked)
+
+    def _owes_answers(self) -> bool:
+        return self._has_work() or self._owner.has_texts(self)
 
     def has(self, request_id: str) -> bool:
         """Return whether the engine has got a request, and is ready."""

@@ -1,7 +1,7 @@
 """The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and
 stdout.
 
-To the child: Start once, then commands (engine/commands.py), Tokenize and Abandon. From the
+To the child: Start once, then commands (engine/commands.py), Tokenize, Abandon and Ping. From the
 child: the other structs below and EmbeddingOutput (core/output.py).
 """
 
@@ -89,6 +89,12 @@ class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to the Tokenize with this ``number`` is not needed any longer."""
 
     number: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Something to read, for a process that owes an answer. It has no other effect: the step record
+    says what the process has read.
+    """
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):

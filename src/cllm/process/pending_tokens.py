@@ -102,6 +102,10 @@ class Texts:
         pending.begin()
         member.write(frame(Tokenize(number, pending.texts)))
 
+    def has(self, member: Member) -> bool:
+        """Return whether an engine has texts to tokenize, or will get them."""
+        return any(one.home is member for one in self.pending.values())
+
     def put(self, message: Tokenized) -> None:
         """Take the tokens of a text, if they are still needed."""
         if (pending := self.pending.get(message.number)) is not None:

@@ -275,6 +275,10 @@ class Pool:
         """See Owner."""
         return self._in_flight.yields(request_id)
 
+    def has_texts(self, member: Member) -> bool:
+        """See Owner."""
+        return self._texts.has(member)
+
     def welcome(self, member: Member) -> None:
         """See Owner."""
         self._homes.measure_caches()

@@ -49,10 +49,12 @@ class EngineProcess(asyncio.Protocol):
 
     Messages are handled where their bytes arrive, because waking a task for them takes time.
     ``ended`` is set when the process has ended and all of its messages have been handled.
+    ``num_sent`` is the number of bytes that were written to it.
     """
 
     def __init__(self, process: Popen[bytes], take: Callable[[FromChild], None]) -> None:
         self.ended = asyncio.Event()
+        self.num_sent = 0
         self._process = process
         self._take = take
         self._rest = b""
@@ -74,6 +76,7 @@ class EngineProcess(asyncio.Protocol):
         # the end of its stdout reports a dead engine
         if self._stdin is not None and not self._stdin.is_closing():
             self._stdin.write(data)
+            self.num_sent += len(data)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_readable:

@@ -1,5 +1,5 @@
-"""The step that the engine process is computing, in shared memory, so that its parent can read it
-after a crash or while the process hangs.
+"""What the engine process does, in shared memory, so that its parent can read it after a crash or
+while the process hangs: the step that it computes, and how much it has read of its messages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cllm.errors import StartupError
 SIZE = 1 << 16  # bytes
 # version (odd while the rest is being written), seconds that the step should take, bytes of names
 HEAD = struct.Struct("<QdQ")
+NUM_READ = struct.Struct("<Q")  # at the end; another thread writes it
 # files here are never written to a disk
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
@@ -38,7 +39,9 @@ class Entry(NamedTuple):
 
 
 class StepRecord:
-    """One entry, in a file that both processes have mapped. Only the engine writes it."""
+    """One entry, and how many bytes of messages the engine process has read, in a file that both
+    processes have mapped. Only the engine process writes it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Map the file at ``path``; see ``create_file``."""
@@ -48,7 +51,7 @@ class StepRecord:
 
     def begin(self, request_ids: Iterable[str], expected_seconds: float) -> None:
         """Note that a step with sequences of these requests begins."""
-        names = "\n".join(dict.fromkeys(request_ids)).encode()[: SIZE - HEAD.size]
+        names = "\n".join(dict.fromkeys(request_ids)).encode()[: SIZE - HEAD.size - NUM_READ.size]
         self._version += 1
         self._map[: HEAD.size] = HEAD.pack(self._version, expected_seconds, 0)
         self._map[HEAD.size : HEAD.size + len(names)] = names
@@ -70,6 +73,15 @@ class StepRecord:
             return Entry(version, expected_seconds, [])
         names = self._map[HEAD.size : HEAD.size + num_bytes].decode(errors="replace")
         return Entry(version, expected_seconds, names.split("\n") if names else [])
+
+    @property
+    def num_read(self) -> int:
+        """The number of bytes that the engine process has read from its parent."""
+        return int(NUM_READ.unpack_from(self._map, SIZE - NUM_READ.size)[0])
+
+    @num_read.setter
+    def num_read(self, value: int) -> None:
+        self._map[SIZE - NUM_READ.size :] = NUM_READ.pack(value)
 
     def close(self) -> None:
         self._map.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +20,8 @@ from cllm.engine.params import EngineParams
 from cllm.errors import KilledWhileLoading, StartupError
 from cllm.models.memory import count_oom_kills
 from cllm.process.launch import ANYWHERE, Place, Popen
-from cllm.process.messages import Failed, FromChild, Loading, Ready, Start, frame
+from cllm.process.liveness import WATCH_SECONDS, Hang, Liveness
+from cllm.process.messages import Failed, FromChild, Loading, Ping, Ready, Start, frame
 from cllm.process.spawn import EngineProcess, spawn
 from cllm.process.step_record import Entry, StepRecord, create_file, remove_file
 
@@ -30,15 +33,12 @@ HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
 UNLOAD_SECONDS = 10.0  # to save prefixes on disk, and again to write them
 USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
-WATCH_SECONDS = 1.0  # between two looks at the engine's step
-# An engine with work hangs if it finishes no step within HANG_SECONDS, or HANG_FACTOR times the
-# expected duration of its step if that is more. If the duration is unknown, UNKNOWN_HANG_SECONDS.
-HANG_SECONDS, HANG_FACTOR = 28.0, 10.0
-UNKNOWN_HANG_SECONDS = 600.0
-# In the same way, an engine is not responding, which only matters to requests in the queue.
+# An engine does not respond if it finishes no step within QUIET_SECONDS, or QUIET_FACTOR times the
+# expected duration of its step if that is more. This only matters to requests in the queue.
 QUIET_SECONDS, QUIET_FACTOR = 0.3, 3.0
 # In the same way, a restart hangs, compared with the last load. The user can end the first load.
 LOAD_SECONDS, LOAD_FACTOR = 60.0, 10.0
+PING = frame(Ping())
 
 
 class Death(NamedTuple):
@@ -69,6 +69,7 @@ class Supervisor:
         on_death: Callable[[Death], None],
         on_failure: Callable[[], None],
         has_work: Callable[[], bool],
+        owes_answers: Callable[[], bool],
         on_loading: Callable[[float], None] | None = None,
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,10 +77,10 @@ class Supervisor:
         label: str = "the engine",
     ) -> None:
         """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
-        called for each engine, ``on_failure`` for each restart that failed. ``has_work``: whether
-        the engine has something to compute. ``launched``: a process that becomes the first engine.
-        ``clock`` returns seconds. ``place``: of the others. ``label``: its name in
-        the log.
+        called for each engine, ``on_failure`` for each restart that failed. ``has_work`` says
+        whether the engine must make steps, ``owes_answers`` whether anything waits for its process.
+        ``launched`` is a process that becomes the first engine, and ``place`` is where the others
+        compute. ``clock`` returns seconds. ``label`` names the engine in the log.
         """
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
@@ -95,6 +96,7 @@ class Supervisor:
         self._on_death = on_death
         self._on_failure = on_failure
         self._has_work = has_work
+        self._owes_answers = owes_answers
         self._on_loading = on_loading
         self._launched = launched
         self._place = place
@@ -106,7 +108,7 @@ class Supervisor:
         self._num_oom_kills = self._num_oom_kills_before = 0
         # the last look of ``is_responding``: a step's version, when it was seen first, and last
         self._looked: tuple[int, float, float] = (-1, 0.0, 0.0)
-        self._hangs = False  # whether the engine has been killed because it hung
+        self._hang: Hang | None = None  # why the engine has been killed
         self._serving: asyncio.Task[None] | None = None
         self.closing = False
         self.unloaded = False
@@ -188,7 +190,7 @@ class Supervisor:
     async def _spawn(self) -> None:
         self._loaded = asyncio.get_running_loop().create_future()
         self._started = self._clock()
-        self._hangs = False
+        self._hang = None
         self._num_oom_kills = self._num_oom_kills_before = count_oom_kills()
         path = create_file()
         try:
@@ -207,14 +209,8 @@ class Supervisor:
         process = self.process = await spawn(self._take, launched, self._place)
         self.pid = process.pid
         process.write(frame(Start(self._params, step_record)))
-        ended: asyncio.Future[bool] = asyncio.ensure_future(process.ended.wait())
-        limit = max(LOAD_SECONDS, LOAD_FACTOR * self._load_seconds) if self.info else None
         try:
-            done, _ = await asyncio.wait(
-                (self._loaded, ended), timeout=limit, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                raise StartupError(f"the engine was not ready after {limit:.0f} s")
+            await self._wait_for_load(process)
             if not self._loaded.done():
                 if process.was_ended_from_outside:
                     how = f"the engine was ended while loading ({process.describe_end()})"
@@ -235,9 +231,34 @@ class Supervisor:
             await process.stop()
             raise
         finally:
-            ended.cancel()
             if not self._loaded.cancel():
                 self._loaded.exception()  # so that asyncio does not report it as never retrieved
+
+    async def _wait_for_load(self, process: EngineProcess) -> None:
+        """Return when ``process`` has loaded the model, or has ended.
+
+        Raises StartupError if it hangs.
+        """
+        assert self._record is not None
+        limit = max(LOAD_SECONDS, LOAD_FACTOR * self._load_seconds) if self.info else math.inf
+        liveness = Liveness(time.monotonic(), self._record.read())
+        ended = asyncio.ensure_future(process.ended.wait())
+        try:
+            for num_looks in itertools.count(1):  # none while this process is suspended
+                done, _ = await asyncio.wait(
+                    (self._loaded, ended),
+                    timeout=WATCH_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if done:
+                    return
+                if num_looks * WATCH_SECONDS > limit:
+                    raise StartupError(f"the engine was not ready after {limit:.0f} s")
+                # a process that has read nothing yet is being started, which may take long
+                if self._record.num_read and (hang := self._look(liveness, process)):
+                    raise StartupError(f"the engine {hang.cause}")
+        finally:
+            ended.cancel()
 
     def _take(self, message: FromChild) -> None:
         match message:
@@ -253,33 +274,32 @@ class Supervisor:
             case _:
                 self._take_loaded(message)
 
-    async def _watch(self, process: EngineProcess, record: StepRecord) -> None:
-        """Return when ``process`` has ended; kill it if it hangs.
+    def _look(
+        self, liveness: Liveness, process: EngineProcess, has_work: bool = False
+    ) -> Hang | None:
+        """Return why ``process`` hangs, or None."""
+        assert self._record is not None
+        entry, num_read = self._record.read(), self._record.num_read
+        hang = liveness.look(time.monotonic(), entry, process.num_sent, num_read, has_work)
+        if num_read >= process.num_sent and (not self.ready or self._owes_answers()):
+            process.write(PING)
+        return hang
 
-        A late look, after this process or the machine was suspended, proves nothing.
-        """
-        last, since = record.read(), time.monotonic()
-        looked = since
+    async def _watch(self, process: EngineProcess, record: StepRecord) -> None:
+        """Return when ``process`` has ended; kill it if it hangs."""
+        liveness = Liveness(time.monotonic(), record.read())
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.ended.wait(), WATCH_SECONDS)
                 return
-            now, entry = time.monotonic(), record.read()
-            is_late, looked = now - looked > 2 * WATCH_SECONDS, now
-            if entry.version != last.version or is_late or not self._has_work():
-                last, since = entry, now
-                self._num_oom_kills_before = self._num_oom_kills
-                self._num_oom_kills = count_oom_kills()
-            elif now - since > longest(entry):
-                log.error(
-                    "%s has not finished a step for %.0f s (%.1f s expected); killing it",
-                    self._label,
-                    now - since,
-                    entry.expected_seconds,
-                )
-                self._hangs = True
+            self._hang = self._look(liveness, process, self._has_work())
+            if self._hang is not None:
+                log.error("%s %s; killing it", self._label, self._hang.cause)
                 await process.stop()
                 return
+            if liveness.is_stepping:
+                self._num_oom_kills_before = self._num_oom_kills
+                self._num_oom_kills = count_oom_kills()
 
     async def _serve_and_restart(self) -> None:
         while True:
@@ -318,7 +338,7 @@ class Supervisor:
 
     def _describe_death(self, process: EngineProcess, entry: Entry) -> Death:
         """Log and return why the engine has ended."""
-        cause = "it hung" if self._hangs else process.describe_end()
+        cause = "it hung" if self._hang else process.describe_end()
         out_of_memory = count_oom_kills() > self._num_oom_kills_before
         if out_of_memory:
             cause += ", out of memory"
@@ -329,12 +349,8 @@ class Supervisor:
             len(entry.request_ids),
             self._backoff,
         )
-        is_own_fault = self._hangs or out_of_memory or not process.was_ended_from_outside
+        ended_from_outside = process.was_ended_from_outside or (
+            self._hang and self._hang.is_stopped
+        )
+        is_own_fault = out_of_memory or not ended_from_outside
         return Death(cause, entry.request_ids, is_own_fault, self._backoff + self._load_seconds)
-
-
-def longest(entry: Entry) -> float:
-    """Return the seconds that the step of ``entry`` may take."""
-    if entry.is_unknown:
-        return UNKNOWN_HANG_SECONDS
-    return max(HANG_SECONDS, HANG_FACTOR * entry.expected_seconds)
