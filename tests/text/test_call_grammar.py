@@ -51,13 +51,20 @@ def test_reasoning_may_precede_a_forced_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
-def test_parallel_calls_are_allowed_on_request(name: str) -> None:
+def test_number_of_forced_calls_is_limited(name: str) -> None:
     family, call = load_families()[name], WEATHER[name]
     how = family.calls
     inner = call.removeprefix(how.begin).removesuffix(how.end or "\0")
-    both = how.begin + inner + how.between + inner + how.end
-    assert follows(grammar_of(family), both)
-    assert not follows(grammar_of(family, parallel=False), both)
+
+    def calls(count: int) -> str:
+        return how.begin + how.between.join([inner] * count) + how.end
+
+    assert follows(grammar_of(family), calls(20))
+    for most in (1, 3):
+        grammar = grammar_of(family, max_calls=most)
+        assert [follows(grammar, calls(count)) for count in range(1, 5)] == [
+            count <= most for count in range(1, 5)
+        ]
 
 
 @pytest.mark.parametrize("name", ["hermes", "harmony"])

@@ -41,9 +41,10 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: the functions that may be called, by name. control: the ids of the control tokens in the
     family's marks. answer: the grammar of the message's text; if "", no text is allowed. calls: the
     message may be calls instead of text. is_loose: its text is free, and only the calls in it are
-    constrained. parallel: several calls are allowed. thinks: it may begin with reasoning. inside:
-    it begins in the middle of reasoning. begun: it begins in the middle of its text. names_only:
-    arguments of functions that are not strict may be any JSON object.
+    constrained. max_calls: how many calls a message without text may have; None for no limit.
+    thinks: it may begin with reasoning. inside: it begins in the middle of reasoning. begun: it
+    begins in the middle of its text. names_only: arguments of functions that are not strict may be
+    any JSON object.
     """
 
     family: ModelFamily
@@ -52,7 +53,7 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     answer: str = ""
     calls: bool = False
     is_loose: bool = False
-    parallel: bool = True
+    max_calls: int | None = None
     thinks: bool = False
     inside: bool = False
     begun: bool = False
@@ -142,9 +143,10 @@ class CallGrammar:
         """Return a term for calls and nothing else, exactly as the family writes them."""
         calls, text = self._family_calls, self._terms.text
         call = self._options(calls.write)
-        parallel = self._message.parallel and not self._message.family.header
-        further = f" ({text(calls.between)} {call})*" if parallel else ""
-        return f"{text(calls.begin)} {call}{further} {text(calls.end)}"
+        most = 1 if self._message.family.header else self._message.max_calls
+        count = "*" if most is None else f"{{0,{most - 1}}}"
+        further = "" if most == 1 else f"({text(calls.between)} {call}){count}"
+        return f"{text(calls.begin)} {call} {further} {text(calls.end)}"
 
     @property
     def _family_calls(self) -> Calls:

@@ -25,6 +25,9 @@ RESERVED = frozenset(
 )
 
 
+MAX_FORCED_CALLS = 16  # in a message that must call: weak models would go on to their last token
+
+
 class Channel(enum.StrEnum):
     TEXT = "text"
     REASONING = "reasoning"
@@ -81,6 +84,14 @@ class Chat:
         if last.get("reasoning_content"):
             return replace(self, continued="reasoning_content")
         return replace(self, messages=self.messages[:-1])
+
+    @property
+    def max_calls(self) -> int | None:
+        """The most calls that the answer may have; None for no limit."""
+        is_required = self.tool_choice == "required"
+        if not self.parallel_tool_calls or (is_required and len(self.allowed_tools) == 1):
+            return 1
+        return MAX_FORCED_CALLS if is_required else None
 
     @property
     def strict_tools(self) -> set[str]:

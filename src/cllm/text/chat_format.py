@@ -191,7 +191,7 @@ class ChatFormat:
                 "" if is_required else params.grammar,
                 calls=may_call,
                 is_loose=is_loose,
-                parallel=chat.parallel_tool_calls,
+                max_calls=chat.max_calls,
                 thinks=thinks,
                 inside=inside,
                 begun=begun,
@@ -200,11 +200,10 @@ class ChatFormat:
             params = params.replace_unchecked(thinking=budget)
         if not (may_call or inside or thinks or family.header):
             return None, params, bound
-        max_calls = None if chat.parallel_tool_calls else 1
         begun = bool(chat.continued)
         plan = OutputPlan(
             self._pieces,
-            lambda: Parser(family, tools, inside=inside, begun=begun, max_calls=max_calls),
+            lambda: Parser(family, tools, inside=inside, begun=begun, max_calls=chat.max_calls),
         )
         return plan, params, bound
 
