@@ -41,12 +41,19 @@ GROUND = {
     "errors": set(),
     "environment": set(),
     "private_files": set(),
+    "input_files": set(),
     "models": {"errors"},
     "config": {"config_file", "config_options"},
     "config_options": set(),
     "config_sources": {"errors", "config", "config_file", "config_options"},
-    "config_file": {"errors"},
-    "observe": {"errors", "config", "core", "private_files"},  # core, whose types it records
+    "config_file": {"errors", "input_files"},
+    "observe": {
+        "errors",
+        "config",
+        "core",
+        "private_files",
+        "input_files",
+    },  # core, whose types it records
 }
 # The exceptions: config imports where its options are declared. Those of a backend come through
 # the registry, from the options.py of its folder.

@@ -8,6 +8,7 @@ import signal
 import sys
 from types import FrameType
 
+from cllm.cli.streams import open_closed_streams
 from cllm.process.launch import launch
 
 
@@ -24,6 +25,7 @@ def main() -> None:
 
     Until its command has been imported, Ctrl-C ends the process immediately.
     """
+    open_closed_streams()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # background jobs of scripts ignore it
         signal.signal(signal.SIGINT, exit_at_once)
     launched = None

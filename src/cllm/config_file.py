@@ -19,6 +19,7 @@ import yaml
 from pydantic_core import from_json
 
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 
 MAX_FILE_BYTES = 1_000_000
 
@@ -162,8 +163,7 @@ def read_yaml(
 def read_text(path: Path) -> str:
     """Return the text of a settings file. Raises StartupError."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_input(path, MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StartupError(f"{path}: cannot be read: {reason}") from None

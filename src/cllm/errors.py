@@ -7,6 +7,9 @@ bug in cLLM.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 class CLLMError(Exception):
     """Base of all errors below; ``str(error)`` is one line for a person."""
@@ -16,6 +19,15 @@ class StartupError(CLLMError):
     """The program cannot start with these settings, files or libraries; the message says what to
     change.
     """
+
+
+class ModelFileError(StartupError):
+    """A model's file cannot be used. ``for_clients`` is the message without the file's folder."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        folder = str(path.parent).rstrip(os.sep) + os.sep
+        self.for_clients = message.replace(folder, "")
 
 
 class KilledWhileLoading(StartupError):
@@ -76,11 +88,18 @@ class EngineError(CLLMError):
 
 
 class LoadFailed(CLLMError):
-    """A model cannot be loaded. The log says why; clients must not see paths."""
+    """A model cannot be loaded. The log says why; clients see a reason that names no folder."""
 
 
 class FatalRequest(EngineError):
     """Computing this request has ended the engine repeatedly, so the client must not retry it."""
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return an error of the system as one line: the file, if the error names one, and why."""
+    reason = error.strerror or str(error) or type(error).__name__
+    named = [] if error.filename is None else [str(error.filename)]
+    return ": ".join([*named, reason])
 
 
 def context_length_exceeded(

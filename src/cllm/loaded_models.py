@@ -19,6 +19,7 @@ from cllm.errors import (
     EngineError,
     KilledWhileLoading,
     LoadFailed,
+    ModelFileError,
     StartupError,
     UnknownModel,
 )
@@ -157,7 +158,8 @@ class LoadedModels:
             log.error(
                 "the model %s cannot be loaded: %s", model.name, error, exc_info=not known and error
             )
-            failed = LoadFailed(f"The model {model.name!r} cannot be loaded.")
+            reason = f": {error.for_clients}" if isinstance(error, ModelFileError) else "."
+            failed = LoadFailed(f"The model {model.name!r} cannot be loaded{reason}")
             failed.__cause__ = error
             model.failure = self._clock(), failed
         if model.service is not None:

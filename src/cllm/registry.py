@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
-from cllm.errors import CLLMError, StartupError, UnknownModel
+from cllm.errors import CLLMError, StartupError, UnknownModel, describe_os_error
 from cllm.loaded_models import LoadedModels
 from cllm.observe.metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
@@ -101,7 +101,10 @@ class Registry(LoadedModels):
         Raises StartupError if the settings cannot be used; then nothing has changed.
         """
         self._failed.clear()
-        return await self._scan_again(reads_settings=True)
+        try:
+            return await self._scan_again(reads_settings=True)
+        except OSError as error:
+            raise StartupError(describe_os_error(error)) from error
 
     async def _scan_again(self, *, reads_settings: bool) -> list[str]:
         if self._scan is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 
 CLLM, ENGINE, BOUND, LLAMA_SERVER = (
     "cLLM",
@@ -112,7 +113,7 @@ def read_runs(path: Path) -> tuple[list[Run], int]:
     Raises StartupError with a message of one line.
     """
     try:
-        data = path.read_bytes()
+        data = read_input(path)
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
     size = data.rfind(b"\n") + 1

@@ -30,6 +30,7 @@ from cllm.bench.distribution import Distribution
 from cllm.bench.load import Outcome
 from cllm.bench.scenario_figures import find_figures
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -288,7 +289,7 @@ def part_table(parts: Mapping[str, Part]) -> Table:
 def read_report(path: Path) -> Report:
     """Return the report in a file. Raises StartupError with a message of one line."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        return msgspec.json.decode(read_input(path), type=Report)
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

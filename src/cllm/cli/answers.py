@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from cllm.errors import StartupError
+from cllm.input_files import read_input_text
 
 Messages = list[dict[str, Any]]
 Think = bool | Literal["low", "medium", "high"]
@@ -74,7 +75,7 @@ def read_schema(text: str | None) -> dict[str, Any] | bool | None:
     if text == "json":
         return True
     try:
-        content = text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")
+        content = text if text.lstrip().startswith("{") else read_input_text(Path(text))
         schema = json.loads(content)
     except OSError as error:
         raise StartupError(

@@ -11,6 +11,7 @@ from cllm.cli.answers import Messages, Options, Part
 from cllm.cli.printer import text_of
 from cllm.cli.reader import state_folder
 from cllm.errors import CLLMError
+from cllm.input_files import read_input
 from cllm.private_files import open_private
 
 
@@ -70,7 +71,7 @@ class Conversation:
         """Go on with the conversation in a file. Raises CLLMError."""
         path = saved_path(name)
         try:
-            saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+            saved = msgspec.json.decode(read_input(path), type=Saved)
         except OSError as error:
             raise CLLMError(f"cannot load {path}: {error.strerror}") from None
         except msgspec.MsgspecError as error:

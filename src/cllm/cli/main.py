@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import io
-import os
 import re
 import signal
 import sys
@@ -25,7 +23,8 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from cllm.errors import CLLMError, StartupError
+from cllm.cli.streams import flush_stdout, set_error_handling
+from cllm.errors import CLLMError, StartupError, describe_os_error
 from cllm.process.launch import Popen
 
 SERVE = """Serve a model over HTTP.
@@ -207,16 +206,6 @@ def install_signal_handlers() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def set_encoding_errors() -> None:
-    """Print what stdout cannot encode as ?, instead of failing, and reject stdin that is not text.
-
-    Python's own choice depends on the locale.
-    """
-    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-
-
 def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None = None) -> None:
     """Run the command line. Expected errors become one line on stderr.
 
@@ -228,7 +217,7 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
     """
     if arguments is None:
         install_signal_handlers()
-        set_encoding_errors()
+        set_error_handling()
     try:
         try:
             words = read_words(sys.argv[1:] if arguments is None else arguments)
@@ -249,6 +238,9 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush_stdout()
         sys.exit(141)
+    except OSError as error:
+        flush_stdout()
+        print("cllm:", describe_os_error(error), file=sys.stderr)
+        sys.exit(2)

@@ -18,6 +18,7 @@ from cllm.cli.remote import LOCAL, Url, call
 from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
 from cllm.config_sources import LoadedConfig
 from cllm.errors import CLLMError, StartupError
+from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
 from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
 from cllm.store.created import CreatedModel, CreatedModels
@@ -203,7 +204,7 @@ def create(
     its own, as a Modelfile describes it. The server needs server.allow_model_changes.
     """
     try:
-        text = read_stdin() if str(modelfile) == "-" else modelfile.read_text("utf-8")
+        text = read_stdin() if str(modelfile) == "-" else read_input_text(modelfile)
     except OSError as error:
         raise StartupError(f"cannot read {modelfile}: {error.strerror}") from None
     except UnicodeDecodeError:

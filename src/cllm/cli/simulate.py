@@ -24,6 +24,7 @@ from cllm.cli.progress import open_bar
 from cllm.config import Settings
 from cllm.engine.build import CPU_PREFILL_SHARE
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 from cllm.observe.trace_file import Entry, read_trace, write_trace
 from cllm.routing.router import Routing
 from cllm.scheduler.step_cost import ROW_OFFSET
@@ -299,7 +300,7 @@ def read_costs(text: str) -> Costs:
 def read_measured(path: Path) -> Measured:
     """Return the measured costs. Raises StartupError."""
     try:
-        measured = msgspec.json.decode(path.read_bytes(), type=Measured)
+        measured = msgspec.json.decode(read_input(path), type=Measured)
     except OSError as error:
         raise StartupError(f"cannot read --costs {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -53,6 +53,7 @@ from cllm.engine.build import build_vocabulary, fit_memory
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
+from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
 from cllm.models.gguf import GgufHeader, check_kv_type, format_size, read_header
 
@@ -347,7 +348,7 @@ def check_options(options: TuneOptions) -> None:
 def read_text(path: Path) -> str:
     """Return the text on which quality is judged. Raises StartupError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_input_text(path)
     except OSError as error:
         raise StartupError(f"cannot read --text {path}: {error.strerror}") from None
     except UnicodeDecodeError:

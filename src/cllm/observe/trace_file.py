@@ -28,6 +28,7 @@ from msgspec import Meta
 from cllm.core.params import LARGEST
 from cllm.core.request import Priority, Request
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 from cllm.private_files import open_private
 
 ID_BYTES = 8  # a block begins with its id, so that different blocks differ from the start
@@ -93,7 +94,7 @@ def read_trace(path: Path) -> list[Entry]:
     decode = msgspec.json.Decoder(Entry).decode
     entries = []
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_input(path).splitlines()
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, 1):

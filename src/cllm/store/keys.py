@@ -21,6 +21,7 @@ import msgspec
 from cllm.core.account import Account, Limits
 from cllm.core.request import Priority
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 from cllm.private_files import open_private
 
 try:
@@ -94,7 +95,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_key_file(path: Path) -> KeyFile:
     """Return the content of the file. Raises StartupError, with one line that names the file."""
     try:
-        data = path.read_bytes()
+        data = read_input(path)
         version = msgspec.json.decode(data, type=Version).format
         if version > FORMAT:
             raise StartupError(f"{path} was written by a newer version of cLLM (format {version})")

@@ -1,0 +1,68 @@
+"""The standard streams of the process, which a shell or a service manager may have closed."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
+
+
+def open_closed_streams() -> None:
+    """Connect closed standard streams with the null device. Otherwise the next file or socket
+    would get such a stream's number, and what a library or a child process prints would go there.
+    """
+    for number, (name, mode) in enumerate(MODES.items()):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+
+
+class LossyFile(io.FileIO):
+    """A file that drops what cannot be written, because its disk is full or its reader has gone."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(memoryview(data).cast("B"))
+
+
+def set_error_handling() -> None:
+    """Print what stdout cannot encode as ?, instead of failing, reject stdin that is not text, and
+    go on when messages on stderr cannot be written.
+
+    Python's own choice of encoding errors depends on the locale.
+    """
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
+        file = io.BufferedWriter(LossyFile(2, "wb", closefd=False))
+        encoding = sys.stderr.encoding
+        sys.stderr = io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
+
+
+def flush_stdout() -> None:
+    """Print what is still in stdout's buffer. If that fails, drop it, because the interpreter's own
+    attempt at exit would fail too.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

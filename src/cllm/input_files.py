@@ -1,0 +1,33 @@
+"""Reads files that a user names, which may be pipes or devices."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+
+FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def read_input(path: Path, limit: int = -1) -> bytes:
+    """Return the content of a file, or its first ``limit`` bytes.
+
+    Raises OSError, also for a pipe that no process writes to, which a plain read would wait for.
+    """
+    with os.fdopen(os.open(path, FLAGS), "rb") as file:
+        is_pipe = stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+        if is_pipe:
+            os.set_blocking(file.fileno(), True)  # its writer may need time
+        content = file.read(limit)
+        if is_pipe and not content:
+            raise OSError(errno.ENXIO, "no process writes to this pipe", str(path))
+        return content
+
+
+def read_input_text(path: Path) -> str:
+    """Return the text of a file in UTF-8. Raises OSError as ``read_input``, and
+    UnicodeDecodeError.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_input(path)), "utf-8").read()
