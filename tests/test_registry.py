@@ -124,9 +124,13 @@ class StubService:
     def __init__(self, engine) -> None:
         workers = SimpleNamespace(end_idle=lambda: None)
         self.engine, self.renderer, self.grammars = engine, workers, workers
-        self.vocabulary = SimpleNamespace(chat_template="")
+        self.vocabulary = SimpleNamespace(has_template=False)
         self.info = SimpleNamespace(
-            context_length=1, kv_bytes_per_token=0, model_bytes=0, on_gpu=False
+            context_length=1,
+            kv_bytes_per_token=0,
+            model_bytes=0,
+            on_gpu=False,
+            generates=False,
         )
         self.model_name, self.adapter_use = engine._name, NO_ADAPTERS
 

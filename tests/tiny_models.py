@@ -141,10 +141,11 @@ ENCODERS = {
 }
 
 
-def write_tiny_model(kind: str, path: Path) -> None:
+def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = None) -> None:
     """Write a model of ``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3
     (a sliding window), deci (layers with different numbers of key heads), deepseek2 (compressed
-    keys, no values), or one of ENCODERS.
+    keys, no values), or one of ENCODERS. ``templates``: for chats, by name; without, it is a base
+    model.
     """
     writer = gguf.GGUFWriter(path, "bert" if kind in ENCODERS else kind)
     writer.add_name(f"tiny {kind}")
@@ -202,6 +203,9 @@ def write_tiny_model(kind: str, path: Path) -> None:
     writer.add_add_bos_token(False)
     for i, name in enumerate(("prefix", "suffix", "middle")):  # any tokens will do
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", INFILL[i])
+    if templates:
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        writer.add_chat_template(named)
     for name, values in Weights().of(kind):
         writer.add_tensor(name, values)
     writer.write_header_to_file()

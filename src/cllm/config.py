@@ -65,8 +65,7 @@ class Server(Section):
     )
     benchmark: bool = Field(
         default=False,
-        description="Let clients run POST /benchmark, which keeps the engine busy for up to a "
-        "minute.",
+        description="Let clients run POST /benchmark, which takes up to a minute of the engine.",
     )
     enable_faults: bool = Field(
         default=False,
@@ -107,8 +106,7 @@ class Server(Section):
     )
     tls_certificate: Text | None = Field(
         default=None,
-        description="File with the certificate chain in PEM format, to serve HTTPS; needs "
-        "server.tls_key.",
+        description="PEM file with the certificate chain, for HTTPS; needs server.tls_key.",
     )
     tls_key: Text | None = Field(
         default=None, description="File with the private key of the certificate in PEM format."
@@ -164,6 +162,10 @@ class Model(Section):
         default=None,
         description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that "
         "drafts tokens.",
+    )
+    chat_template_file: Text | None = Field(
+        default=None,
+        description="A file with a Jinja chat template to use instead of the model's own.",
     )
     sha256: Sha256 | None = Field(
         default=None,
@@ -373,8 +375,7 @@ class Cache(Section):
         default=0,
         ge=0,
         le=10_000_000,
-        description="Number of answers to keep, of requests with temperature 0 or a seed; 0 is "
-        "off.",
+        description="Answers to keep, of requests with temperature 0 or a seed; 0 is off.",
     )
     max_memory_mb: int = Field(
         default=64, ge=1, le=1_000_000, description="Maximum memory for these answers in MB."
@@ -439,8 +440,7 @@ class NewTokens(Section):
         default=None,
         ge=1,
         le=10_000_000,
-        description="Maximum number of tokens to generate; null means up to the end of the "
-        "context.",
+        description="Maximum number of tokens to generate; null means all that fit the context.",
     )
 
 

@@ -36,6 +36,10 @@ MAX_SHOWN = 8  # models in an error
 GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
 LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
 MAX_KILLS = 3  # of an engine while it loads, before that is an error
+NO_TEMPLATE = (
+    "the model %s has no chat template, so it is a base model: it continues texts (cllm generate, "
+    "/v1/completions). Chats with it use ChatML, unless --chat-template-file names a template"
+)
 RETRY_SECONDS = 5.0  # after a load that failed
 
 
@@ -209,8 +213,10 @@ class LoadedModels:
         model.min_bytes = max(model.min_bytes, min(needed, model.num_bytes))
         model.last_used = now
         model.stays_until = compute_stay(now, seconds)
-        if service.vocabulary.chat_template:
+        if service.vocabulary.has_template:
             self._keep(asyncio.create_task(service.renderer.start()))
+        elif info.generates:
+            log.warning(NO_TEMPLATE, model.name)
 
     def _num_free_bytes(self, model: ServedModel) -> int | None:
         """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""

@@ -28,8 +28,8 @@ from cllm.response_format import ResponseFormat
 from cllm.text import grammar
 from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Chat
-from cllm.text.chat_format import ChatFormat, OutputPlan
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.chat_format import ChatFormats, OutputPlan, schemas_of
+from cllm.text.chat_template import make_templates
 from cllm.text.fences import Fences
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import OutputReader
@@ -64,7 +64,8 @@ class LocalModel:
         path = import_loader(settings.backend.name).resolve(model.path, model.quantization)
         params = fit_memory(engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
-        self._chat_template = ChatTemplate(self._backend.vocabulary)
+        self._own_template = params.chat_template
+        self._chat_templates = make_templates(self._backend.vocabulary, self._own_template)
         self._fences = Fences(self._backend.vocabulary)
         self.info = self._backend.info
         """Sizes and limits of the model, such as ``context_length`` and ``embedding_size``."""
@@ -139,10 +140,10 @@ class LocalModel:
                 raise lone_surrogate(param) from None
 
     def _render(self, chat: Chat) -> list[int]:
-        chat_format = self._chat_format
+        chat_format = self._chat_formats.of(chat)
         with self._shared.in_use():
             try:
-                text = self._chat_template.render(
+                text = self._chat_templates[bool(schemas_of(chat))].render(
                     chat_format.messages(chat, chat.tools),
                     chat.tools,
                     **chat_format.variables(chat),
@@ -152,12 +153,11 @@ class LocalModel:
                 raise lone_surrogate("messages") from None
 
     @cached_property
-    def _chat_format(self) -> ChatFormat:
+    def _chat_formats(self) -> ChatFormats:
         with self._shared.in_use():
-            tokenize = self._backend.vocabulary.tokenize
-            return ChatFormat(
-                self._backend.vocabulary, partial(tokenize, add_special=False, parse_special=True)
-            )
+            vocabulary = self._backend.vocabulary
+            tokens_of = partial(vocabulary.tokenize, add_special=False, parse_special=True)
+            return ChatFormats(vocabulary, tokens_of, self._own_template)
 
     # --- prompts ---------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class LocalModel:
     ) -> tuple[SamplingParams, OutputPlan | None]:
         """Return the params that constrain a chat's next message, and how to read it."""
         with self._shared.in_use():
-            plan, params, bound = self._chat_format.plan_output(tokens, chat, params)
+            plan, params, bound = self._chat_formats.of(chat).plan_output(tokens, chat, params)
             special = self._backend.vocabulary.special_tokens
         if bound is not None:
             text = message_grammar(bound, special)

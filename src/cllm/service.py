@@ -39,7 +39,7 @@ from cllm.process.backlog import QueueFull
 from cllm.process.pool import Pool
 from cllm.store.usage import EXPECTED_OUTPUT, Charge, Ledger
 from cllm.text.chat import Chat
-from cllm.text.chat_format import THINKING, ChatFormat, schemas_of
+from cllm.text.chat_format import THINKING, ChatFormats, schemas_of
 from cllm.text.dry_breakers import DryBreakers
 from cllm.text.fences import CUT, OPEN, Fences
 from cllm.text.grammar import FREE, CheckedGrammar, Constraint, Special
@@ -88,7 +88,7 @@ class Service:
             lambda: Special(self.vocabulary.size, self.vocabulary.special_tokens),
             metrics.observe_grammar_check,
         )
-        self._mark_tokens: dict[str, list[int]] = {}  # of the marks of ``_chat_format``
+        self._mark_tokens: dict[str, list[int]] = {}  # of the marks of ``_chat_formats``
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.ledger = ledger or Ledger()
@@ -144,13 +144,13 @@ class Service:
         return Fences(self.vocabulary)
 
     @cached_property
-    def _chat_format(self) -> ChatFormat:
-        return ChatFormat(self.vocabulary, self._mark_tokens.__getitem__)
+    def _chat_formats(self) -> ChatFormats:
+        return ChatFormats(self.vocabulary, self._mark_tokens.__getitem__)
 
     @property
     def capabilities(self) -> frozenset[str]:
         """The features that chats with this model can use: tools, thinking."""
-        return self._chat_format.capabilities
+        return self._chat_formats.capabilities
 
     async def encode(
         self,
@@ -229,7 +229,7 @@ class Service:
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt = await self.encode_chat(chat, scheduling, param)
         await self._tokenize_marks(scheduling)
-        plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
+        plan, params, bound = self._chat_formats.of(chat).plan_output(prompt, chat, params)
         if bound is not None:
             checked = await self.grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
@@ -240,8 +240,8 @@ class Service:
         )
 
     async def _tokenize_marks(self, scheduling: SchedulingOptions) -> None:
-        """Tokenize the marks that ``_chat_format`` needs, once."""
-        if self._mark_tokens or not (marks := self._chat_format.marks):
+        """Tokenize the marks that ``_chat_formats`` need, once."""
+        if self._mark_tokens or not (marks := self._chat_formats.marks):
             return
         texts = ([Segment(mark, parse_special=True)] for mark in marks)
         tokens = await self.tokenize(*texts, scheduling=scheduling)
@@ -287,15 +287,13 @@ class Service:
             chat = replace(chat, messages=[own, *chat.messages])
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        variables, form = (
-            self._chat_format.variables(chat),
-            partial(self._chat_format.messages, chat, tools),
-        )
+        chat_format = self._chat_formats.of(chat)
+        variables, form = chat_format.variables(chat), partial(chat_format.messages, chat, tools)
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
         messages = form() if num_turns < MANY_TURNS else await asyncio.to_thread(form)
         if not chat.continued:
             return await self.renderer.render(messages, tools, **variables)
-        return self._chat_format.begin(
+        return chat_format.begin(
             await self._render_begun(messages, tools, chat.continued, variables), chat
         )
 

@@ -13,7 +13,7 @@ from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
 from cllm.core.segments import tokenize_segments
 from cllm.errors import BadRequest, StartupError
 from cllm.text.chat import RESERVED
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.chat_template import ChatTemplate, choose_templates, make_templates
 from cllm.text.fences import CLOSE, OPEN, Fences
 
 START, END = CONTROL
@@ -222,11 +222,22 @@ def test_tojson_accepts_generators():
         encode("{{ raise_exception | tojson }}")
 
 
-def test_model_without_a_template_rejects_chats():
+def test_model_without_a_template_uses_chatml():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = None
-    with pytest.raises(BadRequest, match="no chat template"):
-        ChatTemplate(vocabulary).render([{"role": "user", "content": "hi"}], [])
+    text = ChatTemplate(vocabulary).render([{"role": "user", "content": "hi"}], [])
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_template_for_tools_is_used_when_tools_are_given():
+    vocabulary = FakeVocabulary()
+    vocabulary.chat_template, vocabulary.tool_template = "plain", "{{ tools | length }} tools"
+    plain, with_tools = make_templates(vocabulary)
+    assert (plain.render([], []), with_tools.render([], [{}, {}])) == ("plain", "2 tools")
+    for template in make_templates(vocabulary, "given"):
+        assert template.render([], []) == "given"
+    vocabulary.chat_template = None
+    assert choose_templates(vocabulary) == (vocabulary.tool_template,) * 2
 
 
 def test_tools_and_variables_reach_the_template():

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 OTHER_NAMES = {
     "model.path": ("-m",),
     "model.name": ("-a", "--alias", "--served-model-name"),
+    "model.chat_template_file": ("--chat-template-file",),
     "model.max_context_length": ("-c", "--ctx-size", "--max-model-len"),
     "models.folder": ("--models-dir",),
     "scheduler.max_num_seqs": ("-np", "--parallel"),
@@ -117,7 +118,7 @@ HINTS = {
         "Long prompts are always computed in parts; --scheduler.prefill-share sets how fast."
     ),
     ("--jinja", "--no-jinja"): "Chat templates are always rendered as Jinja.",
-    ("--chat-template", "--chat-template-file"): "The template in the model's file is used.",
+    ("--chat-template",): "Use --chat-template-file FILE; the default is the model's own.",
     ("--reasoning-format", "--reasoning-parser", "--enable-reasoning"): FOUND,
     ("--tool-call-parser", "--enable-auto-tool-choice"): FOUND,
     ("--reasoning-budget",): "Requests set it: thinking_token_budget, or thinking.budget_tokens.",

@@ -113,6 +113,11 @@ class VocabularyFacts(Protocol):
     def chat_template(self) -> str | None: ...
 
     @property
+    def tool_template(self) -> str | None:
+        """The template for chats with tools, if the model has one beside ``chat_template``."""
+        ...
+
+    @property
     def special_texts(self) -> dict[str, str]:
         """The variables that templates use: ``bos_token``, ``eos_token``."""
         ...
@@ -144,6 +149,7 @@ class VocabularyTable(msgspec.Struct, frozen=True, dict=True):
     special_texts: dict[str, str]
     rerank_template: str | None
     pair_tokens: tuple[list[int], list[int], list[int]]
+    tool_template: str | None = None
 
     @classmethod
     def of(cls, vocabulary: VocabularyFacts) -> Self:
@@ -160,11 +166,16 @@ class VocabularyTable(msgspec.Struct, frozen=True, dict=True):
             special_texts=vocabulary.special_texts,
             rerank_template=vocabulary.rerank_template,
             pair_tokens=vocabulary.pair_tokens,
+            tool_template=vocabulary.tool_template,
         )
 
     @cached_property
     def pieces(self) -> Pieces:
         return Pieces(self.piece_data, memoryview(self.piece_offsets).cast("I"))
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.chat_template or self.tool_template)
 
     @cached_property
     def longest_piece(self) -> int:

@@ -18,6 +18,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     target_itl, prefill_share: see SchedulerParams; prefill_share None depends on the device.
     cores_file: the file of ``SharedCores``, for engines that may use the same cores at the same
     time; "" without others.
+    chat_template: to use instead of the model's own templates, "" for those.
     check: verify the conservation laws after every step, and raise the exceptions that an engine
     otherwise survives.
     """
@@ -38,3 +39,4 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     cores_file: str = ""
     check: bool = False
     log_level: str = "warning"
+    chat_template: str = ""

@@ -11,6 +11,7 @@ from cllm.config import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.catalog import check_sha256
+from cllm.models.template_file import read_template
 
 
 def engine_params(
@@ -48,6 +49,7 @@ def engine_params(
         max_draft_tokens=scheduler.max_draft_tokens,
         draft_path=str(loader.resolve(draft) or draft) if draft else "",
         log_level=settings.log.level,
+        chat_template=read_template(settings.model.chat_template_file),
     )
     if settings.model.sha256 is not None and path is not None:
         check_sha256(path, settings.model.sha256)

@@ -186,6 +186,8 @@ def main() -> None:
 
     start_tokenizing(inbox.questions, backend.vocabulary, outbox.send_message)
     vocabulary = VocabularyTable.of(backend.vocabulary)
+    if own := params.chat_template:
+        vocabulary = msgspec.structs.replace(vocabulary, chat_template=own, tool_template=None)
     outbox.send_message(Ready(backend.info, vocabulary, params.max_bytes))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, outbox)

@@ -27,6 +27,7 @@ from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.gguf import read_header
 from cllm.models.hub import Progress
+from cllm.models.template_file import read_template
 
 log = logging.getLogger("cllm.server")
 
@@ -57,7 +58,9 @@ class Source:
         adapters = [(name, one, stamp(adapter_path(one))) for name, one in self.adapters.items()]
         scheduler = own.scheduler.model_copy(update={"weights": {}, "priorities": {}})
         others = (own.kv, own.engine, own.backend, own.sampling, scheduler)
-        return live, others, self.path, stamp(self.path), adapters
+        template = own.model.chat_template_file
+        template_stamp = stamp(Path(template).expanduser()) if template else ()
+        return live, others, self.path, stamp(self.path), template_stamp, adapters
 
     def read_params(self, progress: Progress | None = None) -> EngineParams:
         """Return the parameters of its engine, after reading the header of its file, which is
@@ -104,6 +107,8 @@ def list_sources(
     if doubles := [name for name, count in counts.items() if count > 1]:
         raise StartupError(f"two models have the name {doubles[0]}")
     sources += list_found(settings, sources)
+    for source in sources:
+        check_template(source.settings.model)
     sources = put_default_first(sources, settings.models.default)
     names = {source.name for source in sources}
     adapters = loaded.adapters
@@ -113,6 +118,15 @@ def list_sources(
             log.warning("the adapter %s is not served: its model is not there", name)
         adapters = {name: one for name, one in adapters.items() if name not in gone}
     return add_adapters(sources, adapters)
+
+
+def check_template(model: Model) -> None:
+    """Raise StartupError if the chat template that the settings name cannot be used."""
+    if (name := model.chat_template_file) is None:
+        return
+    from cllm.text.chat_template import compile_template  # slow to import
+
+    compile_template(read_template(name), name)
 
 
 def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list[Source]:

@@ -16,6 +16,7 @@ from cllm.core.vocabulary import Pieces, VocabularyFacts
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
+from cllm.text.chat_template import choose_templates
 from cllm.text.fences import CUT
 from cllm.text.model_family import find_family, load_families
 from cllm.text.parser import Parser
@@ -43,11 +44,18 @@ class OutputPlan:
 class ChatFormat:
     """The family of the model's chat template, with the ids of the control tokens in its marks."""
 
-    def __init__(self, vocabulary: VocabularyFacts, tokens_of: Callable[[str], list[int]]) -> None:
-        """``tokens_of`` returns the token ids of each of ``marks``, with control tokens parsed."""
+    def __init__(
+        self,
+        vocabulary: VocabularyFacts,
+        tokens_of: Callable[[str], list[int]],
+        template: str | None = None,
+    ) -> None:
+        """``tokens_of`` returns the token ids of each of ``marks``, with control tokens parsed.
+        ``template``: its source; None is the model's for chats without tools.
+        """
         self._vocabulary = vocabulary
         self._tokens_of = tokens_of
-        self._template = vocabulary.chat_template or ""
+        self._template = template if template is not None else choose_templates(vocabulary)[0]
         self.family = find_family(self._template)
         if not (self.family.calls or re.search(r"\btools\b", self._template)):
             self.family = msgspec.structs.replace(
@@ -285,6 +293,34 @@ class ChatFormat:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokens_of(text)) if text else ()
+
+
+class ChatFormats:
+    """The formats of chats without and with tools, for which a model may have two templates."""
+
+    def __init__(
+        self,
+        vocabulary: VocabularyFacts,
+        tokens_of: Callable[[str], list[int]],
+        given: str = "",
+    ) -> None:
+        """``given``: a template to use instead of the model's."""
+        sources = choose_templates(vocabulary, given)
+        made = {source: ChatFormat(vocabulary, tokens_of, source) for source in sources}
+        self._all = [made[source] for source in sources]
+
+    def of(self, chat: Chat) -> ChatFormat:
+        return self._all[bool(schemas_of(chat))]
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The subset of "tools" and "thinking" that the model supports."""
+        return self._all[0].capabilities | self._all[1].capabilities
+
+    @property
+    def marks(self) -> list[str]:
+        """The texts whose tokens limit reasoning."""
+        return sorted({*self._all[0].marks, *self._all[1].marks})
 
 
 def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
     from cllm.text.worker import Work
 
+# The template of models without one, which other servers also use.
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 MAX_LENGTH = 1 << 23  # characters of a prompt
 # What a template may raise on odd messages, in addition to TemplateError.
 TEMPLATE_FAULTS = (
@@ -49,15 +54,14 @@ class ChatTemplate:
     """
 
     def __init__(self, vocabulary: VocabularyFacts, source: str | None = None) -> None:
-        """``source``: a template to use instead of the model's.
+        """``source``: the template; None is the model's for chats without tools.
 
         Raises StartupError if it has a syntax error.
         """
         self._vocabulary = vocabulary
         self._fences = Fences(vocabulary)
-        source = source if source is not None else vocabulary.chat_template
-        self._source = source or ""
-        self._template = compile_template(source) if source else None
+        self._source = source if source is not None else choose_templates(vocabulary)[0]
+        self._template = compile_template(self._source)
         self._wants_short_ids = bool(re.search(r"length\s*!=\s*9", self._source))  # Mistral
         self._asks_for_none = bool(re.search(r"\bcontent\W{0,3} is (?:not )?none", self._source))
         self._wants_thinking = "message.thinking" in self._source  # gpt-oss
@@ -110,13 +114,9 @@ class ChatTemplate:
 
         With ``add_generation_prompt=False`` the prompt does not open another message. ``continued``
         is a field of the last message: then the text ends where that field ends, and CUT marks
-        where it begins. Raises BadRequest if the model has no template, or if the template fails,
-        refuses the messages, leaves out that field, or returns too long a text.
+        where it begins. Raises BadRequest if the template fails, refuses the messages, leaves out
+        that field, or returns too long a text.
         """
-        if self._template is None:
-            raise BadRequest(
-                "This model has no chat template; use /v1/completions.", code="no_chat_template"
-            )
         parts, room = [], MAX_LENGTH
         if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
             variables = {"xml_tools": tools or None, **variables}
@@ -226,11 +226,7 @@ class ChatTemplate:
     def _try(self, messages: list[dict[str, Any]]) -> str | None:
         """Render ``messages``; None if the template refuses them."""
         try:
-            return (
-                self._template.render(messages=messages, **self._vocabulary.special_texts)
-                if self._template
-                else None
-            )
+            return self._template.render(messages=messages, **self._vocabulary.special_texts)
         except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
             return None
 
@@ -263,8 +259,9 @@ def prepare(texts: dict[str, Any]) -> Work:
     ``texts``: the fields of VocabularyFacts that it needs. With a template that has a syntax error,
     every chat is refused, and other requests are served.
     """
+    vocabulary = cast("VocabularyFacts", SimpleNamespace(**texts))
     try:
-        template = ChatTemplate(cast("VocabularyFacts", SimpleNamespace(**texts)))
+        templates = make_templates(vocabulary)
     except StartupError as error:
         broken = BadRequest(f"Chats are not available: {error}", code="no_chat_template")
         sys.stderr.write(f"cllm: {error}; chats are refused\n")
@@ -273,17 +270,33 @@ def prepare(texts: dict[str, Any]) -> Work:
             raise broken
 
         return refuse_chat
-    return lambda asked: template.render(*asked[:3], **asked[3])
+    return lambda asked: templates[bool(asked[1])].render(*asked[:3], **asked[3])
+
+
+def choose_templates(vocabulary: VocabularyFacts, given: str = "") -> tuple[str, str]:
+    """Return the templates for chats without and with tools. ``given``: replaces the model's."""
+    if given:
+        return given, given
+    plain = vocabulary.chat_template or vocabulary.tool_template or CHATML
+    return plain, vocabulary.tool_template or plain
+
+
+def make_templates(vocabulary: VocabularyFacts, given: str = "") -> list[ChatTemplate]:
+    """Return what renders chats without and with tools. Raises StartupError on a syntax error."""
+    made = {
+        source: ChatTemplate(vocabulary, source) for source in choose_templates(vocabulary, given)
+    }
+    return [made[source] for source in choose_templates(vocabulary, given)]
 
 
 class TemplateRefusal(Exception):
     """The template called raise_exception."""
 
 
-def compile_template(source: str) -> jinja2.Template:
+def compile_template(source: str, name: str = "the model's chat template") -> jinja2.Template:
     """Compile the template in a sandbox, with transformers' extensions.
 
-    Raises StartupError on a syntax error.
+    Raises StartupError, with the template's ``name``, on a syntax error.
     """
     environment = Sandbox(
         trim_blocks=True,
@@ -299,8 +312,11 @@ def compile_template(source: str) -> jinja2.Template:
     )
     try:
         return environment.from_string(source)
-    except (jinja2.TemplateSyntaxError, RecursionError) as error:
-        raise StartupError(f"the model's chat template has a syntax error: {error}") from None
+    except jinja2.TemplateSyntaxError as error:
+        why = f"{error.message} (line {error.lineno})"
+    except RecursionError as error:
+        why = str(error)
+    raise StartupError(f"{name} has a syntax error: {why}")
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

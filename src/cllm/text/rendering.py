@@ -29,7 +29,10 @@ class Renderer(Workers):
             return to_json(
                 {
                     name: getattr(facts, name)
-                    for name in ("chat_template", "control_tokens", "special_texts")
+                    for name in (
+                        *("chat_template", "tool_template"),
+                        *("control_tokens", "special_texts"),
+                    )
                 }
             )
 

@@ -31,6 +31,7 @@ class FakeVocabulary:
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
 
+    tool_template: str | None = None
     rerank_template = None
     pair_tokens: tuple[list[int], list[int], list[int]] = ([], [END], [])
 

@@ -136,12 +136,18 @@ class LlamaVocabulary:
 
     @cached_property
     def chat_template(self) -> str | None:
-        template = lib.llama_model_chat_template(self._model, None)
-        return template.decode("utf-8", "replace") if template else None
+        return self._template(None)
+
+    @cached_property
+    def tool_template(self) -> str | None:
+        return self._template(b"tool_use")
 
     @cached_property
     def rerank_template(self) -> str | None:
-        template = lib.llama_model_chat_template(self._model, b"rerank")
+        return self._template(b"rerank")
+
+    def _template(self, name: bytes | None) -> str | None:
+        template = lib.llama_model_chat_template(self._model, name)
         return template.decode("utf-8", "replace") if template else None
 
     @cached_property

@@ -1,0 +1,30 @@
+"""Read a chat template from a file that the settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cllm.errors import StartupError
+
+MAX_BYTES = 1 << 20
+
+
+def read_template(name: str | None) -> str:
+    """Return the text of the file ``name``, "" without a name. Raises StartupError."""
+    if name is None:
+        return ""
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise StartupError(f"the chat template {path} is not UTF-8 text") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise StartupError(f"the chat template {path} cannot be read: {why}") from None
+    if len(data) > MAX_BYTES:
+        raise StartupError(f"the chat template {path} is longer than 1 MB")
+    if not text.strip():
+        raise StartupError(f"the chat template {path} is empty")
+    return text
