@@ -104,12 +104,13 @@ class MarkdownPrinter:
     """
 
     def __init__(self, *, hides_reasoning: bool = False) -> None:
-        from markdown_it import MarkdownIt
         from rich.console import Console
         from rich.live import Live
 
+        from cllm.cli.answer_markdown import make_parser
+
         self._hides_reasoning = hides_reasoning
-        self._parser = MarkdownIt().enable("table").enable("strikethrough")
+        self._parser = make_parser()
         self._console = Console(highlight=False)
         self._growing = ""  # the text of the last block
         self._is_reasoning = False
@@ -167,10 +168,11 @@ class MarkdownPrinter:
         self._console.print(self._format(text.strip("\n")))
 
     def _format(self, text: str) -> RenderableType:
-        from rich.markdown import Markdown
         from rich.text import Text
 
-        return Text(text, style="dim") if self._is_reasoning else Markdown(text)
+        from cllm.cli.answer_markdown import AnswerMarkdown
+
+        return Text(text, style="dim") if self._is_reasoning else AnswerMarkdown(text)
 
     def _preview(self) -> RenderableType:
         """Return the growing block, or its last lines as plain text if it is high: drawing all of
