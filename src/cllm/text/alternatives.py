@@ -13,6 +13,7 @@ from cllm.text.lark import matches, search_term
 
 # A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``:
 # the values that constants allow. ``parts`` (of strings): schemas that must all be satisfied.
+# ``options``: for each 'oneOf' that it satisfies, by id(), which option.
 Alternative = dict[str, Any]
 Alternatives = list[Alternative] | None  # None: any value
 
@@ -41,13 +42,6 @@ KEYWORDS_OF: dict[str, Alternative] = {  # with their default values
 }
 ANY = ["null", "boolean", "number", "string", "array", "object"]
 IN_PLACE = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
-
-
-def are_apart(one: Alternative, other: Alternative) -> bool:
-    """Whether no value can satisfy both, judged by their types and constants."""
-    if one["type"] != other["type"]:
-        return {one["type"], other["type"]} != {"integer", "number"}
-    return "in" in one and "in" in other and set(one["in"]).isdisjoint(other["in"])
 
 
 def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
@@ -86,6 +80,14 @@ def join_options(options: Iterable[Alternatives]) -> Alternatives:
             return None
         found += option
     return found
+
+
+def with_option(alternatives: Alternatives, choice: int, option: int) -> list[Alternative]:
+    """Return ``alternatives``, marked as one option of a ``oneOf``."""
+    return [
+        part | {"options": part.get("options", {}) | {choice: option}}
+        for part in of_any_type(alternatives)
+    ]
 
 
 def constants(values: list[Any]) -> list[Alternative]:
@@ -131,15 +133,27 @@ def intersect(first: Schema, second: Schema) -> Schema:
     return {"allOf": [first, second]}
 
 
+def merge_options(one: Alternative, other: Alternative) -> Alternative | None:
+    """Return which options two alternatives satisfy together, None if these contradict each
+    other.
+    """
+    options = one.get("options", {}) | other.get("options", {})
+    if any(options[choice] != option for choice, option in one.get("options", {}).items()):
+        return None
+    return {"options": options} if options else {}
+
+
 def merge(one: Alternative, other: Alternative) -> Alternative | None:
-    """Return the values that both allow; None if their types exclude each other.
+    """Return the values that both allow; None if their types or options exclude each other.
 
     Neither is a reference.
     """
+    if (options := merge_options(one, other)) is None:
+        return None
     kinds = {one["type"], other["type"]}
     if len(kinds) > 1 and kinds != {"integer", "number"}:
         return None
-    found = one | other | {"type": "integer" if len(kinds) > 1 else one["type"]}
+    found = one | other | {"type": "integer" if len(kinds) > 1 else one["type"]} | options
     if "in" in one and "in" in other:
         allowed = set(other["in"])
         found["in"] = [value for value in one["in"] if value in allowed]
@@ -159,17 +173,20 @@ def merge(one: Alternative, other: Alternative) -> Alternative | None:
 
 
 def merge_arrays(one: Alternative, other: Alternative) -> Alternative:
-    def item(part: Alternative, i: int) -> Schema:
-        schema: Schema = part["prefixItems"][i] if i < len(part["prefixItems"]) else part["items"]
-        return schema
-
     length = max(len(one["prefixItems"]), len(other["prefixItems"]))
     return {
-        "prefixItems": [intersect(item(one, i), item(other, i)) for i in range(length)],
+        "prefixItems": [intersect(item_of(one, i), item_of(other, i)) for i in range(length)],
         "items": intersect(one["items"], other["items"]),
         "minItems": max(one["minItems"], other["minItems"]),
         "maxItems": min(one["maxItems"], other["maxItems"]),
     }
+
+
+def item_of(alternative: Alternative, index: int) -> Schema:
+    """Return the schema of an item."""
+    first = alternative["prefixItems"]
+    schema: Schema = first[index] if index < len(first) else alternative["items"]
+    return schema
 
 
 def merge_objects(one: Alternative, other: Alternative) -> Alternative:

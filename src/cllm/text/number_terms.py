@@ -4,8 +4,10 @@ forever.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 INTEGER_DIGITS, DECIMALS, EXPONENT_DIGITS = 20, 17, 3  # at most, unless a bound has more
 
@@ -25,6 +27,43 @@ class Bound(NamedTuple):
         """
         before, _, after = f"{self.value.copy_abs():f}".partition(".")
         return before, after.rstrip("0")
+
+
+def bounds_of(schema: dict[str, Any]) -> tuple[Bound | None, Bound | None]:
+    """Return the narrowest lower and upper bound of a schema, None where it has none."""
+    return (
+        narrower_bound(max, schema["minimum"], schema["exclusiveMinimum"]),
+        narrower_bound(min, schema["maximum"], schema["exclusiveMaximum"]),
+    )
+
+
+def narrower_bound(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
+    """Return the narrower of two bounds: of equal ones the strict one, else the one that ``better``
+    selects.
+    """
+    if strict is not None and (inclusive is None or better(inclusive, strict) == strict):
+        return Bound(Decimal(str(strict)), strict=True)
+    return None if inclusive is None else Bound(Decimal(str(inclusive)))
+
+
+def allowed_constants(schema: dict[str, Any]) -> list[Any]:
+    """Return those of a schema's constants ("in") that its other keywords allow."""
+    low, high = bounds_of(schema)
+    integer, steps = schema["type"] == "integer", schema["multipleOf"] or ()
+    return [
+        value
+        for value in schema["in"]
+        if not (integer and value != int(value))
+        and lies_within(Decimal(str(value)), low, high)
+        and all(Fraction(str(value)) % Fraction(str(step)) == 0 for step in steps)
+    ]
+
+
+def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
+    above = low is None or value > low.value or (value == low.value and not low.strict)
+    return above and (
+        high is None or value < high.value or (value == high.value and not high.strict)
+    )
 
 
 def number_terminal(low: Bound | None, high: Bound | None, *, integer: bool) -> str | None:

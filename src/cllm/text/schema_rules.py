@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from decimal import Decimal
+from collections.abc import Iterator
 from fractions import Fraction
-from itertools import combinations, product, starmap
+from itertools import product
 from typing import Any
 
 from cllm.text.alternatives import (
@@ -21,18 +20,20 @@ from cllm.text.alternatives import (
     IN_PLACE,
     Alternative,
     Alternatives,
-    are_apart,
     constants,
     join_options,
     merge,
+    merge_options,
     of_any_type,
     own_alternatives,
     property_of,
+    with_option,
 )
+from cllm.text.exclusion import Exclusion
 from cllm.text.finite_values import Schema, add_ends
 from cllm.text.json_schema import enforceable, invalid_schema
 from cllm.text.lark import Rules, fault_of, json_leaf, reason_of, search_term, text_term
-from cllm.text.number_terms import Bound, number_terminal
+from cllm.text.number_terms import allowed_constants, bounds_of, number_terminal
 
 MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point
@@ -76,6 +77,7 @@ class SchemaRules:
         self._terms: dict[str, str | None] = {}
         # names of rules that are being written, and whether they were used
         self._open: dict[str, bool] = {}
+        self._exclusion = Exclusion(lambda part: [*self._resolved(self._alternatives(part))])
         self._resolving: set[str] = set()  # the references on the way to the current one
         self._num_alternatives = 0
         self.why_nothing = ""  # the first reason why a part allows no value
@@ -90,10 +92,8 @@ class SchemaRules:
         if key not in self._terms:
             name = self._terms[key] = self._rules.reserve()
             self._open[name] = False
-            terms = [
-                self._written(alternative)
-                for alternative in of_any_type(self._alternatives(schema))
-            ]
+            alternatives = self._exclusive(of_any_type(self._alternatives(schema)))
+            terms = [self._written(alternative) for alternative in alternatives]
             options = [term for term in terms if term is not None]
             is_used = self._open.pop(name)
             if options:
@@ -141,8 +141,10 @@ class SchemaRules:
                         found = self._both(found, self._alternatives(part))
                 case "anyOf" | "oneOf":
                     options = [self._alternatives(option) for option in value]
-                    if keyword == "oneOf":
-                        self._check_apart(options)
+                    if keyword == "oneOf" and len(options) > 1:
+                        options = [
+                            with_option(option, id(value), i) for i, option in enumerate(options)
+                        ]
                     found = self._both(found, join_options(options))
                 case "$ref":
                     found = self._both(found, [{"$ref": value}] if value in self._ended else [])
@@ -162,7 +164,9 @@ class SchemaRules:
             self._resolving.add(name)
             found = [*self._resolved(self._alternatives(self._definitions[name]))]
             self._resolving.remove(name)
-            yield from found
+            for part in found:
+                if (options := merge_options(alternative, part)) is not None:
+                    yield part | options
 
     def _both(self, first: Alternatives, second: Alternatives) -> Alternatives:
         """Return alternatives for the values that both allow."""
@@ -178,36 +182,20 @@ class SchemaRules:
                 found.append(both)
         return found
 
-    def _check_apart(self, options: list[Alternatives]) -> None:
-        resolved = [[*self._resolved(option)] for option in options]
-        known: dict[tuple[int, str], list[Alternative]] = {}
-
-        def values(part: Alternative, name: str) -> list[Alternative]:
-            if (id(part), name) not in known:
-                known[id(part), name] = [
-                    *self._resolved(self._alternatives(property_of(part, name)))
-                ]
-            return known[id(part), name]
-
-        def apart(one: Alternative, other: Alternative) -> bool:
-            if one["type"] != "object" or other["type"] != "object":
-                return are_apart(one, other)
-            names = dict.fromkeys([*one["required"], *other["required"]])
-            return any(
-                all(starmap(are_apart, product(values(one, name), values(other, name))))
-                for name in names
-            )
-
-        if not all(
-            starmap(
-                apart, (pair for options in combinations(resolved, 2) for pair in product(*options))
-            )
-        ):
+    def _exclusive(self, alternatives: list[Alternative]) -> list[Alternative]:
+        """Return ``alternatives``, made to exclude each other where they belong to different
+        options of a ``oneOf``.
+        """
+        if sum("options" in alternative for alternative in alternatives) < 2:
+            return alternatives
+        found = self._exclusion.separate([*self._resolved(alternatives)])
+        if found is None:
             why = (
-                "its options must exclude each other by type or by the constants of a required "
-                "property"
+                "its options must exclude each other by type, by the values of a required property "
+                "or by what they require"
             )
             self._cannot("oneOf", why)
+        return alternatives if found is None else found
 
     # --- from an alternative to a term -----------------------------------------------------------
 
@@ -284,13 +272,10 @@ class SchemaRules:
 
     def _number(self, alternative: Alternative) -> str | None:
         integer = alternative["type"] == "integer"
-        low = narrower_bound(max, alternative["minimum"], alternative["exclusiveMinimum"])
-        high = narrower_bound(min, alternative["maximum"], alternative["exclusiveMaximum"])
-        steps = [step for step in alternative["multipleOf"] or () if not (integer and step == 1)]
         if "in" in alternative:
-            values = [value for value in alternative["in"] if not integer or value == int(value)]
-            values = [value for value in values if lies_within(Decimal(str(value)), low, high)]
-            return self._literals([value for value in values if is_multiple(value, steps)])
+            return self._literals(allowed_constants(alternative))
+        low, high = bounds_of(alternative)
+        steps = [step for step in alternative["multipleOf"] or () if not (integer and step == 1)]
         if math.prod(as_integer(step) for step in steps) > MAX_MULTIPLE:
             self._cannot("multipleOf", f"it is above {MAX_MULTIPLE}, or together they are")
             steps = []
@@ -446,26 +431,6 @@ def repeat(term: str, low: int, high: float) -> str:
     if high == math.inf:
         return f"({term}){{{low},}}" if low else f"({term})*"
     return f"({term}){{{low},{high}}}" if high else ""
-
-
-def narrower_bound(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
-    """Return the narrower of two bounds: of equal ones the strict one, else the one that ``better``
-    selects.
-    """
-    if strict is not None and (inclusive is None or better(inclusive, strict) == strict):
-        return Bound(Decimal(str(strict)), strict=True)
-    return None if inclusive is None else Bound(Decimal(str(inclusive)))
-
-
-def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
-    above = low is None or value > low.value or (value == low.value and not low.strict)
-    return above and (
-        high is None or value < high.value or (value == high.value and not high.strict)
-    )
-
-
-def is_multiple(value: Any, steps: list[Any]) -> bool:
-    return all(Fraction(str(value)) % Fraction(str(step)) == 0 for step in steps)
 
 
 def as_integer(step: Any) -> int:

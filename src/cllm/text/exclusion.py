@@ -1,0 +1,126 @@
+"""Whether alternatives of a schema exclude each other, and how to make them do so.
+
+The options of ``oneOf`` must: a value may satisfy one of them only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, product
+from typing import Any
+
+from cllm.text.alternatives import Alternative, item_of, merge, property_of
+from cllm.text.finite_values import Schema
+from cllm.text.lark import fault_of, json_leaf
+from cllm.text.number_terms import allowed_constants, bounds_of, number_terminal
+
+MAX_DEPTH = 4  # of properties and items that are compared
+MAX_PATTERNS = 200  # pairs of patterns that are compared, about 2 ms each
+
+
+class Exclusion:
+    """Compares the alternatives of one schema."""
+
+    def __init__(self, alternatives_of: Callable[[Schema], list[Alternative]]) -> None:
+        """``alternatives_of`` returns the alternatives of a schema, without references."""
+        self._alternatives_of = alternatives_of
+        self._known: dict[tuple[int, Any], tuple[Any, list[Alternative]]] = {}
+        self._num_patterns = 0
+
+    def separate(self, alternatives: list[Alternative]) -> list[Alternative] | None:
+        """Return ``alternatives`` such that those of different options exclude each other; None if
+        that cannot be done.
+
+        An object that lacks a name which another option requires may be forbidden that name.
+        """
+        found = [*alternatives]
+        for i, j in combinations(range(len(alternatives)), 2):
+            one, other = alternatives[i], alternatives[j]
+            if is_same_option(one, other) or self.are_apart(one, other):
+                continue
+            narrowed = [
+                without_name_of(other, one, found[i]),
+                without_name_of(one, other, found[j]),
+            ]
+            if None in narrowed:
+                return None
+            found[i], found[j] = (part for part in narrowed if part)
+        return found
+
+    def are_apart(self, one: Alternative, other: Alternative, depth: int = 0) -> bool:
+        """Whether it is certain that no value satisfies both."""
+        kinds = {one["type"], other["type"]}
+        if len(kinds) > 1 and kinds != {"integer", "number"}:
+            return True
+        match one["type"]:
+            case "object":
+                names = dict.fromkeys([*one["required"], *other["required"]])
+                return (
+                    max(one["minProperties"], other["minProperties"], len(names))
+                    > min(one["maxProperties"], other["maxProperties"])
+                ) or any(self._exclude_each_other(one, other, name, depth) for name in names)
+            case "array":
+                low = max(one["minItems"], other["minItems"])
+                lengths = [len(one["prefixItems"]), len(other["prefixItems"])]
+                return low > min(one["maxItems"], other["maxItems"]) or any(
+                    self._exclude_each_other(one, other, i, depth)
+                    for i in range(min(low, max(lengths) + 1))
+                )
+        both = merge(one | {"options": {}}, other | {"options": {}})
+        return both is None or self._is_empty(both)
+
+    def _exclude_each_other(
+        self, one: Alternative, other: Alternative, place: str | int, depth: int
+    ) -> bool:
+        """Whether the values of a property or an item do."""
+        return depth < MAX_DEPTH and all(
+            self.are_apart(first, second, depth + 1)
+            for first, second in product(self._values(one, place), self._values(other, place))
+        )
+
+    def _values(self, part: Alternative, place: str | int) -> list[Alternative]:
+        key = id(part), place
+        if key not in self._known:
+            schema = property_of(part, place) if isinstance(place, str) else item_of(part, place)
+            self._known[key] = part, self._alternatives_of(schema)
+        return self._known[key][1]
+
+    def _is_empty(self, part: Alternative) -> bool:
+        """Whether a scalar alternative certainly allows nothing."""
+        match part["type"]:
+            case "integer" | "number" if "in" in part:
+                return not allowed_constants(part)
+            case "integer" | "number":
+                bounds = bounds_of(part)
+                return number_terminal(*bounds, integer=part["type"] == "integer") is None
+            case "string" if part["parts"] and part.get("in") != []:
+                return self._is_empty_string(part)
+        return part.get("in") == []
+
+    def _is_empty_string(self, part: Alternative) -> bool:
+        self._num_patterns += 1
+        if self._num_patterns > MAX_PATTERNS:
+            return False
+        values = {"enum": part["in"]} if "in" in part else {}
+        leaf = {"type": "string", **values, "allOf": part["parts"]}
+        return "Unsatisfiable" in fault_of(json_leaf(leaf))
+
+
+def is_same_option(one: Alternative, other: Alternative) -> bool:
+    """Whether two alternatives belong to the same option of every ``oneOf`` that both satisfy."""
+    options = one.get("options", {})
+    return all(
+        options.get(choice, option) == option for choice, option in other.get("options", {}).items()
+    )
+
+
+def without_name_of(
+    other: Alternative, one: Alternative, narrowed: Alternative
+) -> Alternative | None:
+    """Return ``narrowed``, derived from ``one``, without a name that only ``other`` requires; None
+    if there is no such name.
+    """
+    names = [name for name in other.get("required", ()) if name not in one.get("required", ())]
+    if not names:
+        return None
+    return narrowed | {"properties": narrowed["properties"] | {names[0]: False}}
