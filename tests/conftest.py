@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from tiny_models import write_tiny_model
 
-from cllm import LLM, Completion
+from cllm import LLM, Completion, environment
 from cllm.backends.base import Logits
 from cllm.backends.fake.backend import FakeBackend
 from cllm.backends.fake.vocabulary import END
@@ -241,3 +241,22 @@ class FakeEngine:
 def fake_engine() -> type[FakeEngine]:
     """Return the class FakeEngine, so that a test makes its own with the limits it needs."""
     return FakeEngine
+
+
+@pytest.fixture
+def groups(monkeypatch, tmp_path):
+    """Return a function that makes control groups: the lines of /proc/self/cgroup, and the files
+    of each group by its path.
+    """
+    monkeypatch.setattr(environment, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(environment, "CGROUPS", tmp_path / "groups")
+
+    def make(own: str, files: dict[str, dict[str, str]]) -> None:
+        (tmp_path / "own").write_text(own)
+        for path, contents in files.items():
+            folder = tmp_path / "groups" / path
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in contents.items():
+                (folder / name).write_text(text)
+
+    return make

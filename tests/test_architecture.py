@@ -42,7 +42,7 @@ GROUND = {
     "environment": set(),
     "private_files": set(),
     "input_files": set(),
-    "models": {"errors"},
+    "models": {"errors", "environment"},
     "config": {"config_file", "config_options"},
     "config_options": set(),
     "config_sources": {"errors", "config", "config_file", "config_options"},

@@ -103,25 +103,6 @@ def test_available_memory_is_plausible():
     assert available is None or 10_000_000 < available < 10**14
 
 
-@pytest.fixture
-def groups(monkeypatch, tmp_path):
-    """Return a function that makes control groups: the lines of /proc/self/cgroup, and the files
-    of each group by its path.
-    """
-    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
-
-    def make(own: str, files: dict[str, dict[str, str]]) -> None:
-        (tmp_path / "own").write_text(own)
-        for path, contents in files.items():
-            folder = tmp_path / "groups" / path
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in contents.items():
-                (folder / name).write_text(text)
-
-    return make
-
-
 def version_2(limit: object, used: int, cached: int = 0) -> dict[str, str]:
     stat = f"anon 5\nfile 7\ninactive_file {cached}\nactive_file 1\n"
     return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}

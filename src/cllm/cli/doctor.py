@@ -17,6 +17,7 @@ from cllm import __version__
 from cllm.cli.hardware import find_machine_gpus, suggest_gpu_build
 from cllm.cli.model_sizes import describe_fits, list_fits
 from cllm.cli.probe import Probe, probe
+from cllm.environment import count_cpus, count_own_cpus, read_cpu_quota
 from cllm.models.gguf import format_size
 from cllm.models.memory import measure_available_bytes
 
@@ -68,6 +69,7 @@ def doctor(
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
+        "threads": describe_threads(),
         "cpu": describe_cpu(),
         "memory available": format_size(available),
         "llama-cpp-python": installed("llama-cpp-python"),
@@ -102,6 +104,16 @@ def doctor(
             print(f"{'cure':>17}: {cure(found)}")
     if not found.passed:
         sys.exit(1)
+
+
+def describe_threads() -> str:
+    """Return how many threads llama.cpp computes with if no other program uses the CPUs."""
+    quota = read_cpu_quota()
+    limit = "" if quota is None else f", of which the control group allows {quota:g}"
+    return (
+        f"{count_cpus()} by default: this process may use {count_own_cpus()} CPUs{limit}; fewer "
+        "while other programs use them"
+    )
 
 
 def installed(package: str) -> str:

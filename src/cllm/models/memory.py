@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
+from cllm.environment import list_control_groups
 from cllm.errors import StartupError
 from cllm.models.gguf import format_size
 
@@ -16,8 +17,6 @@ USUAL_RAM_CACHE_BYTES = 4 << 30
 REPACKED_SHARE = 0.5  # of the weights; llama.cpp copies some in another order on CPUs
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
 VM_STATISTICS = Path("/proc/vmstat")
 NO_LIMIT = 1 << 60  # version 1 has no word for it, but a number near 2 ** 63
 
@@ -85,19 +84,10 @@ def _measure_container_room() -> int | None:
     """Return what is left of the memory of this process's control group and of the groups above
     it; None if none has a limit.
     """
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return None
-    rooms = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, files = (CGROUPS / "memory", VERSION_1) if controllers else (CGROUPS, VERSION_2)
-        # A container may see its group as the root; then the folders below do not exist.
-        own = PurePosixPath(path.lstrip("/"))
-        rooms += [_measure_group_room(root / each, files) for each in (own, *own.parents)]
+    rooms = [
+        _measure_group_room(folder, VERSION_1 if version == 1 else VERSION_2)
+        for folder, version in list_control_groups("memory")
+    ]
     return min((room for room in rooms if room is not None), default=None)
 
 

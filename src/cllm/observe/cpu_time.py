@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+SYSTEM_STAT = Path("/proc/stat")
+
 
 class CpuMeter:
     """Adds up the CPU time of this process, of all its threads, during the calls of functions."""
@@ -31,6 +33,21 @@ class CpuMeter:
 
 decoding = CpuMeter()
 """The calls of llama_decode in this process."""
+
+
+def read_idle_seconds() -> float | None:
+    """Return the seconds that the CPUs of this process have been idle so far, added up; None if the
+    system does not say.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in SYSTEM_STAT.read_text().splitlines()]
+        # idle, and idle while a disk is read
+        idle = sum(_seconds(line[4:6]) for line in lines if line and line[0] in names)
+        return idle or None  # some containers show only zeros
+    return None
 
 
 def read_cpu_seconds(pid: int) -> float:

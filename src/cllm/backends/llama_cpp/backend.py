@@ -120,6 +120,7 @@ class LlamaCppBackend:
         damaged file may abort the process.
         """
         self._path, self._kv_type = Path(params.path), params.kv_type
+        self._threads = Threads(options_of(params), on_gpu=uses_gpu(params))
         self._model = self._load_model(options_of(params), progress)
         self._check_architecture()
         self.vocabulary = LlamaVocabulary(self._model)
@@ -138,6 +139,7 @@ class LlamaCppBackend:
         """
         self._embedder.close()
         self._close_context()
+        self._threads = Threads(options_of(params), on_gpu=uses_gpu(params))
         self._open(params)
 
     def _open(self, params: BackendParams) -> None:
@@ -145,7 +147,6 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
-        self._threads = Threads(options)
         self.share_cores = self._threads.share
         self._scale = partial(scale_positions, options, trained)
         trained = scaled_length(options, trained)
@@ -286,7 +287,7 @@ class LlamaCppBackend:
             )
             self._position[:count] = range(start, start + count)
             self._batch.n_tokens = count
-            code = lib.llama_decode(self._context, self._batch)
+            code = self._threads.decode(self._context, self._batch)
             if code != 0:
                 raise StartupError(
                     f"the model cannot decode: llama_decode returned {code}: "
@@ -424,7 +425,7 @@ class LlamaCppBackend:
 
     def _decode(self, rows: Pass) -> Logits:
         self._fill(rows)
-        code = lib.llama_decode(self._context, self._batch)
+        code = self._threads.decode(self._context, self._batch)
         if rows.size:
             for row in rows.rows:
                 if row.size < rows.size:  # the padding

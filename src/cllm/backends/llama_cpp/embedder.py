@@ -92,7 +92,7 @@ class Embedder:
         if max(chunk.length for chunk in chunks) > self._room:
             self._open(max(chunk.length for chunk in chunks))
         seq_ids = self._fill(chunks, going[0])
-        code = lib.llama_decode(self._context, self._arrays.batch)
+        code = self._threads.decode(self._context, self._arrays.batch)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
         rows = self._read(chunks, seq_ids)

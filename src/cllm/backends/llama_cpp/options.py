@@ -13,7 +13,11 @@ class Options(BaseModel):
     """How llama.cpp computes."""
 
     n_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that compute; null uses all cores."
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads that compute; null uses all cores, and fewer while other programs use "
+        "them.",
     )
     n_threads_batch: int | None = Field(
         default=None,
