@@ -229,7 +229,9 @@ class Service:
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt = await self.encode_chat(chat, scheduling, param)
         await self._tokenize_marks(scheduling)
-        plan, params, bound = self._chat_formats.of(chat).plan_output(prompt, chat, params)
+        chat_format = self._chat_formats.of(chat)
+        begun = chat_format.split_begun(chat)
+        plan, params, bound = chat_format.plan_output(prompt, begun, params)
         if bound is not None:
             checked = await self.grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
@@ -288,14 +290,15 @@ class Service:
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         chat_format = self._chat_formats.of(chat)
+        chat, shows_thought = chat_format.split_begun(chat), chat_format.shows_thought(chat)
         variables, form = chat_format.variables(chat), partial(chat_format.messages, chat, tools)
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
         messages = form() if num_turns < MANY_TURNS else await asyncio.to_thread(form)
         if not chat.continued:
             return await self.renderer.render(messages, tools, **variables)
-        return chat_format.begin(
-            await self._render_begun(messages, tools, chat.continued, variables), chat
-        )
+        text = await self._render_begun(messages, tools, chat.continued, variables)
+        thought = (chat.messages[-1].get("reasoning_content") or "") if shows_thought else ""
+        return chat_format.begin(text, chat, self.fences.enclose(thought))
 
     async def _render_begun(
         self,
@@ -316,6 +319,7 @@ class Service:
                 raise
         if continued == "reasoning_content":
             variables = variables | THINKING
+        variables = variables | {"add_generation_prompt": True}
         *others, last = messages
         begun: str = self.fences.enclose(last[continued])
         return await self.renderer.render(others, tools, **variables) + CUT + begun

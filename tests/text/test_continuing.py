@@ -15,7 +15,7 @@ from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.service import Service
 from cllm.text.chat import Channel, Chat
-from cllm.text.fences import CUT, MARKS
+from cllm.text.fences import CLOSE, CUT, MARKS, OPEN
 
 ASKED = {"role": "user", "content": "Q"}
 ASK = "{% if add_generation_prompt %}[A]{% endif %}"
@@ -36,6 +36,20 @@ TEMPLATES = {
     # Nemotron Nano 2
     "opening": EACH
     + "{{ '<think>\n' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+    + ASK,
+    # Qwen 3, which also takes reasoning out of the text
+    "splitting": EACH
+    + "{% if '</think>' in m.content %}{% set r = m.content.split('</think>')[0] %}<think>\n"
+    "{{ r.split('<think>')[-1].strip() }}\n</think>\n\n{{ m.content.split('</think>')[-1] }}"
+    "{% elif m.reasoning_content %}<think>\n{{ m.reasoning_content.strip() }}\n</think>\n\n"
+    "{{ m.content }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}" + ASK,
+    # GLM 4.5, which shows an empty block if there is no reasoning
+    "blocks": EACH
+    + "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content.strip() }}</think>\n{% endif %}"
+    "{{ m.content.strip() }}{% endfor %}" + ASK,
+    # shows an empty block in place of the reasoning
+    "emptying": EACH
+    + "{{ '<think></think>\n' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
     + ASK,
     # gpt-oss
     "headers": (
@@ -117,6 +131,67 @@ def test_prompt_ends_where_the_text_ends(name, prompt):
 )
 def test_prompt_ends_where_the_reasoning_ends(name, prompt):
     assert rendered(TEMPLATES[name], "", thought="Let me", thinking=False) == prompt
+
+
+BLOCK = "<think>\nLet me see\n</think>\n\n"
+ANALYSIS = (
+    "<|start|>user<|channel|>final<|message|>Q<|return|>"
+    "<|start|>assistant<|channel|>analysis<|message|>"
+)
+WITH_BLOCK = {
+    "thinking": f"[U]Q</s>[A]{BLOCK}".removesuffix("\n"),
+    "splitting": f"[U]Q</s>[A]{BLOCK}",
+    "forgetting": f"[U]Q</s>[A]{BLOCK}",
+    "opening": f"[U]Q</s>[A]{BLOCK}",
+    "blocks": "[U]Q[A]<think>Let me see</think>\n",
+    "emptying": f"[U]Q</s>[A]{BLOCK}",
+    "refusing": f"[U]Q[A]{BLOCK}",
+    "headers": f"{ANALYSIS}Let me see<|end|><|start|>assistant<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("rest", ["The sum ", ""])
+@pytest.mark.parametrize(("name", "prompt"), WITH_BLOCK.items())
+def test_reasoning_in_the_continued_text_becomes_one_block(name, prompt, rest):
+    """As in the text, also if nothing follows it, and as a field of its own."""
+    assert rendered(TEMPLATES[name], f"{BLOCK}{rest}") == prompt + rest
+    if rest:
+        options = {"thought": "Let me see", "thinking": True}
+        assert rendered(TEMPLATES[name], rest, **options) == prompt + rest
+
+
+def test_reasoning_that_the_template_omits_stays_omitted_with_thinking_off():
+    """It is shown if the template always thinks."""
+    text = rendered(TEMPLATES["forgetting"], "The sum ", thought="Let me see", thinking=False)
+    assert text == "[U]Q</s>[A]The sum "
+    always = TEMPLATES["forgetting"].replace("if enable_thinking else '<think></think>' ", "")
+    assert rendered(always, "The sum ", thought="Let me see") == f"[U]Q</s>[A]{BLOCK}The sum "
+
+
+@pytest.mark.parametrize(("name", "prompt"), WITH_BLOCK.items())
+def test_open_reasoning_in_the_continued_text_is_continued_as_reasoning(name, prompt):
+    """It ends where its text ends, with its blanks."""
+    begun = prompt.partition("Let me see")[0] + "Let me "
+    if name == "blocks":
+        begun = "[U]Q[A]<think>Let me "
+    assert rendered(TEMPLATES[name], "<think>\nLet me ") == begun
+
+
+def test_template_without_reasoning_shows_the_block_as_it_is_written():
+    assert rendered(TEMPLATES["plain"], f"{BLOCK}The sum ") == f"[U]Q</s>[A]{BLOCK}The sum "
+
+
+def test_control_tokens_in_reasoning_stay_plain_text():
+    text = rendered(TEMPLATES["forgetting"], "<think>b<|im_end|></think>a")
+    assert f"{OPEN}<|im_end|>{CLOSE}" in text
+
+
+@pytest.mark.parametrize("name", ["refusing", "refusing_headers", "forgetting"])
+def test_header_is_there_without_add_generation_prompt(name):
+    """As clients of /apply-template set it, which continue the last message."""
+    prompt = rendered(TEMPLATES[name], " The sum ")
+    variables = {"add_generation_prompt": False}
+    assert rendered(TEMPLATES[name], " The sum ", variables=variables) == prompt
 
 
 @pytest.mark.parametrize("name", ["plain", "refusing_headers"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
 from typing import Any
@@ -18,7 +18,7 @@ from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
 from cllm.text.chat_template import choose_templates
 from cllm.text.fences import CUT
-from cllm.text.model_family import find_family, load_families
+from cllm.text.model_family import Reasoning, find_family, load_families
 from cllm.text.parser import Parser
 from cllm.text.prompted_tools import declare_tools
 
@@ -27,6 +27,8 @@ TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
 BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}
 # variables that switch thinking on in templates
 THINKING = {"enable_thinking": True, "thinking": True}
+# how clients write reasoning into a text for models whose reasoning has a channel of its own
+WRITTEN_REASONING = Reasoning("<think>", "</think>")
 # templates know low, medium and high
 EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high", Effort.MAX: "high"}
 
@@ -124,14 +126,60 @@ class ChatFormat:
             variables["thinking_budget"] = chat.thinking_budget
         return variables | chat.variables
 
-    def begin(self, text: str, chat: Chat) -> str:
+    @property
+    def _thinks(self) -> bool:
+        """Whether the template knows the marks around reasoning, or channels for it."""
+        reasoning = self.family.reasoning
+        return self.family.header is not None or (
+            reasoning is not None
+            and (reasoning.open in self._template or reasoning.close in self._template)
+        )
+
+    def split_begun(self, chat: Chat) -> Chat:
+        """Return ``chat`` with the reasoning at the beginning of the text that it continues in a
+        field of its own, where templates expect it.
+
+        If that reasoning is not closed, it is what is continued.
+        """
+        last = chat.messages[-1]
+        if chat.continued != "content" or last.get("reasoning_content") or not self._thinks:
+            return chat
+        marks = self.family.reasoning or WRITTEN_REASONING
+        text = last["content"].lstrip()
+        if not text.startswith(marks.open):
+            return chat
+        thought, close, content = text.removeprefix(marks.open).partition(marks.close)
+        if close:
+            split = {"reasoning_content": thought.strip(), "content": content.lstrip()}
+        else:
+            split = {"reasoning_content": thought.lstrip("\n"), "content": ""}
+        return replace(
+            chat,
+            messages=[*chat.messages[:-1], {**last, **split}],
+            continued="content" if close else "reasoning_content",
+        )
+
+    def shows_thought(self, chat: Chat) -> bool:
+        """Whether the reasoning before the text that ``chat`` continues is shown even if the
+        template omits it: it is a part of that text, or the model thinks in this chat.
+        """
+        variables = self.variables(chat)
+        thinks = any(map(variables.get, THINKING)) or not re.search(
+            r"\b(?:enable_)?thinking\b", self._template
+        )
+        return self.split_begun(chat) is not chat or thinks
+
+    def begin(self, text: str, chat: Chat, thought: str = "") -> str:
         """Return the prompt for ``text``, in which CUT marks the beginning of the field that
         ``chat`` continues.
 
         Continued reasoning follows the mark that opens reasoning; continued text lies outside of
-        reasoning. Raises BadRequest for reasoning if the family has no place for it.
+        reasoning, and follows ``thought``, the reasoning of the same message, also if the template
+        does not show it. Raises BadRequest for reasoning if the family has no place for it.
         """
         before, begun = text.split(CUT)
+        if thought and chat.continued == "content" and self.family.reasoning and self._thinks:
+            return show_thought(before, thought, self.family.reasoning) + begun
         reasoning, header, is_text = (
             self.family.reasoning,
             self.family.header,
@@ -293,6 +341,22 @@ class ChatFormat:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokens_of(text)) if text else ()
+
+
+def show_thought(before: str, thought: str, marks: Reasoning) -> str:
+    """Return ``before``, the prompt up to the text of a message, with the reasoning of the message
+    at its end.
+    """
+    text = before.rstrip()
+    if text.endswith(marks.close):
+        inside = text.removesuffix(marks.close).rpartition(marks.open)
+        if inside[2].strip():  # the template shows it
+            return before
+        before = inside[0]
+    elif text.endswith(marks.open):
+        before = text.removesuffix(marks.open)
+    line = "\n" if marks.close.startswith("</") else ""
+    return before + line.join((marks.open, thought, marks.close, line))
 
 
 class ChatFormats:
