@@ -6,13 +6,14 @@ import errno
 import io
 import os
 import stat
+from codecs import BOM_UTF8
 from pathlib import Path
 
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def read_input(path: Path, limit: int = -1) -> bytes:
-    """Return the content of a file, or its first ``limit`` bytes.
+    """Return the content of a text file, or its first ``limit`` bytes, without a byte order mark.
 
     Raises OSError, also for a pipe that no process writes to, which a plain read would wait for.
     """
@@ -23,7 +24,7 @@ def read_input(path: Path, limit: int = -1) -> bytes:
         content = file.read(limit)
         if is_pipe and not content:
             raise OSError(errno.ENXIO, "no process writes to this pipe", str(path))
-        return content
+        return content.removeprefix(BOM_UTF8)
 
 
 def read_input_text(path: Path) -> str:

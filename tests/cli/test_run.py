@@ -36,7 +36,7 @@ def test_reasoning_and_timings_go_to_stderr(cllm, server) -> None:
 
 def test_options_become_fields_of_the_request(cllm, server, tmp_path) -> None:
     schema = {"type": "object"}
-    (tmp_path / "s.json").write_text(json.dumps(schema))
+    (tmp_path / "s.json").write_text(json.dumps(schema), encoding="utf-8-sig")
     for words, fields in (
         (("--format", "json"), {"response_format": {"type": "json_object"}}),
         (

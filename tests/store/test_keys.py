@@ -167,6 +167,12 @@ def test_file_of_a_newer_version_is_refused_and_unchanged(path):
     assert path.read_bytes() == content
 
 
+def test_file_may_begin_with_a_byte_order_mark(path):
+    store(path, ann=record("a"))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert set(read_key_file(path).accounts) == {"ann"}
+
+
 def test_edit_writes_nothing_after_an_error(path):
     store(path, ann=record("a"))
     before = path.read_bytes()

@@ -37,9 +37,9 @@ class Reader(Protocol):
 
 
 def read_stdin() -> str:
-    """Return all of stdin. Raises CLLMError if it is not text."""
+    """Return all of stdin, without a byte order mark. Raises CLLMError if it is not text."""
     with expect_text():
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix("\ufeff")
 
 
 @contextmanager

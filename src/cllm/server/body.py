@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -262,7 +263,7 @@ def check_encoding(request: Request) -> None:
 
 
 async def read_bytes(request: Request) -> bytes:
-    """Return the body.
+    """Return the body, without a byte order mark.
 
     One over the server's limit is rejected as soon as that is known, and not read to its end.
     Raises EngineError for a large one while too many bytes of others are being received.
@@ -281,7 +282,7 @@ async def read_bytes(request: Request) -> bytes:
             if size > LARGE and sum(receiving.values()) > max(limit, MAX_RECEIVING_BYTES):
                 call.state.registry.metrics.count_rejection("large")
                 raise EngineError("Too many large bodies are being received; please retry.")
-        return b"".join(parts)
+        return b"".join(parts).removeprefix(BOM_UTF8)
     finally:
         receiving.pop(call, None)
 

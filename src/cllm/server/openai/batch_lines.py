@@ -6,6 +6,7 @@ A request is read by the schema of the route that it names, and answered by its 
 from __future__ import annotations
 
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -240,5 +241,5 @@ def numbered_lines(path: Path, max_line: int) -> Generator[tuple[int, bytes], No
             if len(text) > max_line + 1 and not text.endswith(b"\n"):
                 yield number, text
                 return
-            if text := text.strip():
+            if text := text.removeprefix(BOM_UTF8).strip():
                 yield number, text
