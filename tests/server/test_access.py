@@ -144,11 +144,17 @@ def test_root_tells_nothing_without_a_key(server):
     assert "model" in server.client.get("/").json()
 
 
-@pytest.mark.parametrize(
-    "headers", [bearer("ann"), {"x-api-key": "key of ann", "authorization": ""}]
-)
-def test_key_is_read_from_both_headers(server, headers):
+@pytest.mark.parametrize("name", ["x-api-key", "api-key"])
+def test_key_is_read_from_other_headers_too(server, name):
+    headers = {name: "key of ann", "authorization": ""}
     assert server.client.get("/v1/models", headers=headers).status_code == 200
+    headers[name] = "wrong"
+    for path in ("/v1/completions", "/completions", "//v1/chat/completions", "/v1/responses"):
+        error = server.client.post(f"{server.url}{path}", headers=headers).json()["error"]
+        assert error["code"] in ("invalid_api_key", "too_many_wrong_keys"), path
+    for path in ("/v1/messages", "/messages", "//v1//messages"):
+        error = server.client.post(f"{server.url}{path}", headers=headers).json()["error"]
+        assert error["type"] in ("authentication_error", "rate_limit_error"), path
 
 
 def test_wrong_keys_are_throttled_but_valid_ones_served(server):
@@ -267,8 +273,11 @@ def test_account_uses_only_its_routes_and_models(server):
     assert errors_hide_the_served_model(client, headers)
     for path in ("/v1/completions", "/tokenize", "/api/chat", "/v1/api/chat", "/v1/tokenize"):
         assert client.post(path, json=body, headers=headers).status_code == 403, path
-    for path in ("/v1/embeddings", "/embeddings"):
-        answer = client.post(path, json={"input": "a"}, headers=bearer("embed"))
+    for path in ("//v1/completions", "/v1//completions", "//v1//api//chat", "//usage"):
+        answer = client.post(f"{server.url}{path}", json=body, headers=headers)
+        assert answer.status_code == 403, path
+    for path in ("/v1/embeddings", "/embeddings", "/v1//embeddings"):
+        answer = client.post(f"{server.url}{path}", json={"input": "a"}, headers=bearer("embed"))
         assert answer.status_code == (200 if path.startswith("/v1") else 403), answer.text
 
 

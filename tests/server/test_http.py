@@ -36,8 +36,8 @@ def test_head_is_get_without_a_body(fake_server, path):
     ("method", "path", "allowed"),
     [
         ("GET", "/v1/completions", "POST"),
-        ("PUT", "/v1/files", "GET, POST"),
-        ("OPTIONS", "/v1/files/a", "DELETE, GET"),
+        ("PUT", "/v1/files", "GET, HEAD, POST"),
+        ("OPTIONS", "/v1/files/a", "DELETE, GET, HEAD"),
     ],
 )
 def test_wrong_method_gets_405_with_the_allowed_methods(fake_server, method, path, allowed):

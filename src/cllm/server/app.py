@@ -31,7 +31,6 @@ from cllm.server.openai import routes as openai
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
 
-DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # all other paths use OpenAI's form
 ROUTERS = (
     anthropic.router,  # first, because it matches only requests in its own dialect
     openai.router,
@@ -56,6 +55,24 @@ ROUTERS = (
 )
 
 
+def routes() -> list[APIRoute]:
+    """Return all routes, grouped by dialect, including those that are not in the OpenAPI
+    document.
+    """
+    return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+
+
+PATHS = paths.KnownPaths(routes())
+# The first that knows a request determines the form of its errors; the default is OpenAI's.
+DIALECTS = (
+    anthropic_errors.DIALECT,
+    ollama_errors.DIALECT,
+    errors.Dialect(lambda path, _: path in PATHS, errors.openai_error),
+    anthropic_errors.OF_UNKNOWN_PATHS,
+)
+answer_fault = errors.make_answer(DIALECTS, PATHS)
+
+
 def create_app(registry: Registry, settings: Settings, access: Access | None = None) -> FastAPI:
     """``access``: the accounts; by default those that the settings name."""
     app = FastAPI(
@@ -77,17 +94,10 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     app.state.created = CreatedModels(None)
     app.state.skipped = set()  # types of skipped parts that have been logged
     app.state.batches = batches.make(app, settings)
-    errors.install(app, DIALECTS)
+    errors.install(app, answer_fault)
     for router in ROUTERS:
         app.include_router(router)
     app.state.routes = routes()
-    paths.install(app)
+    paths.install(app, PATHS)
     openapi.install(app)
     return app
-
-
-def routes() -> list[APIRoute]:
-    """Return all routes, grouped by dialect, including those that are not in the OpenAPI
-    document.
-    """
-    return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]

@@ -30,6 +30,7 @@ ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
 # either.
 PUBLIC = PATHS | {"/", "/docs", "/health", "/ping", "/ready"}
 METRICS = "/metrics"
+KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
 MAX_WRONG_KEYS = 20  # of one address in WRONG_KEY_WINDOW; further ones get 429
 WRONG_KEY_WINDOW = 60.0  # seconds
 MAX_ADDRESSES = 10_000  # whose wrong keys are counted
@@ -42,11 +43,12 @@ Answer = Callable[[Request, Exception], Response]
 def read_key(headers: Headers) -> str:
     """Return the API key of a request, "" if it has none.
 
-    The key is taken from Authorization, else from x-api-key.
+    The key is taken from Authorization, else from one of KEY_HEADERS.
     """
     authorization = headers.get("authorization", "").strip()
     key = re.sub(r"^bearer(\s+|$)", "", authorization, flags=re.IGNORECASE)
-    return key or headers.get("x-api-key", "").strip()
+    others = (headers.get(name, "").strip() for name in KEY_HEADERS)
+    return key or next(filter(None, others), "")
 
 
 def name_for_key(key: str) -> str:
@@ -127,7 +129,8 @@ class Guard:
             return account
         if not key:
             raise Unauthorized(
-                "This server needs an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+                "This server needs an API key, as 'Authorization: Bearer KEY', 'x-api-key: KEY' or "
+                "'api-key: KEY'."
             )
         self._count_wrong_key(request.client.host if request.client else "")
         raise Unauthorized("The API key is not valid.")

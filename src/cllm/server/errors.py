@@ -1,8 +1,6 @@
 """Turns errors into answers, in the form of the request's dialect.
 
 Internal error details are never sent to clients.
-
-Paths that no other dialect claims use OpenAI's form.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import pydantic_core
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -31,6 +30,7 @@ from cllm.errors import (
 )
 from cllm.process.backlog import QueueFull
 from cllm.server.auth import TooManyWrongKeys
+from cllm.server.paths import KnownPaths
 from cllm.server.queueing import TICKET
 from cllm.server.request_id import request_id
 from cllm.server.sse import ClientGone
@@ -64,10 +64,13 @@ ErrorFormat = Callable[[Fault, str], tuple[int, dict[str, Any]]]
 
 
 class Dialect(NamedTuple):
-    """Recognizes the requests of a dialect, and builds their error answers."""
+    """Recognizes the requests of a dialect by path and headers, and builds their error answers."""
 
-    knows: Callable[[Request], bool]
+    knows: Callable[[str, Headers], bool]
     form: ErrorFormat
+
+
+AnswerFault = Callable[[Request, Fault], Response]
 
 
 def describe(error: Exception) -> Fault:
@@ -145,17 +148,26 @@ def error_event(error: Exception) -> bytes:
 
 
 def allowed_methods(request: Request) -> list[str]:
-    """Return the methods that the path of ``request`` supports."""
+    """Return the methods that the path of ``request`` supports. HEAD works wherever GET does."""
     routes: list[Route] = request.app.state.routes
     known = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in known for method in route.methods or ()})
+    methods = {method for route in known for method in route.methods or ()}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
-def make_answer(dialects: Sequence[Dialect]) -> Callable[[Request, Fault], Response]:
-    """Return a function that answers a request with a fault, in the form of its dialect."""
+def make_answer(dialects: Sequence[Dialect], paths: KnownPaths) -> AnswerFault:
+    """Return a function that answers a request with a fault, in the form of the first of
+    ``dialects`` that knows it, or else in OpenAI's.
+    """
+
+    def choose_form(request: Request) -> ErrorFormat:
+        path: str = request.scope["path"]
+        path, headers = paths.find(path) or path, request.headers
+        forms = (dialect.form for dialect in dialects if dialect.knows(path, headers))
+        return next(forms, openai_error)
 
     def answer(request: Request, fault: Fault) -> Response:
-        form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_error)
+        form = choose_form(request)
         status, content = form(fault, request_id(request))
         headers = {}
         if fault.status in (429, 503) and fault.code not in FATAL:
@@ -171,9 +183,8 @@ def make_answer(dialects: Sequence[Dialect]) -> Callable[[Request, Fault], Respo
     return answer
 
 
-def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
-    """Answer every error of ``app`` in the form of the request's dialect."""
-    answer = make_answer(dialects)
+def install(app: FastAPI, answer: AnswerFault) -> None:
+    """Answer every error of ``app`` with ``answer``."""
 
     async def expected(request: Request, error: Exception) -> Response:
         return answer(request, describe(error))

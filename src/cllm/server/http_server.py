@@ -34,12 +34,13 @@ from cllm.process.pool import Pool
 from cllm.registry import Registry
 from cllm.served_model import ServedModel
 from cllm.server.access import Access, expand
-from cllm.server.app import DIALECTS, create_app
+from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
-from cllm.server.errors import describe, make_answer
+from cllm.server.errors import describe
 from cllm.server.http_protocol import Protocol
 from cllm.server.ollama.manage import add_all_created
+from cllm.server.paths import with_single_slashes
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
 from cllm.server.sources import Source, adapter_path, inspect_adapter, list_found
@@ -316,12 +317,11 @@ def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
     """Return ``app`` with what is done before and after it: headers of all answers, CORS, and the
     checks of Guard.
     """
-    answer = make_answer(DIALECTS)
 
     def refuse(request: Request, error: Exception) -> Response:
-        return answer(request, describe(error))
+        return answer_fault(request, describe(error))
 
-    app = Guard(app, access, settings, refuse)
+    app = with_single_slashes(Guard(app, access, settings, refuse), PATHS)
     if origins := settings.server.cors_origins:
         app = CORSMiddleware(
             app,

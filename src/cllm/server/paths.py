@@ -1,10 +1,15 @@
-"""Serves clients whose base URL lacks /v1, or contains it although the client adds it too."""
+"""Serves clients that write paths in another way: with repeated slashes, without /v1, or with /v1
+twice because the base URL contains it too.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from fastapi import FastAPI
-from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.core.account import Account
 from cllm.server.auth import ACCOUNT, route_not_allowed
@@ -14,7 +19,26 @@ PREFIX = "/v1"
 PRIVATE = ("/metrics", "/scheduler", "/benchmark", "/faults")
 
 
-def install(app: FastAPI) -> None:
+class KnownPaths:
+    """The paths of all routes, for any method."""
+
+    def __init__(self, routes: Iterable[APIRoute]) -> None:
+        routes = list(routes)
+        self._plain = {route.path for route in routes if not route.param_convertors}
+        self._patterns = [route.path_regex for route in routes if route.param_convertors]
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._plain or any(pattern.match(path) for pattern in self._patterns)
+
+    def find(self, path: str) -> str | None:
+        """Return the known path that ``path`` means: itself, or with one /v1 less or more."""
+        if path in self:
+            return path
+        others = path.removeprefix(PREFIX), PREFIX + path
+        return next((one for one in others if one in self and one not in PRIVATE), None)
+
+
+def install(app: FastAPI, known: KnownPaths) -> None:
     """Rewrite a path that has no route to the same path with one /v1 less or more, if that has a
     route.
 
@@ -25,20 +49,31 @@ def install(app: FastAPI) -> None:
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        for other in (path.removeprefix(PREFIX), PREFIX + path):
-            if other != path and other not in PRIVATE and has_route(app, {**scope, "path": other}):
-                account: Account | None = scope.get(ACCOUNT)
-                if account is not None and not account.may_use_route(other):
-                    raise route_not_allowed(account, path)
-                scope["path"] = other
-                await app.router(scope, receive, send)
-                return
-        await not_found(scope, receive, send)
+        other = known.find(path)
+        if other in (None, path):
+            await not_found(scope, receive, send)
+            return
+        account: Account | None = scope.get(ACCOUNT)
+        if account is not None and not account.may_use_route(other):
+            raise route_not_allowed(account, path)
+        scope["path"] = other
+        await app.router(scope, receive, send)
 
     app.router.default = default
 
 
-def has_route(app: FastAPI, scope: Scope) -> bool:
-    """Return whether the path of ``scope`` has a route, for any method."""
-    routes: list[Route] = app.state.routes
-    return any(route.matches(scope)[0] is not Match.NONE for route in routes)
+def with_single_slashes(app: ASGIApp, known: KnownPaths) -> ASGIApp:
+    """Return ``app`` with repeated slashes removed from paths that have no route: many clients join
+    a base URL that ends with a slash and a path that begins with one.
+
+    It must come before all checks of access, which depend on the path.
+    """
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        if "//" in (path := scope.get("path", "")) and path not in known:
+            single = re.sub("/+", "/", path)
+            if single not in PRIVATE:
+                scope = {**scope, "path": single}
+        await app(scope, receive, send)
+
+    return called

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.requests import HTTPConnection
+from starlette.datastructures import Headers
 
 from cllm.server.errors import Dialect, Fault, describe_in_stream
 
@@ -24,12 +24,18 @@ TYPES = {
 ERROR_CODES = {"thread": "thread_unsupported_request"}
 
 
-def speaks_anthropic(request: HTTPConnection) -> bool:
-    """Return whether the request is in this dialect. Outside /v1/messages, its headers decide."""
-    path, headers = request.scope["path"], request.headers
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+def speaks_anthropic(path: str, headers: Headers) -> bool:
+    """Return whether a request is in this dialect. For /v1/models, which OpenAI's dialect has too,
+    its headers decide.
+    """
+    if is_within(path, "/v1/messages"):
         return True
-    return path.startswith("/v1/") and ("anthropic-version" in headers or "x-api-key" in headers)
+    asks = "anthropic-version" in headers or "x-api-key" in headers
+    return asks and is_within(path, "/v1/models")
+
+
+def is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
 
 
 def anthropic_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
@@ -54,3 +60,7 @@ def error_event(error: Exception, request_id: str) -> bytes:
 
 
 DIALECT = Dialect(speaks_anthropic, anthropic_error)
+OF_UNKNOWN_PATHS = Dialect(
+    lambda path, headers: path.startswith("/v1/") and "anthropic-version" in headers,
+    anthropic_error,
+)

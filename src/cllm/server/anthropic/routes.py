@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
-from starlette.requests import HTTPConnection, Request
+from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
@@ -42,7 +43,7 @@ class Route(APIRoute):
     """Matches only requests in this dialect, because other dialects have some of the same paths."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] != "http" or not speaks_anthropic(HTTPConnection(scope)):
+        if scope["type"] != "http" or not speaks_anthropic(scope["path"], Headers(scope=scope)):
             return Match.NONE, {}
         return super().matches(scope)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
 from cllm.server.errors import Dialect, Fault, describe_in_stream
 
 UNKNOWN = "model {asked!r} not found; this server has {served!r}"
 
 
-def speaks_ollama(request: Request) -> bool:
-    path: str = request.scope["path"]
+def speaks_ollama(path: str, _: Headers) -> bool:
     return path == "/api" or path.startswith("/api/")
 
 
