@@ -102,19 +102,21 @@ def describe_os_error(error: OSError) -> str:
     return ": ".join([*named, reason])
 
 
-def context_length_exceeded(
-    num_prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
-) -> BadRequest:
-    """Return the error for a prompt that can never fit; ``at_least``: it was too long to be counted
-    exactly.
-    """
-    return BadRequest(
-        f"This model's maximum context length is {context_length} tokens and one must be left to "
-        f"generate, "
-        f"but the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens.",
-        param=param,
-        code="context_length_exceeded",
-    )
+class PromptTooLong(BadRequest):
+    """The prompt can never fit. At least one token must be left to generate."""
+
+    def __init__(
+        self, num_tokens: int, context_length: int, param: str, *, at_least: bool = False
+    ) -> None:
+        """``at_least``: the prompt was too long to be counted exactly."""
+        super().__init__(
+            f"This model's maximum context length is {context_length} tokens and one must be left "
+            f"to generate, but the prompt has {'at least ' * at_least}{num_tokens} tokens.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = context_length - 1
 
 
 class Unauthorized(CLLMError):

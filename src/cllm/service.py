@@ -32,7 +32,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import check_prompt
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
-from cllm.errors import BadRequest, EngineError, RateLimited, context_length_exceeded
+from cllm.errors import BadRequest, EngineError, PromptTooLong, RateLimited
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
@@ -336,7 +336,7 @@ class Service:
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self.least_tokens(num_characters)
         if at_least >= self.info.context_length:
-            raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
+            raise PromptTooLong(at_least, self.info.context_length, param, at_least=True)
 
     def least_tokens(self, num_characters: int) -> int:
         """Return how many tokens a text of ``num_characters`` has at least."""

@@ -13,7 +13,7 @@ import pytest
 from conftest import PATIENCE
 from openai_server import openai_server
 
-from cllm.cli.launch import TOOLS, Model, launch_opencode
+from cllm.cli.launch import TOOLS, Model, launch_claude, launch_opencode
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys
@@ -56,6 +56,17 @@ def test_claude_gets_variables_for_all_model_sizes(launch, server) -> None:
     assert variables["ANTHROPIC_API_KEY"] == ""
     models = {value for name, value in variables.items() if name.endswith("_MODEL")}
     assert models == {"other/model:Q4"}
+    assert variables["CLAUDE_CODE_TOTAL_TOKENS_REMINDER"] == "off"
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in variables
+
+
+@pytest.mark.parametrize(("length", "output"), [(32_768, "8192"), (262_144, "32000")])
+def test_claude_gets_the_context_window(length: int, output: str) -> None:
+    """Without it, Claude Code would let a conversation grow to 200,000 tokens."""
+    variables = launch_claude("http://127.0.0.1:8000", Model("m", length), "none").variables
+    assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(length)
+    assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == str(length)
+    assert variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == output
 
 
 def test_codex_gets_a_provider_with_the_responses_api(launch, server) -> None:

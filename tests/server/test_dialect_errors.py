@@ -5,6 +5,7 @@ exceptions.
 import contextlib
 import http.client
 import json
+import re
 import signal
 import threading
 import time
@@ -288,6 +289,23 @@ def test_other_invalid_requests_have_the_dialects_form(fake_server):
     assert "limit" in check_anthropic(answer, 400, "invalid_request_error")
 
 
+def test_prompt_of_the_whole_context_is_too_long_and_one_less_is_answered(fake_server):
+    """max_tokens beyond the context only ends the answer there."""
+
+    def ask(count):
+        body = {**ANTHROPIC, "messages": [{"role": "user", "content": "a" * count}]}
+        return fake_server.client.post("/v1/messages", json={**body, "max_tokens": 10_000})
+
+    count = {"model": "fake", "messages": [{"role": "user", "content": "a"}]}
+    answer = fake_server.client.post("/v1/messages/count_tokens", json=count)
+    room = 512 - answer.json()["input_tokens"]
+    message = check_anthropic(ask(room + 1), 400, "invalid_request_error")
+    assert message == "prompt is too long: 512 tokens > 511 maximum"
+    answer = ask(room).json()
+    assert (answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]) == (511, 1)
+    assert answer["stop_reason"] == "max_tokens"
+
+
 @pytest.mark.parametrize("length", [600, 900_000])
 def test_too_long_prompt_gets_400_with_its_length_and_the_limit(fake_server, length):
     """Streams are rejected before the first byte. Counting the tokens of a prompt that is far too
@@ -298,11 +316,22 @@ def test_too_long_prompt_gets_400_with_its_length_and_the_limit(fake_server, len
         answer = fake_server.client.post(
             "/v1/messages", json={**ANTHROPIC, "messages": messages, "stream": stream}
         )
-        assert "512" in check_anthropic(answer, 400, "invalid_request_error")
+        message = check_anthropic(answer, 400, "invalid_request_error")
+        found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
+        assert found, message
+        assert int(found[1]) > int(found[2]) == 511
         answer = fake_server.client.post(
             "/api/chat", json={**OLLAMA, "messages": messages, "stream": stream}
         )
         assert "512" in check_ollama(answer, 400)
+    answer = fake_server.client.post(
+        "/v1/messages/count_tokens", json={"model": "fake", "messages": messages}
+    )
+    if answer.status_code == 400:
+        message = check_anthropic(answer, 400, "invalid_request_error")
+        assert message.startswith("prompt is too long: ")
+    else:
+        assert answer.json()["input_tokens"] > 511
     assert "512" in check_ollama(
         fake_server.client.post("/api/generate", json={"model": "fake", "prompt": "a" * length}),
         400,

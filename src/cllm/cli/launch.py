@@ -45,7 +45,11 @@ class Model(NamedTuple):
 
 
 def launch_claude(url: str, model: Model, key: str) -> Launch:
-    """Claude Code, with Anthropic's API. The variables of all sizes name the one model."""
+    """Claude Code, with Anthropic's API. The variables of all sizes name the one model.
+
+    It assumes 200,000 tokens of context for a model that it does not know. The reminder of how many
+    tokens are left would change the prompt in every turn.
+    """
     names = (
         "ANTHROPIC_MODEL",
         "ANTHROPIC_SMALL_FAST_MODEL",  # of earlier versions
@@ -59,7 +63,15 @@ def launch_claude(url: str, model: Model, key: str) -> Launch:
         "ANTHROPIC_API_KEY": "",  # one in the environment would be sent to this server
         **dict.fromkeys(names, model.name),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
     }
+    if model.context_length is not None:
+        output = min(32_000, model.context_length // 4)  # it reserves room for so many
+        variables |= {
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(model.context_length),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(model.context_length),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(output),
+        }
     return Launch(["claude"], variables)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cllm.core.params import SamplingParams
-from cllm.errors import BadRequest, context_length_exceeded
+from cllm.errors import BadRequest, PromptTooLong
 
 
 class Priority(enum.IntEnum):
@@ -104,4 +104,4 @@ def check_prompt(prompt: list[int], vocabulary_size: int, context_length: int, p
         message = f"Invalid '{param}': token ids must be between 0 and {vocabulary_size - 1}."
         raise BadRequest(message, param=param, code="invalid_value")
     if len(prompt) >= context_length:
-        raise context_length_exceeded(len(prompt), context_length, param)
+        raise PromptTooLong(len(prompt), context_length, param)

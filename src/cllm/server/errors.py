@@ -25,6 +25,7 @@ from cllm.errors import (
     EngineError,
     FatalRequest,
     LoadFailed,
+    PromptTooLong,
     RateLimited,
     Unauthorized,
 )
@@ -48,6 +49,8 @@ class Fault(NamedTuple):
     status: the HTTP status. retry_after: seconds.
 
     ticket: claims a reserved queue position when the client retries.
+
+    prompt_tokens: the length of a prompt that is too long, and the limit.
     """
 
     status: int
@@ -57,6 +60,7 @@ class Fault(NamedTuple):
     code: str | None = None
     retry_after: float = 1.0
     ticket: str = ""
+    prompt_tokens: tuple[int, int] | None = None
 
 
 ErrorFormat = Callable[[Fault, str], tuple[int, dict[str, Any]]]
@@ -75,7 +79,10 @@ AnswerFault = Callable[[Request, Fault], Response]
 
 def describe(error: Exception) -> Fault:
     if isinstance(error, BadRequest):
-        return Fault(error.status, str(error), param=error.param, code=error.code)
+        fault = Fault(error.status, str(error), param=error.param, code=error.code)
+        if isinstance(error, PromptTooLong):
+            return fault._replace(prompt_tokens=(error.num_tokens, error.max_tokens))
+        return fault
     if isinstance(error, RequestValidationError):  # of query parameters, which the framework checks
         first = error.errors()[0]
         param = str(first["loc"][-1])

@@ -41,11 +41,15 @@ def is_within(path: str, folder: str) -> bool:
 def anthropic_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
     """Build an error answer.
 
-    A full queue is 529, because it affects all clients; 429 is a client's own limit.
+    A full queue is 529, because it affects all clients; 429 is a client's own limit. A prompt that
+    is too long gets Anthropic's words, which make Claude Code shorten the conversation.
     """
     status = 529 if fault.code == "queue_full" else fault.status
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    error: dict[str, Any] = {"type": kind, "message": fault.message}
+    message = fault.message
+    if fault.prompt_tokens:
+        message = "prompt is too long: {} tokens > {} maximum".format(*fault.prompt_tokens)
+    error: dict[str, Any] = {"type": kind, "message": message}
     if fault.code == "unsupported_parameter" and fault.param in ERROR_CODES:
         error["details"] = {"error_code": ERROR_CODES[fault.param]}
     return status, {"type": "error", "error": error, "request_id": request_id}
