@@ -3,7 +3,7 @@ scanning twice.
 
 A reader has two methods. ``feed(text)`` returns the JSON text that ``text`` adds, and the part of
 ``text`` after the arguments, None while they continue. ``close()`` returns what completes them if
-no more text follows.
+no more text follows; with ``is_cut``, without the beginning of a mark.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,
 
 class Reader(Protocol):
     def feed(self, text: str) -> tuple[str, str | None]: ...
-    def close(self) -> str: ...
+    def close(self, *, is_cut: bool = False) -> str: ...
 
 
 class Object:
@@ -83,9 +83,9 @@ class Object:
             text, self._held = text[: found.start()], text[found.start() :]
         return text, None
 
-    def close(self) -> str:
+    def close(self, *, is_cut: bool = False) -> str:
         held, self._held = self._held, ""
-        return held
+        return "" if is_cut else held
 
 
 @cache
@@ -142,8 +142,10 @@ class Bare:
         self._buffer = buffer[size:]
         return True
 
-    def close(self) -> str:
+    def close(self, *, is_cut: bool = False) -> str:
         held, self._buffer = self._buffer, ""
+        if is_cut and self._quote.startswith(held):
+            held = ""
         return escape(held) + '"' if self._in_string else held
 
 
@@ -227,7 +229,7 @@ class Keywords:
             self._buffer = buffer[1:]
         return True
 
-    def close(self) -> str:
+    def close(self, *, is_cut: bool = False) -> str:
         held, self._buffer = self._buffer, ""
         return escape(held) if self._quote else ""
 
@@ -341,11 +343,12 @@ class Pairs:
             self._value, self._lead, self._step = [], ", ", self._key
         return is_end
 
-    def close(self) -> str:
+    def close(self, *, is_cut: bool = False) -> str:
+        held = "" if is_cut else self._buffer
         if self._step == self._text:
-            return escape(self._buffer) + '"}'
+            return escape(held) + '"}'
         if self._step == self._whole:
-            return value_of("".join(self._value) + self._buffer, self._types) + "}"
+            return value_of("".join(self._value) + held, self._types) + "}"
         return "{}" if self._lead == "{" else "}"
 
 

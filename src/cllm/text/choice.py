@@ -78,11 +78,10 @@ class Choice:
             return []
         self.num_tokens += 1
         text = self._detokenizer.feed(output.token) if output.is_text else ""
-        if output.finish:
-            text += self._detokenizer.flush()
         parts = self.parser.feed(text)
         if output.finish:
-            parts += self.parser.flush()
+            is_cut = output.finish == FinishReason.LENGTH
+            parts += self.parser.flush(self._detokenizer.flush(), is_cut=is_cut)
             self.finish = str(output.finish)
         elif self.parser.done:
             self.finish = FinishReason.STOP.value

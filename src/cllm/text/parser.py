@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from cllm.text.arguments import Bare, Keywords, Object, Pairs, Reader
+from cllm.text.call_heads import is_begun, may_begin_call
 from cllm.text.chat import Channel, Part
 from cllm.text.model_family import (
     MAX_HEAD,
@@ -71,6 +72,7 @@ class Parser:
         self._space = ""
         self._parts: list[Part] = []
         self._is_last = False
+        self._is_cut = False
         self._is_fresh = inside and not begun  # drop white space until other text arrives
         self._has_text = begun and not inside  # any text since the beginning or the last call
         self._opener = ""
@@ -107,13 +109,23 @@ class Parser:
             pass
         return self._parts
 
-    def flush(self) -> list[Part]:
-        """Return the parts still held back, at the end of the text."""
-        self._is_last = True
-        parts = self.feed("")
+    def flush(self, tail: str = "", *, is_cut: bool = False) -> list[Part]:
+        """Return the parts still held back, at the end of the text.
+
+        ``tail``: replaces the bytes of an incomplete character. ``is_cut``: the text ended because
+        of its length; then the beginning of a mark, of a header or of a call is dropped.
+        """
+        is_free = not self._buffer and self._state in (self._in_text, self._in_region)
+        self._is_last, self._is_cut = True, is_cut
+        parts = self.feed(tail if is_free or not is_cut else "")
         if self._space and not self.done:
             self._emit(self._space)
         return parts
+
+    def _drop(self) -> bool:
+        """Drop what is held back, and the white space before it; return False."""
+        self._buffer = self._space = ""
+        return False
 
     # --- states: each consumes from the buffer and returns whether the next state can run --------
 
@@ -126,8 +138,10 @@ class Parser:
                 self._emit_text(self._buffer[: len(self._buffer) - len(text)])
                 self._buffer = text
                 return self._begin_head("")
-            if not self._is_last and begun.fullmatch(text):
+            if begun.fullmatch(text) and not self._is_last:
                 return False
+            if begun.fullmatch(text) and self._is_begun_call(text, ""):
+                return self._drop()
         found = self._openers.whole.search(self._buffer)
         if not found:
             self._emit_certain(self._openers.begun)
@@ -169,6 +183,8 @@ class Parser:
     def _in_header(self) -> bool:
         assert self._header
         at = self._buffer.find(self._header.close, 0, MAX_HEAD)
+        if at < 0 and self._is_cut and self._is_begun_header(self._opener + self._buffer):
+            return self._drop()
         if at < 0:
             return (self._is_last or len(self._buffer) >= MAX_HEAD) and self._reject_call()
         header = self._opener + self._buffer[:at]
@@ -196,8 +212,12 @@ class Parser:
                         return self._begin_arguments(found["name"], head)
             if match[0] not in "{(":
                 return self._is_whole_call(head) or self._reject_call()
+        if self._is_last and self._is_whole_call(self._buffer):
+            return True
+        if self._is_begun_call(self._buffer, self._opener):
+            return self._drop()
         if self._is_last:
-            return self._is_whole_call(self._buffer) or self._reject_call()
+            return self._reject_call()
         if limit == MAX_HEAD:
             return self._reject_call()
         self._num_seen = max(self._num_seen, limit - MAX_MARK)
@@ -207,7 +227,7 @@ class Parser:
         text, rest = self._reader.feed(self._buffer)
         self._buffer = rest or ""
         if rest is None and self._is_last:
-            text += self._reader.close()
+            text += self._reader.close(is_cut=self._is_cut)
         if text:
             self._emit(text)
         return rest is not None and self._end_call()
@@ -227,8 +247,11 @@ class Parser:
             if self._buffer.startswith(mark):
                 self._buffer = self._buffer[len(mark) :]
                 return self._begin_head(mark) if mark in self._calls.separators else True
-        if not self._is_last and any(mark.startswith(self._buffer) for mark in marks):
-            return False
+        if any(mark.startswith(self._buffer) for mark in marks):
+            if not self._is_last:
+                return False
+            if self._is_cut:
+                return self._drop()
         self._begin_text()
         return bool(self._buffer)
 
@@ -258,6 +281,15 @@ class Parser:
         self._emit_text(self._opener)
         self._has_text = True
         return True
+
+    def _is_begun_call(self, head: str, opener: str) -> bool:
+        """Whether the text was cut off in what can become the head of a call."""
+        return self._is_cut and may_begin_call(head, opener, self._calls, self._tools)
+
+    def _is_begun_header(self, text: str) -> bool:
+        assert self._header
+        begins = (*self._header.open, "to=")
+        return any(is_begun(text.lstrip(), begin) for begin in begins)
 
     def _is_whole_call(self, head: str) -> bool:
         """Whether ``head`` is a complete call, with its keys in an unusual order or no arguments.
@@ -321,10 +353,12 @@ class Parser:
 
     def _emit_certain(self, begun: re.Pattern[str]) -> None:
         """Emit the buffer, except the beginning of a mark at its end."""
-        match = None if self._is_last else begun.search(self._buffer)
+        match = None if self._is_last and not self._is_cut else begun.search(self._buffer)
         at = match.start() if match else len(self._buffer)
         self._emit_text(self._buffer[:at])
         self._buffer = self._buffer[at:]
+        if self._is_cut and match:
+            self._drop()
 
     def _emit_text(self, text: str) -> None:
         """Emit ``text``, but hold back white space at its end, which may precede a mark."""
