@@ -268,3 +268,19 @@ def test_suffix_makes_a_fill_in_the_middle_prompt(start_server, tiny_model):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=model, prompt="a", suffix="b", echo=True, logprobs=1)
     assert refused.value.param == "logprobs"
+
+
+def test_echo_counts_control_tokens_in_the_text(ask, encode):
+    """They are written out there; in the text of token ids they are not."""
+    prompt = "<|im_start|>user\nhéllo 😀<|im_end|>\n<|im_start|>assistant\n"
+    choice = ask(prompt, echo=True, logprobs=1, max_tokens=3).choices[0]
+    assert choice.text.startswith(prompt)
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+    assert choice.logprobs.text_offset[-3] == len(prompt)
+    tokens = encode(prompt)
+    choice = ask(tokens, echo=True, logprobs=1, max_tokens=3).choices[0]
+    assert "<|im_start|>" not in choice.text
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        hidden = token.startswith(("<|im_", "bytes:"))
+        assert hidden or choice.text[offset:].startswith(token)

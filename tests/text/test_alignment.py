@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import accumulate
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.core.output import Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
+from cllm.core.vocabulary import VocabularyTable
+from cllm.text.alignment import find_offsets
 from cllm.text.choice import Choice
 
 PIECES = [
@@ -98,3 +104,59 @@ def test_tokens_without_logprobs_are_not_kept():
     choice = Choice(0, PIECES, SamplingParams())
     choice.feed(TokenOutput("A", 0, 0))
     assert choice.token_logprobs == []
+
+
+# texts of tokens; control tokens have no bytes and are written as their names
+NAMES = {100: "<s>", 101: "<|im_end|>", 102: "<unk>"}
+TEXTS = ["a", " a", " ", "b", "\n", "é", "x"]
+WORDS = {text: i for i, text in enumerate(TEXTS)}
+FIRST, SECOND = len(TEXTS), len(TEXTS) + 1  # the two bytes of é
+
+
+def table() -> VocabularyTable:
+    data = [*(text.encode() for text in TEXTS), *(bytes([byte]) for byte in "é".encode())]
+    data += [b""] * (103 - len(data))
+    offsets = array("I", [0, *accumulate(map(len, data))])
+    return VocabularyTable(
+        size=103,
+        piece_data=b"".join(data),
+        piece_offsets=offsets.tobytes(),
+        control_tokens=sorted(NAMES.values(), key=len, reverse=True),
+        infill_tokens=None,
+        repository_tokens=None,
+        special_tokens=NAMES,
+        chat_template=None,
+        special_texts={},
+        rerank_template=None,
+        pair_tokens=([], [], []),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"),
+    [
+        ("<s>a<|im_end|>b", [100, "a", 101, "b"], [0, 3, 4, 14]),
+        ("ab", [100, "a", "b"], [0, 0, 1]),  # a control token that was added
+        ("<s>a", [100, 100, "a"], [0, 3, 3]),
+        ("ab", [" a", "b"], [0, 1]),  # a space that was added
+        ("éb", [" ", FIRST, SECOND, "b"], [0, 0, 0, 1]),
+        ("<s>\n\n a", [100, "a"], [0, 6]),  # white space that was dropped
+        ("a  <|im_end|>b", ["a", 101, "b"], [0, 3, 13]),
+        ("a漢b", ["a", 102, "b"], [0, 1, 2]),  # a character that no token has
+        ("<s>éb<s>é", [100, FIRST, SECOND, "b", 100, "é"], [0, 3, 3, 4, 5, 8]),
+        (None, [100, "a", 101, "b"], [0, 0, 1, 1]),
+        (None, [FIRST, SECOND, "b", FIRST, "a", SECOND], [0, 0, 1, 2, 3, 4]),
+        ("", [], []),
+        (None, [], []),
+    ],
+)
+def test_tokens_of_a_prompt_begin_where_their_text_does(text, tokens, offsets) -> None:
+    ids = [WORDS[token] if isinstance(token, str) else token for token in tokens]
+    assert find_offsets(table(), ids, text) == offsets
+
+
+@given(st.lists(st.sampled_from([*range(FIRST), *NAMES])))
+def test_offsets_follow_from_the_texts_of_tokens(tokens) -> None:
+    texts = [NAMES[token] if token in NAMES else TEXTS[token] for token in tokens]
+    starts = [0, *accumulate(map(len, texts))][:-1] if texts else []
+    assert find_offsets(table(), tokens, "".join(texts)) == starts

@@ -1,11 +1,21 @@
-"""Find the tokens of each piece of shown text, for requests with logprobs."""
+"""Find the tokens of each piece of shown text, and the places of a prompt's tokens in its text, for
+requests with logprobs.
+"""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections import deque
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from cllm.core.output import Logprobs
+from cllm.core.vocabulary import VocabularyTable
+
+BLANKS = re.compile(rb"\s*")
+LOOK_AHEAD = 64  # bytes of a text that its tokens may leave out at one place
 
 
 class TokenLogprob(NamedTuple):
@@ -53,3 +63,57 @@ class Alignment:
         while self._held and (is_all or self._held[0].at < self._num_shown):
             token_logprobs.append(self._held.popleft())
         return token_logprobs
+
+
+def find_offsets(vocabulary: VocabularyTable, tokens: list[int], text: str | None) -> list[int]:
+    """Return the characters of a prompt's text at which its tokens begin. ``text``: what was
+    tokenized, in which control tokens are written out; None if the text is that of the tokens, in
+    which control tokens have none.
+
+    A token that contains only a part of a character begins where that character begins.
+    """
+    if text is None:
+        pieces = [vocabulary.pieces[token] for token in tokens]
+        data = b"".join(pieces)
+        places = [0, *accumulate(map(len, pieces))][: len(tokens)]
+    else:
+        data = text.encode("utf-8", "replace")
+        places = list(find_places(vocabulary, tokens, data))
+    characters = [*list_characters(data), len(data.decode("utf-8", "replace"))]
+    return [characters[place] for place in places]
+
+
+def find_places(vocabulary: VocabularyTable, tokens: list[int], data: bytes) -> Iterator[int]:
+    """Yield the byte of ``data``, a text in UTF-8, at which each of its tokens begins.
+
+    Tokenizers add control tokens and a space at the beginning, and drop white space beside control
+    tokens.
+    """
+    at = 0
+    for token in tokens:
+        piece = vocabulary.text_of(token)
+        is_control = not vocabulary.pieces[token]
+        if data.startswith(piece, at):
+            start, length = at, len(piece)
+        elif piece[:1] == b" " and data.startswith(piece[1:], at):  # the space was added
+            start, length = at, len(piece) - 1
+        elif data.startswith(piece, after := end_of_blanks(data, at)):
+            start, length = after, len(piece)
+        else:
+            found = -1 if is_control else data.find(piece, at, at + len(piece) + LOOK_AHEAD)
+            start, length = (found, len(piece)) if found >= 0 else (at, 0)
+        yield start
+        at = start + length
+
+
+def end_of_blanks(data: bytes, at: int) -> int:
+    match = BLANKS.match(data, at)
+    return match.end() if match else at
+
+
+def list_characters(data: bytes) -> Iterator[int]:
+    """Yield the number of the character that each byte of ``data`` belongs to, in its text."""
+    decoder, count = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for i in range(len(data)):
+        count += len(decoder.decode(data[i : i + 1]))
+        yield count if decoder.getstate()[0] else count - 1

@@ -128,7 +128,7 @@ class CompletionFormatter:
         self.body = body
         self.answer = answer
         self._vocabulary = service.vocabulary
-        prompts = list_prompts(body.prompt)
+        self._given = prompts = list_prompts(body.prompt)
         self._echoed = (
             [
                 text if isinstance(text, str) else plain_text(self._vocabulary, text)
@@ -170,10 +170,10 @@ class CompletionFormatter:
         if not with_prompt or self.params.prompt_logprobs is None:
             return own
         i = index // self.params.n
-        prompt = self.answer.generation.prompts[i]
-        return join_logprobs(
-            prompt_logprobs(self._vocabulary, prompt, self.answer.prompt_logprobs[i]), own
-        )
+        prompt, given = self.answer.generation.prompts[i], self._given[i]
+        text = given if isinstance(given, str) else None
+        logprobs = self.answer.prompt_logprobs[i]
+        return join_logprobs(prompt_logprobs(self._vocabulary, prompt, logprobs, text), own)
 
 
 @dataclass

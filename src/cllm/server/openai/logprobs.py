@@ -10,8 +10,7 @@ from typing import Any
 from cllm.core.output import Logprobs
 from cllm.core.vocabulary import VocabularyTable
 from cllm.server.token_logprobs import LEAST, token_objects
-from cllm.text.alignment import TokenLogprob
-from cllm.text.detokenizer import Detokenizer
+from cllm.text.alignment import TokenLogprob, find_offsets
 
 
 def chat_logprobs(
@@ -38,9 +37,11 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    vocabulary: VocabularyTable, prompt: list[int], logprobs: list[Logprobs]
+    vocabulary: VocabularyTable, prompt: list[int], logprobs: list[Logprobs], text: str | None
 ) -> dict[str, Any]:
-    """Return the ``logprobs`` object of an echoed prompt. Its first token has no logprob."""
+    """Return the ``logprobs`` object of an echoed prompt, whose first token has no logprob.
+    ``text``: the prompt as it was given; None if token ids were.
+    """
     others = list(zip(prompt[1:], logprobs, strict=True))
     return {
         "tokens": [token_text(vocabulary, token) for token in prompt],
@@ -49,7 +50,7 @@ def prompt_logprobs(
             None,
             *(top_logprobs_by_text(vocabulary, token, one) for token, one in others),
         ],
-        "text_offset": text_offsets(vocabulary, prompt),
+        "text_offset": find_offsets(vocabulary, prompt, text),
     }
 
 
@@ -80,15 +81,6 @@ def token_text(vocabulary: VocabularyTable, token: int) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def text_offsets(vocabulary: VocabularyTable, tokens: list[int]) -> list[int]:
-    """Return the character of the whole text at which each token begins."""
-    detokenizer, at, found = Detokenizer(vocabulary.pieces), 0, []
-    for token in tokens:
-        found.append(at)
-        at += len(detokenizer.feed(token))
-    return found
 
 
 def plain_text(vocabulary: VocabularyTable, tokens: list[int]) -> str:
