@@ -499,6 +499,28 @@ def test_bounds_beyond_float_precision_are_exact(kind, bound):
     assert not allows({"type": kind, "minimum": bound}, str(whole - 1))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names", "others"),
+    [
+        ("[a-z]{1,255}", ["child1", "a"], ["", "1"]),
+        (r"^x\{2,5}", ["x{2,5}", "x{2,5}a"], ["xx"]),
+        ("(^.+\\..+)|(^[a-z_-]+)", ["a.b", "a-b", "Z.z"], ["Z", "."]),
+        ("(?:^a|b$)", ["ax", "xb"], ["xa", "bx"]),
+        ("^(a|b)(c)$", ["ac", "bc"], ["a", "c"]),
+    ],
+)
+def test_patterns_of_names_are_searched_for(pattern, names, others):
+    """Anchors may be within parentheses. Counts at the end of a pattern do not matter."""
+    schema = {"type": "object", "patternProperties": {pattern: {"const": 1}}}
+    closed = schema | {"additionalProperties": False}
+    for name in names:
+        assert allows(closed, json.dumps({name: 1})), name
+        assert not allows(schema, json.dumps({name: 2})), name
+    for name in others:
+        assert not allows(closed, json.dumps({name: 1})), name
+        assert allows(schema, json.dumps({name: 2})), name
+
+
 def test_items_as_a_list_are_enforced():
     """Drafts before 2020-12 write it in this way."""
     schema = {

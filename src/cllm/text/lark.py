@@ -9,6 +9,9 @@ import json
 import re
 from typing import Any
 
+# the most repetitions at the end of a pattern, which do not matter if any text may follow
+MORE = re.compile(r"(?<!\\)((?:\\\\)*)\{(\d+),\d*\}\Z")
+
 
 class Rules:
     """The rules and terminals of a grammar. Equal ones are written once."""
@@ -74,22 +77,31 @@ def search_term(pattern: str) -> str:
     options = []
     for option in top_level_options(pattern):
         body = option.removeprefix("^")
-        ends = re.search(r"(?<!\\)(?:\\\\)*\$\Z", body)
-        before = "" if option.startswith("^") else "(?s:.*)"
-        options.append(f"{before}(?:{body[:-1]})" if ends else f"{before}(?:{body})(?s:.*)")
+        is_end = re.search(r"(?<!\\)(?:\\\\)*\$\Z", body)
+        body = body[:-1] if is_end else MORE.sub(r"\1{\2}", body)
+        before, after = "" if option.startswith("^") else "(?s:.*)", "" if is_end else "(?s:.*)"
+        options.append(f"{before}(?:{body}){after}")
     return "/" + regex_to_lark("|".join(options), "dw") + "/"
 
 
 def top_level_options(pattern: str) -> list[str]:
-    """Split a regular expression at the bars outside of parentheses."""
-    options, depth = [""], 0
+    """Split a regular expression at the bars outside of parentheses, without parentheses around a
+    whole option.
+    """
+    options, depth, groups = [""], 0, [0]  # groups: how many have ended in each option
     for part in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(part, 0)
         if part == "|" and not depth:
             options.append("")
+            groups.append(0)
         else:
             options[-1] += part
-    return options
+            groups[-1] += part == ")" and not depth
+    found = []
+    for option, num_groups in zip(options, groups, strict=True):
+        inner = re.fullmatch(r"\((?:\?:|(?!\?))(.*)\)", option, re.DOTALL)
+        found += top_level_options(inner[1]) if inner and num_groups == 1 else [option]
+    return found
 
 
 def json_leaf(schema: dict[str, Any]) -> str:
