@@ -26,7 +26,7 @@ from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.observe.metrics import Metrics, render
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
 from cllm.process.messages import Loading
-from cllm.process.pending_tokens import PendingTokens
+from cllm.process.pending_tokens import Texts
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
@@ -513,6 +513,39 @@ def test_poison_gets_an_error_and_nobody_else(caplog):
     run(test, params=params)
 
 
+def test_three_poisons_among_thirty_fail_alone(monkeypatch, caplog):
+    """While they are searched for, pauses stay short, and new requests and texts only wait."""
+    monkeypatch.setattr("cllm.process.supervisor.LONGEST_SEARCH_BACKOFF", 0.1)
+    params = msgspec.structs.replace(FAKE, max_num_seqs=64)
+
+    async def test(pool):
+        pool.set_faults([Fault("crash", token=77)])
+        streams = [
+            ask(pool, f"r{i}", [77 if i % 10 == 5 else 1, 20 + i], max_tokens=50, ignore_eos=True)
+            for i in range(33)
+        ]
+        late = []
+        for count in range(4):
+            await until(lambda count=count: pool.num_restarts > count)
+            late.append(ask(pool, f"late{count}", [1, count], max_tokens=3, ignore_eos=True))
+            late.append(asyncio.create_task(pool.tokenize([[Segment(f"text {count}")]])))
+        ends = await asyncio.gather(*map(tokens, streams), return_exceptions=True)
+        for i, end in enumerate(ends):
+            assert isinstance(end, FatalRequest) if i % 10 == 5 else len(end) == 50
+        for one in late:
+            assert await (one if isinstance(one, asyncio.Task) else tokens(one))
+        assert pool.num_restarts <= 10
+        pauses = [
+            record.args[-1]
+            for record in caplog.records
+            if record.getMessage().startswith("the engine died")
+            and "requests in its step" in record.getMessage()
+        ]
+        assert max(pauses) <= 0.1
+
+    run(test, params=params)
+
+
 def test_suspects_that_leave_let_others_continue_once():
     """Of two suspects in groups, the first one leaves while the engine is being started, or its
     reader has stopped it. The second one then continues, and is sent to the engine once.
@@ -548,23 +581,42 @@ def test_suspects_that_leave_let_others_continue_once():
     run(test)
 
 
-def test_text_that_kills_engines_gets_an_error():
-    """Requests that are computed at the same time are not blamed."""
+@contextlib.contextmanager
+def texts_that_kill(monkeypatch, *poisons):
+    """Let texts of these characters get no tokens, and kill the engine that got them."""
+    put, send = Texts.put, Texts._send_to
+
+    def put_unless_poison(texts, message):
+        pending = texts.pending.get(message.number)
+        if pending is None or pending.texts[0][0].text not in poisons:
+            put(texts, message)
+
+    def send_and_kill(texts, member):
+        send(texts, member)
+        for _, pending in texts._list_of(member):
+            if pending.is_sent and pending.texts[0][0].text in poisons and member.ready:
+                os.kill(member.supervisor.pid, signal.SIGABRT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Texts, "put", put_unless_poison)
+        patch.setattr(Texts, "_send_to", send_and_kill)
+        yield
+
+
+def test_texts_that_kill_engines_get_an_error_and_others_their_tokens(monkeypatch):
+    """Requests that are computed at the same time are not blamed, nor are other texts."""
 
     async def test(pool):
         stream = ask(pool, "a", [1], max_tokens=900, ignore_eos=True)
         await receive(stream)
-        pending = pool._texts.pending[99] = PendingTokens([], 0)
-        pending.home = pool.members[0]
-        pending.put = lambda message: None  # as if no engine lived to tokenize it
-        for count in range(3):
-            assert pending.num_deaths == count
-            os.kill(pool.pid, signal.SIGABRT)
-            await until(lambda: not pool.ready)
-            await until(lambda: pool.ready)
-        with pytest.raises(EngineError, match="while it tokenized this text"):
-            await pending.future
-        del pool._texts.pending[99]
+        with texts_that_kill(monkeypatch, "x", "y"):
+            asked = [pool.tokenize([[Segment(text)]]) for text in "axbcydef"]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [
+            EngineError if text in "xy" else list for text in "axbcydef"
+        ]
+        assert "while it tokenized this text" in str(answers[1])
+        assert pool.num_restarts <= 5
         assert len(await tokens(stream)) > 100
 
     run(test)

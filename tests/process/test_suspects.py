@@ -9,16 +9,16 @@ import pytest
 from cllm.process.suspects import Suspects
 
 
-def run_engines(suspects, names, poison, *, width, dies_with):
+def run_engines(suspects, names, poisons, *, width, dies_with):
     """Compute requests in steps of ``width`` until all have a token or are culprits; return the
-    number of deaths and the culprits. A step with ``poison`` kills the engine.
+    number of deaths and the culprits. A step with one of ``poisons`` kills the engine.
     """
     num_deaths, culprits, left = 0, [], [*names]
     while left:
         ready = [name for name in left if not suspects.must_wait(name)]
         assert ready, "somebody may continue"
         step = ready[:width]
-        if poison in step and dies_with(step):
+        if poisons.intersection(step) and dies_with(step):
             num_deaths += 1
             culprit = suspects.record_death(step)
             if culprit is not None:
@@ -34,20 +34,25 @@ def run_engines(suspects, names, poison, *, width, dies_with):
 
 @pytest.mark.parametrize("width", [1, 2, 5, 32])
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 32, 100])
-def test_poison_is_found_in_few_deaths(num_requests, width):
+@pytest.mark.parametrize("num_poisons", [1, 3])
+def test_poisons_are_found_in_few_deaths(num_requests, width, num_poisons):
+    """Two of each alone, and two of many requests. If a step cannot have all requests, each poison
+    may be in a search of its own.
+    """
     names = [f"r{i}" for i in range(num_requests)]
-    for poison in random.Random(1).sample(names, min(5, num_requests)):
+    for seed in range(5):
+        poisons = {*random.Random(seed).sample(names, min(num_poisons, num_requests))}
         num_deaths, culprits = run_engines(
-            Suspects(), names, poison, width=width, dies_with=lambda _: True
+            Suspects(), names, poisons, width=width, dies_with=lambda _: True
         )
-        assert culprits == [poison]
-        assert num_deaths <= 7
+        assert {*culprits} == poisons
+        assert num_deaths <= 2 * len(poisons) + 2 * (len(poisons) if width < num_requests else 1)
 
 
 def test_one_death_of_several_requests_blames_nobody():
     deaths = iter([True])
     num_deaths, culprits = run_engines(
-        Suspects(), "abcd", "b", width=4, dies_with=lambda _: next(deaths, False)
+        Suspects(), "abcd", {"b"}, width=4, dies_with=lambda _: next(deaths, False)
     )
     assert (num_deaths, culprits) == (1, [])
 
@@ -71,17 +76,36 @@ def test_innocent_suspect_is_not_blamed_for_a_new_request():
     assert not suspects.must_wait("innocent")
 
 
-def test_group_waits_for_the_one_before():
-    """A request that ends, or leaves, lets it continue as well."""
+def test_each_suspect_waits_for_the_one_before():
+    """A request that ends, or leaves, lets the next one continue as well. New ones wait for all."""
     suspects = Suspects()
-    for _ in range(2):
-        suspects.record_death([*"abcdefgh"])
-    assert [name for name in "abcdefgh" if suspects.must_wait(name)] == [*"cdefgh"]
-    assert suspects.record_token("a") == []
-    assert suspects.forget("d") == []
-    assert suspects.record_token("b") == ["c"]
-    assert suspects.forget("c") == ["e", "f"]
-    assert [name for name in "abcdefgh" if suspects.must_wait(name)] == [*"gh"]
+    suspects.record_death([*"abcd"])
+    assert not any(map(suspects.must_wait, "abcd"))
+    suspects.record_token("a")
+    suspects.record_death([*"abcde"])
+    assert [name for name in "abcdef" if suspects.must_wait(name)] == [*"bcdef"]
+    assert suspects.record_token("a")
+    assert not suspects.must_wait("e"), "a suspect for the first time"
+    assert not suspects.forget("c")
+    assert suspects.record_token("e")
+    assert [name for name in "abdef" if suspects.must_wait(name)] == [*"df"]
+    assert suspects.forget("b")
+    assert suspects.must_wait("f")
+    assert suspects.record_token("d")
+    assert not suspects.is_searching
+    assert not suspects.must_wait("f")
+
+
+def test_many_new_poisons_blame_no_innocent_request():
+    """Whatever else is computed beside it."""
+    generator = random.Random(5)
+    for _ in range(50):
+        names = [f"r{i}" for i in range(40)]
+        poisons = {*generator.sample(names, 12)}
+        _, culprits = run_engines(
+            Suspects(), names, poisons, width=generator.randint(1, 8), dies_with=lambda _: True
+        )
+        assert {*culprits} == poisons
 
 
 def test_uncertain_death_is_not_counted_alone():

@@ -146,7 +146,7 @@ def test_long_answers_come_in_parts(lengths):
     texts = [[*range(length)] for length in lengths]
 
     async def put_together():
-        pending = PendingTokens([], 0)
+        pending = PendingTokens([], 0, None)
         parts = [*divide(7, texts)]
         for part in parts:
             assert part.number == 7

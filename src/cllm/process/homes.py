@@ -35,9 +35,9 @@ class Homes:
         return [member for member in self._members if member.ready]
 
     def _list_responding(self) -> list[Member]:
-        """Return the engines that do not seem to hang, if any do not."""
+        """Return the engines that can begin a request, if any can."""
         ready = self.list_ready()
-        return [one for one in ready if not one.seems_to_hang()] or ready
+        return [one for one in ready if not (one.is_searching or one.seems_to_hang())] or ready
 
     def assign(
         self, request: Request | EmbeddingRequest, members: Sequence[Member] = ()

@@ -393,6 +393,13 @@ class InFlightRequests:
         entry = self._by_id.get(request_id)
         return entry is not None and entry.yields
 
+    def estimate_turn(self, request_id: str) -> tuple[bool, int, int]:
+        """Return a key that sorts requests by how soon each would get its next token alone."""
+        entry = self._by_id.get(request_id)
+        if entry is None:  # for embeddings
+            return (False, 0, 0)
+        return entry.yields, entry.request.priority, len(entry.request.prompt)
+
     def note_begun(self, request_ids: Iterable[str]) -> None:
         """Note that requests have been in a step, so that their time in the queue is over."""
         for request_id in request_ids:

@@ -57,6 +57,10 @@ class Owner(Protocol):
         """Return whether texts wait to be tokenized by an engine."""
         ...
 
+    def is_separating_texts(self, member: Member) -> bool:
+        """Return whether an engine has to tokenize texts before it computes requests."""
+        ...
+
     def take(self, member: Member, message: Result) -> None:
         """Handle results of an engine."""
         ...
@@ -210,17 +214,26 @@ class Member:
 
     # --- requests --------------------------------------------------------------------------------
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether it is being found out what has killed engines, so that further requests wait."""
+        return self._suspects.is_searching or self._owner.is_separating_texts(self)
+
     def give(self, request_id: str, booked: Booked) -> None:
-        """Note that a request belongs to this engine. If that is ready, the caller sends it."""
+        """Note that a request belongs to this engine. If the engine ``has`` it then, the caller
+        sends it.
+        """
         self.bookings[request_id] = booked
         self.num_seqs[booked.priority] += booked.num_seqs
+        if self.is_searching:
+            self._held.add(request_id)
 
     def take_over(self, request_id: str, booked: Booked) -> None:
         """Continue a request of another engine."""
         self.give(request_id, booked)
         if self.ready:
             self._held.add(request_id)
-            self._resume([request_id])
+            self.resume()
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -236,15 +249,15 @@ class Member:
         if self.has(request_id):
             self.write(frame(Abort(request_id)))
         self.remove(request_id)
-        if self._has_suspects:
-            self._resume(self._suspects.forget(request_id))
+        if self._has_suspects and self._suspects.forget(request_id):
+            self.resume()
 
     def leave(self, request_id: str) -> None:
         """Forget a request that another engine continues, and that this one has forgotten."""
         num_ends = self._ends[request_id]
         self.remove(request_id)
-        if self._has_suspects:
-            self._resume(self._suspects.forget(request_id))
+        if self._has_suspects and self._suspects.forget(request_id):
+            self.resume()
         if num_ends:
             self._ends[request_id] = num_ends
 
@@ -344,14 +357,14 @@ class Member:
         self._ready_since = self._clock()
         self._owner.welcome(self)
         self._held = {*self.bookings}
-        self._resume([*self.bookings])
+        self.resume()
         self._owner.fill(self)
 
-    def _resume(self, request_ids: Iterable[str]) -> None:
+    def resume(self) -> None:
         """Send held requests to the engine, except those that must wait for others."""
-        if not self.ready:
+        if not self.ready or self._owner.is_separating_texts(self):
             return
-        for request_id in request_ids:
+        for request_id in [name for name in self.bookings if name in self._held]:
             if request_id not in self._held or self._suspects.must_wait(request_id):
                 continue
             self._held.remove(request_id)
@@ -360,18 +373,19 @@ class Member:
                 self.write(frame(command))
                 if self._owner.yields(request_id):
                     self.write(frame(SetYielding(request_id, True)))
-            else:  # it has ended meanwhile
-                self._resume(self._suspects.forget(request_id))
+            elif self._suspects.forget(request_id):  # it has ended meanwhile
+                self.resume()
 
     def _release_suspects(self, request_ids: set[str]) -> None:
-        """Let suspects continue that have waited for these requests, which have got a token or have
-        ended.
-        """
-        for request_id in request_ids:
-            if self._owner.knows(request_id):
-                self._resume(self._suspects.record_token(request_id))
-            else:
-                self._resume(self._suspects.forget(request_id))
+        """Let requests continue that waited for these, which have got a token or have ended."""
+        may_continue = [
+            self._suspects.record_token(request_id)
+            if self._owner.knows(request_id)
+            else self._suspects.forget(request_id)
+            for request_id in request_ids
+        ]
+        if any(may_continue):
+            self.resume()
         healthy = self._clock() - self._ready_since >= HEALTHY_AFTER
         if healthy and not self._suspects.is_searching:
             self._has_suspects, self._suspects = False, Suspects(self._ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,26 +17,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_DEATHS_OF_TEXT = 3  # of engines that had to tokenize a text, before it gets an error
+MAX_DEATHS_ALONE = 2  # of engines that had nothing but a text, before it gets an error
 MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 
 
 class PendingTokens:
     """The tokens of ``texts``, as far as they have arrived; ``future`` gets them all.
 
-    ``num_characters``: of the texts. ``home``: the engine that tokenizes them.
+    The texts have ``num_characters``. The engine ``home`` tokenizes them; ``is_sent`` says whether
+    it has got them.
     """
 
-    def __init__(self, texts: list[list[Segment]], num_characters: int) -> None:
+    def __init__(self, texts: list[list[Segment]], num_characters: int, home: Member) -> None:
         self.texts = texts
-        self.num_deaths = 0  # of engines that had to tokenize them
+        self.num_deaths_alone = 0  # of engines that had to tokenize them, and nothing else to do
         self.num_characters = num_characters
         self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
-        self.home: Member | None = None
+        self.home = home
         self.begin()
 
     def begin(self) -> None:
-        """Forget what has arrived: another engine tokenizes the texts from the beginning."""
+        """Forget what has arrived: an engine tokenizes the texts from the beginning."""
+        self.is_sent = False
         self._tokens: list[list[int]] = []
         self._is_continued = False
 
@@ -55,18 +58,27 @@ class PendingTokens:
 
 
 class Texts:
-    """All texts that wait to be tokenized. ``pending``: by their numbers."""
+    """All texts that wait to be tokenized, which are ``pending`` by their numbers.
 
-    def __init__(self, members: list[Member]) -> None:
+    After a death that may have been the fault of texts, the next engine gets one of them after the
+    other, and nothing else meanwhile. So a text that kills engines is known for certain.
+    """
+
+    def __init__(self, members: list[Member], on_separated: Callable[[Member], None]) -> None:
+        """``on_separated`` is called when the texts that an engine had to tokenize alone are
+        done.
+        """
         self.pending: dict[int, PendingTokens] = {}
         self._members = members
+        self._on_separated = on_separated
+        self._suspects: set[int] = set()  # numbers of texts
         self._numbers = count()
 
     async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
         """Return the token ids of each text.
 
-        Raises EngineError if several engines die meanwhile, and for long texts if too many
-        characters wait already.
+        Raises EngineError if the text kills engines, and for long texts if too many characters wait
+        already.
         """
         size = count_characters(texts)
         others = [pending.num_characters for pending in self.pending.values()]
@@ -74,37 +86,62 @@ class Texts:
             message = "Too many long texts are waiting to be tokenized; please retry."
             raise EngineError(message, reason="large")
         number = next(self._numbers)
-        pending = self.pending[number] = PendingTokens(texts, size)
+        pending = self.pending[number] = PendingTokens(texts, size, self._find_member())
         try:
-            self._send(number, self._find_member())
+            self._send_to(pending.home)
             return await pending.future
         finally:
-            del self.pending[number]
-            if pending.future.cancelled() and pending.home is not None:
-                pending.home.write(frame(Abandon(number)))
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        """Forget a text whose caller has its tokens, or does not wait for them any longer."""
+        pending = self.pending.pop(number)
+        home = pending.home
+        if pending.future.cancelled() and pending.is_sent:
+            home.write(frame(Abandon(number)))
+        if number in self._suspects:
+            self._suspects.remove(number)
+            self._send_to(home)
+            if not self.is_separating(home):
+                self._on_separated(home)
 
     def _find_member(self) -> Member:
         """Return the engine that has the least to tokenize; one that is ready, if any is."""
 
         def count_waiting(member: Member) -> int:
-            texts = self.pending.values()
-            return sum([one.num_characters for one in texts if one.home is member])
+            return sum([one.num_characters for _, one in self._list_of(member)])
 
         if len(self._members) == 1:
             return self._members[0]
         ready = [member for member in self._members if member.ready]
         return min(ready or self._members, key=count_waiting)
 
-    def _send(self, number: int, member: Member) -> None:
-        """Let an engine tokenize a text; the next one if it is not ready."""
-        pending = self.pending[number]
-        pending.home = member
-        pending.begin()
-        member.write(frame(Tokenize(number, pending.texts)))
+    def _list_of(self, member: Member) -> list[tuple[int, PendingTokens]]:
+        """Return the texts of an engine that have no answer yet, with their numbers."""
+        return [
+            (number, one)
+            for number, one in self.pending.items()
+            if one.home is member and not one.future.done()
+        ]
+
+    def _send_to(self, member: Member) -> None:
+        """Let an engine that is ready tokenize its texts: the first suspect, if there is one."""
+        if not member.ready:
+            return
+        texts = self._list_of(member)
+        suspects = [each for each in texts if each[0] in self._suspects]
+        for number, pending in suspects[:1] or texts:
+            if not pending.is_sent:
+                pending.is_sent = True
+                member.write(frame(Tokenize(number, pending.texts)))
 
     def has(self, member: Member) -> bool:
         """Return whether an engine has texts to tokenize, or will get them."""
-        return any(one.home is member for one in self.pending.values())
+        return bool(self._list_of(member))
+
+    def is_separating(self, member: Member) -> bool:
+        """Return whether an engine has to tokenize texts while it does nothing else."""
+        return any(self.pending[number].home is member for number in self._suspects)
 
     def put(self, message: Tokenized) -> None:
         """Take the tokens of a text, if they are still needed."""
@@ -113,34 +150,39 @@ class Texts:
 
     def resend(self, member: Member) -> None:
         """Give an engine that has become ready what waits for it, and what waits for engines that
-        are not ready, except texts that may have been the cause of their deaths.
+        are not ready, except suspects.
         """
-        for number, pending in [*self.pending.items()]:
-            home = pending.home
-            if home is not member and home is not None and (home.ready or pending.num_deaths):
-                continue
-            if pending.num_deaths < MAX_DEATHS_OF_TEXT:
-                self._send(number, member)
-            else:
-                reason = "The engine died repeatedly while it tokenized this text."
-                resolve(pending.future, EngineError(reason))
+        for number, pending in self.pending.items():
+            if not (pending.home.ready or number in self._suspects):
+                pending.home = member
+        self._send_to(member)
 
     def record_death(self, member: Member, *, is_own_fault: bool) -> bool:
         """Note that an engine has died, and return whether it had texts. With ``is_own_fault``,
         they may have been the cause, and wait for the next engine.
         """
-        own = [number for number, one in self.pending.items() if one.home is member]
-        for number in own:
-            self.pending[number].num_deaths += is_own_fault
+        texts = self._list_of(member)
+        sent = [pending for _, pending in texts if pending.is_sent]
+        if is_own_fault:
+            self._suspects.update(number for number, pending in texts if pending.is_sent)
+        for pending in sent:
+            pending.begin()
+        if is_own_fault and len(sent) == 1 and not member.num_requests:
+            sent[0].num_deaths_alone += 1
+            if sent[0].num_deaths_alone >= MAX_DEATHS_ALONE:
+                reason = "The engine died repeatedly while it tokenized this text."
+                resolve(sent[0].future, EngineError(reason))
+        for number, pending in texts:
             target = self._find_member()
-            if target.ready and not self.pending[number].num_deaths:
-                self._send(number, target)
-        return bool(own)
+            if target.ready and number not in self._suspects:
+                pending.home = target
+                self._send_to(target)
+        return bool(sent)
 
     def fail(self, error: CLLMError, home: Member | None = None) -> None:
         """End all texts, or those that wait for one engine, with ``error``."""
         for pending in self.pending.values():
-            if home is None or pending.home is home:
+            if home in (None, pending.home):
                 resolve(pending.future, error)
 
 

@@ -100,7 +100,7 @@ class Pool:
             for number, place in enumerate(places)
         ]
         self._homes = Homes(self.members)
-        self._texts = Texts(self.members)
+        self._texts = Texts(self.members, lambda member: member.resume())
         self._in_flight = InFlightRequests(
             backlog, ResultCache() if results is None else results, self._homes.remove
         )
@@ -279,6 +279,10 @@ class Pool:
         """See Owner."""
         return self._texts.has(member)
 
+    def is_separating_texts(self, member: Member) -> bool:
+        """See Owner."""
+        return self._texts.is_separating(member)
+
     def welcome(self, member: Member) -> None:
         """See Owner."""
         self._homes.measure_caches()
@@ -299,6 +303,7 @@ class Pool:
         if not self.ready:
             self._in_flight.backlog.pause()
         in_step = [name for name in death.in_step if name in member.bookings and self.knows(name)]
+        in_step.sort(key=self._in_flight.estimate_turn)
         self._in_flight.note_begun(in_step)
         # a text that is tokenized at the same time may be the cause as well
         had_texts = self._texts.record_death(member, is_own_fault=death.is_own_fault)
@@ -374,7 +379,8 @@ class Pool:
         for request in new:
             member, booked = self._homes.assign(request)
             member.give(request.request_id, booked)
-            frames.setdefault(member, []).append(frame(Add(request)))
+            if member.has(request.request_id):
+                frames.setdefault(member, []).append(frame(Add(request)))
         for member, own in frames.items():
             member.write(b"".join(own))
         self._send_yielding(stream)  # it may read what no other client reads
@@ -419,7 +425,8 @@ class Pool:
         waiter = self._embeddings.begin(request)
         member, booked = self._homes.assign(request)
         member.give(request.request_id, booked)
-        member.write(frame(Embed(request)))
+        if member.has(request.request_id):
+            member.write(frame(Embed(request)))
         return waiter
 
     def forget(self, waiter: Waiter) -> None:

@@ -29,6 +29,7 @@ log = logging.getLogger("cllm.process")
 
 # Seconds before a restart. The first one after HEALTHY_AFTER seconds of service is immediate.
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0
+LONGEST_SEARCH_BACKOFF = 1.0  # while each death shows more about what has killed engines
 HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
 UNLOAD_SECONDS = 10.0  # to save prefixes on disk, and again to write them
@@ -313,9 +314,7 @@ class Supervisor:
             self.ready = False
             if self.closing or self.unloaded:
                 return
-            if self._clock() - self._ready_since >= HEALTHY_AFTER:
-                self._backoff = 0.0
-            self._on_death(self._describe_death(process, entry))
+            self._on_death(self._record_death(process, entry))
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -336,12 +335,18 @@ class Supervisor:
             self.num_restarts += 1
             log.warning("%s is ready again", self._label)
 
-    def _describe_death(self, process: EngineProcess, entry: Entry) -> Death:
-        """Log and return why the engine has ended."""
+    def _record_death(self, process: EngineProcess, entry: Entry) -> Death:
+        """Choose the back-off; log and return why the engine has ended."""
         cause = "it hung" if self._hang else process.describe_end()
         out_of_memory = count_oom_kills() > self._num_oom_kills_before
         if out_of_memory:
             cause += ", out of memory"
+        was_stopped = self._hang is not None and self._hang.is_stopped
+        is_own_fault = out_of_memory or not (was_stopped or process.was_ended_from_outside)
+        if self._clock() - self._ready_since >= HEALTHY_AFTER:
+            self._backoff = 0.0
+        elif is_own_fault and self._owes_answers():
+            self._backoff = min(self._backoff, LONGEST_SEARCH_BACKOFF)
         log.error(
             "%s died (%s) with %d requests in its step; restarting it in %.1f s",
             self._label,
@@ -349,8 +354,4 @@ class Supervisor:
             len(entry.request_ids),
             self._backoff,
         )
-        ended_from_outside = process.was_ended_from_outside or (
-            self._hang and self._hang.is_stopped
-        )
-        is_own_fault = out_of_memory or not ended_from_outside
         return Death(cause, entry.request_ids, is_own_fault, self._backoff + self._load_seconds)
