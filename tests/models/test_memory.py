@@ -147,6 +147,21 @@ def test_system_without_control_groups_has_no_limit_of_them(groups):
     assert memory._measure_container_room() is None
 
 
+def test_later_engine_needs_what_the_earlier_one_took(groups, monkeypatch, tmp_path):
+    """Not the estimates for both processes, one of which the group already counts. What the new
+    process has taken so far is counted for it.
+    """
+    (tmp_path / "status").write_text("Name:\tpython\nRssAnon:\t 40000 kB\nRssFile:\t 9 kB\n")
+    monkeypatch.setattr(memory, "OWN_STATUS", tmp_path / "status")
+    assert memory.measure_resident_bytes() == 40_000 * 1024
+    groups("0::/a\n", {"a": version_2(480 << 20, 80 << 20)})
+    memory.check_room_again(149 << 20)
+    memory.check_room_again((480 - 80 << 20) + 40_000 * 1024)
+    groups("0::/a\n", {"a": version_2(480 << 20, 460 << 20)})
+    with pytest.raises(StartupError, match=r"took 156\.2 MB before"):
+        memory.check_room_again(149 << 20)
+
+
 @pytest.mark.usefixtures("room")
 def test_beside_other_models_a_limit_replaces_the_available_memory():
     """And on GPUs, the cache of one model leaves room for those of others."""

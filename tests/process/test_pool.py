@@ -808,6 +808,32 @@ def test_slow_step_is_not_a_hang(monkeypatch):
     run(test)
 
 
+def test_restart_needs_the_memory_that_the_engine_took_before(monkeypatch):
+    """It comes once that is available, whatever the estimates for a first start say."""
+    monkeypatch.setattr("cllm.process.supervisor.LONGEST_BACKOFF", 0.1)
+    sizes = {"weight_bytes": 100 << 20, "kv_bytes_per_token": 1000}
+    params = msgspec.structs.replace(FAKE, **sizes)
+
+    async def test(pool):
+        supervisor = pool.members[0].supervisor
+        num_bytes = pool.num_bytes
+        assert num_bytes > 400 << 20
+        took = supervisor._restart_params.resident_bytes
+        assert 10 << 20 < took < 200 << 20
+        too_much = msgspec.structs.replace(supervisor._restart_params, resident_bytes=1 << 60)
+        supervisor._restart_params, fits = too_much, supervisor._restart_params
+        stream = ask(pool, "a", [1], max_tokens=200, ignore_eos=True)
+        await receive(stream)
+        kill(pool)
+        await until(lambda: supervisor.num_failed > 1)
+        supervisor._restart_params = fits
+        assert len(await tokens(stream)) > 100
+        assert pool.num_bytes == num_bytes
+        assert supervisor._restart_params.kv_memory == fits.kv_memory > 0
+
+    run(test, params=params)
+
+
 def test_embeddings_continue_in_the_next_engine():
     async def test(pool):
         request = EmbeddingRequest("e", [[i + 1] * 600 for i in range(40)])

@@ -21,7 +21,12 @@ from cllm.errors import StartupError
 from cllm.kv_cache.layouts import make_layout
 from cllm.kv_cache.ledger import Ledger
 from cllm.kv_cache.tiers import Tiers
-from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget, weigh
+from cllm.models.memory import (
+    check_room_again,
+    compute_kv_budget,
+    compute_ram_cache_budget,
+    weigh,
+)
 from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
@@ -41,11 +46,15 @@ def fit_memory(params: EngineParams) -> EngineParams:
     """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory
     if they are not set, and max_bytes to what the engine takes, 0 if that is unknown.
 
-    Call it before the weights are loaded. Without ``weight_bytes`` it checks nothing.
+    Call it before the weights are loaded. Without ``weight_bytes`` it checks nothing. With
+    ``resident_bytes`` the sizes are those of an earlier engine, and it only checks that.
     Raises StartupError if the memory is too small.
     """
     if not params.weight_bytes:
         return msgspec.structs.replace(params, max_bytes=0)
+    if params.resident_bytes:
+        check_room_again(params.resident_bytes)
+        return msgspec.structs.replace(params, weight_bytes=0)
     weights, loader, draft_weights = params.weight_bytes, import_loader(params.backend), 0
     if params.speculation == "draft_model" and params.draft_path:
         draft = loader.measure(

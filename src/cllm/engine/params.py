@@ -15,6 +15,8 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     model's weights; 0 skips the check of kv_memory against the machine's memory. With the check,
     kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fit_memory``).
     max_bytes: what the engine may take of it, 0 without other models beside it.
+    resident_bytes: what an earlier engine with the same sizes took once it was ready; then only
+    this is checked.
     target_itl, prefill_share: see SchedulerParams; prefill_share None depends on the device.
     cores_file: the file of ``SharedCores``, for engines that may use the same cores at the same
     time; "" without others.
@@ -26,6 +28,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     backend: str = BACKENDS[0]
     weight_bytes: int = 0
     max_bytes: int = 0
+    resident_bytes: int = 0
     ram_cache_bytes: int | None = 0
     disk_cache: str = ""
     disk_cache_bytes: int = 0

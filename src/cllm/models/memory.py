@@ -18,6 +18,7 @@ REPACKED_SHARE = 0.5  # of the weights; llama.cpp copies some in another order o
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
 VM_STATISTICS = Path("/proc/vmstat")
+OWN_STATUS = Path("/proc/self/status")
 NO_LIMIT = 1 << 60  # version 1 has no word for it, but a number near 2 ** 63
 
 
@@ -71,6 +72,34 @@ def count_oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+def measure_resident_bytes() -> int:
+    """Return the memory of this process that the system cannot free, without cached files; 0 if it
+    does not say.
+    """
+    with suppress(OSError, ValueError):
+        fields = dict(line.split(":") for line in OWN_STATUS.read_text().splitlines())
+        kinds = ("RssAnon", "RssShmem")
+        return sum(int(fields[kind].split()[0]) * 1024 for kind in kinds if kind in fields)
+    return 0
+
+
+def check_room_again(resident_bytes: int) -> None:
+    """Raise StartupError if an engine that takes ``resident_bytes``, as an earlier one did, does
+    not fit into the memory. What this process has already counts as available.
+
+    The estimates of a first start are not used, because they would count the API process twice.
+    """
+    available = measure_available_bytes()
+    if available is None:
+        return
+    available += measure_resident_bytes()
+    if resident_bytes > available:
+        raise StartupError(
+            f"not enough memory: the engine took {format_size(resident_bytes)} before, but "
+            f"{format_size(available)} are available"
+        )
 
 
 def _read_physical_bytes() -> int | None:

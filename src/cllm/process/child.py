@@ -25,6 +25,7 @@ from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
 from cllm.engine.shared_cores import SharedCores
 from cllm.errors import StartupError
+from cllm.models.memory import measure_resident_bytes
 from cllm.observe import log
 from cllm.observe.cpu_time import decoding
 from cllm.process.messages import (
@@ -188,7 +189,8 @@ def main() -> None:
     vocabulary = VocabularyTable.of(backend.vocabulary)
     if own := params.chat_template:
         vocabulary = msgspec.structs.replace(vocabulary, chat_template=own, tool_template=None)
-    outbox.send_message(Ready(backend.info, vocabulary, params.max_bytes))
+    params = msgspec.structs.replace(params, resident_bytes=measure_resident_bytes())
+    outbox.send_message(Ready(backend.info, vocabulary, params))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, outbox)
     os._exit(0)  # the reader thread blocks in read(); nothing is left to flush

@@ -36,13 +36,14 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """num_bytes: of the RAM, or of the GPUs if the model is there, that the engine takes; 0 if
+    """The engine can begin. ``params`` are those of Start with the sizes that were chosen. The
+    engine takes at most ``max_bytes`` of the RAM, or of the GPUs if the model is there; 0 if
     unknown.
     """
 
     info: ModelInfo
     vocabulary: VocabularyTable
-    num_bytes: int = 0
+    params: EngineParams
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

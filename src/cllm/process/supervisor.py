@@ -92,6 +92,7 @@ class Supervisor:
         self.pid: int | None = None
         self.process: EngineProcess | None = None
         self._params = params
+        self._restart_params = params  # with the sizes of the last engine, once one was ready
         self._take_loaded = take
         self._on_ready = on_ready
         self._on_death = on_death
@@ -127,6 +128,7 @@ class Supervisor:
         if self._serving is not None and not self._serving.done():
             raise RuntimeError("the engine has been started")
         self._params = msgspec.structs.replace(self._params, max_bytes=max_bytes)
+        self._restart_params = self._params
         await self._spawn()
         self.unloaded = False
         self._serving = asyncio.create_task(self._serve_and_restart())
@@ -209,7 +211,7 @@ class Supervisor:
         launched, self._launched = self._launched, None
         process = self.process = await spawn(self._take, launched, self._place)
         self.pid = process.pid
-        process.write(frame(Start(self._params, step_record)))
+        process.write(frame(Start(self._restart_params, step_record)))
         try:
             await self._wait_for_load(process)
             if not self._loaded.done():
@@ -223,10 +225,17 @@ class Supervisor:
                 )
             ready = self._loaded.result()
             self.info, self.vocabulary = ready.info, ready.vocabulary
-            self.num_bytes = ready.num_bytes
+            self.num_bytes = ready.params.max_bytes
             # accepted requests must fit into later engines, whatever memory is free then
             self._params = msgspec.structs.replace(
                 self._params, context_length=ready.info.context_length
+            )
+            self._restart_params = msgspec.structs.replace(
+                self._params,
+                kv_memory=ready.params.kv_memory,
+                ram_cache_bytes=ready.params.ram_cache_bytes,
+                max_bytes=ready.params.max_bytes,
+                resident_bytes=ready.params.resident_bytes,
             )
         except BaseException:
             await process.stop()
