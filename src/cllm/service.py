@@ -233,7 +233,7 @@ class Service:
         begun = chat_format.split_begun(chat)
         plan, params, bound = chat_format.plan_output(prompt, begun, params)
         if bound is not None:
-            checked = await self.grammars.bind(bound)
+            checked = await self.grammars.bind(bound, scheduling.cache_salt)
             is_loose = bound.is_loose and bool(checked.grammar)
             params = params.replace_unchecked(grammar=checked.grammar, grammar_is_loose=is_loose)
             answer = CheckedGrammar("", (*answer.unenforced, *checked.unenforced))
@@ -324,14 +324,16 @@ class Service:
         begun: str = self.fences.enclose(last[continued])
         return await self.renderer.render(others, tools, **variables) + CUT + begun
 
-    async def grammar(self, constraint: Constraint, param: str) -> CheckedGrammar:
+    async def grammar(
+        self, constraint: Constraint, param: str, scheduling: SchedulingOptions
+    ) -> CheckedGrammar:
         """Return the checked grammar that enforces ``constraint``, which came as the field
         ``param``.
 
         Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being
         checked.
         """
-        return await self.grammars.check(constraint, param)
+        return await self.grammars.check(constraint, param, scheduling.cache_salt)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self.least_tokens(num_characters)

@@ -230,6 +230,26 @@ def test_grammar_is_compiled_once(monkeypatch):
     assert set(answers.ends.values()) == {"stop"}
 
 
+def test_each_tenant_compiles_a_grammar_itself(monkeypatch):
+    """The time does not show what others use. Their requests at the same time wait too."""
+    compiled = []
+    monkeypatch.setattr(
+        "cllm.engine.grammars.Grammar",
+        lambda text, tokenizer: compiled.append(text) or Grammar(text, tokenizer),
+    )
+    answers = Answers()
+    for name in ("a", "a", "b"):
+        request = Request(
+            f"r{len(answers.ends)}{name}{len(compiled)}",
+            [1],
+            SamplingParams(temperature=0.0, grammar=DIGITS, max_tokens=9),
+            cache_salt=f"{name}\0",
+        )
+        answers.engine.handle(Add(request))
+        answers.run()
+    assert compiled == [DIGITS] * 2
+
+
 def test_least_recently_used_grammars_are_evicted():
     """Grammars that were used recently stay."""
     answers = Answers()
@@ -237,8 +257,8 @@ def test_least_recently_used_grammars_are_evicted():
         answers.ask(f"r{i}", grammar=f'start: "x{i}"')
         answers.run()
     assert len(answers.engine._grammars._known) == MAX_GRAMMARS
-    assert answers.engine._grammars.find('start: "x0"') is None
-    assert answers.engine._grammars.find(f'start: "x{MAX_GRAMMARS}"') is not None
+    assert answers.engine._grammars.find(("", 'start: "x0"')) is None
+    assert answers.engine._grammars.find(("", f'start: "x{MAX_GRAMMARS}"')) is not None
 
 
 def test_grammars_are_evicted_by_total_size(monkeypatch):
@@ -252,7 +272,7 @@ def test_grammars_are_evicted_by_total_size(monkeypatch):
     for i in range(3):
         answers.ask(f"s{i}", grammar=f'start: "{i}{"y" * 2000}"', max_tokens=1)
         answers.run()
-    known = [*answers.engine._grammars._known]
+    known = [text for _, text in answers.engine._grammars._known]
     assert [len(text) > 2000 for text in known] == [True, True]
     assert sum(map(len, known)) <= 5000
 

@@ -50,6 +50,19 @@ async def refusal(process: GrammarProcess, constraint: Constraint) -> str:
     return str(caught.value)
 
 
+def test_cached_checks_do_not_show_what_other_tenants_use():
+    checks = Checks()
+
+    async def use(process):
+        for salt in ("a\0", "b\0", "a\0", "b\0x", "a\0"):
+            await process.check(NUMBER, "field", salt)
+            await process.bind(loose({"f": Tool(INTEGER, True)}), salt)
+
+    checks.run(use)
+    assert [seconds is None for seconds in checks.seconds[::2]] == [False, False, True, False, True]
+    assert checks.seconds[1::2].count(None) == 2
+
+
 def test_checked_grammars_are_cached():
     checks = Checks()
 

@@ -30,8 +30,13 @@ log = logging.getLogger("cllm.engine")
 MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000
 
 
+Key = tuple[str, str]
+"""The cache salt of a request and the text of its grammar."""
+
+
 class Grammars(SideJob):
-    """Compiles each text once, and holds sequences until their grammar is compiled.
+    """Compiles each text once for a cache salt, because the time would show what other tenants use.
+    Holds sequences until their grammar is compiled.
 
     Evicts the least recently used grammars when there are too many or they are too large.
     """
@@ -49,12 +54,12 @@ class Grammars(SideJob):
         self._scheduler = scheduler
         self._embeddings = embeddings
         # by grammar, until it is compiled: arrival, sequence
-        self._held: dict[str, list[tuple[float, Sequence]]] = {}
+        self._held: dict[Key, list[tuple[float, Sequence]]] = {}
         self._tokenizer: LLTokenizer | None = None
-        self._known: OrderedDict[str, Grammar] = OrderedDict()
-        self._awaited: set[str] = set()
-        self._jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[str, Grammar]] = queue.SimpleQueue()
+        self._known: OrderedDict[Key, Grammar] = OrderedDict()
+        self._awaited: set[Key] = set()
+        self._jobs: queue.SimpleQueue[Key] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Key, Grammar]] = queue.SimpleQueue()
         self._is_running = False
 
     def add(self, seq: Sequence, now: float) -> list[TokenOutput]:
@@ -62,11 +67,11 @@ class Grammars(SideJob):
 
         Returns its last output if it is rejected.
         """
-        text = seq.request.params.grammar
-        grammar = self.find(text)
+        key = seq.request.cache_salt, seq.request.params.grammar
+        grammar = self.find(key)
         if grammar is not None:
             return self._queue(seq, grammar, now)
-        self._held.setdefault(text, []).append((now, seq))
+        self._held.setdefault(key, []).append((now, seq))
         return []
 
     def _queue(self, seq: Sequence, grammar: Grammar, since: float) -> list[TokenOutput]:
@@ -83,12 +88,12 @@ class Grammars(SideJob):
     def abort(self, abort: Abort) -> list[TokenOutput]:
         """End the sequences that wait for a grammar and to which ``abort`` applies."""
         ended = []
-        for text, held in self._held.items():
+        for key, held in self._held.items():
             remaining = [entry for entry in held if not abort.applies_to(entry[1])]
             ended += [
                 seq.make_end_output(FinishReason.ABORT) for _, seq in held if abort.applies_to(seq)
             ]
-            self._held[text] = remaining
+            self._held[key] = remaining
         return ended
 
     def has_work(self) -> bool:
@@ -99,53 +104,53 @@ class Grammars(SideJob):
         outputs: list[TokenOutput] = []
         if self._held:
             is_idle = not (self._scheduler.has_work() or self._embeddings.has_work())
-            for text, grammar in self.results(WAIT if is_idle else 0.0).items():
-                for since, seq in self._held.pop(text, []):
+            for key, grammar in self.results(WAIT if is_idle else 0.0).items():
+                for since, seq in self._held.pop(key, []):
                     outputs += self._queue(seq, grammar, since)
         return outputs
 
-    def find(self, text: str) -> Grammar | None:
+    def find(self, key: Key) -> Grammar | None:
         """Return the compiled grammar, or None. In that case it is being compiled, and ``results``
         will return it.
         """
-        grammar = self._known.get(text)
+        grammar = self._known.get(key)
         if grammar is not None and not grammar.error:
-            self._known.move_to_end(text)
+            self._known.move_to_end(key)
             return grammar
-        if text not in self._awaited:
-            self._awaited.add(text)
-            self._jobs.put(text)
+        if key not in self._awaited:
+            self._awaited.add(key)
+            self._jobs.put(key)
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._work, daemon=True).start()
         return None
 
-    def results(self, wait: float) -> dict[str, Grammar]:
-        """Return the grammars compiled since the last call, by text; wait up to ``wait`` seconds
+    def results(self, wait: float) -> dict[Key, Grammar]:
+        """Return the grammars compiled since the last call; wait up to ``wait`` seconds
         for the first one.
         """
-        compiled: dict[str, Grammar] = {}
+        compiled: dict[Key, Grammar] = {}
         try:
             while True:
-                text, grammar = self._results.get(timeout=0 if compiled else wait)
-                self._awaited.remove(text)
-                self._known[text] = compiled[text] = grammar
+                key, grammar = self._results.get(timeout=0 if compiled else wait)
+                self._awaited.remove(key)
+                self._known[key] = compiled[key] = grammar
         except queue.Empty:
             pass
-        size = sum(map(len, self._known)) if compiled else 0
+        size = sum(len(text) for _, text in self._known) if compiled else 0
         while len(self._known) > MAX_GRAMMARS or size > MAX_SIZE:
-            text, _ = self._known.popitem(last=False)
+            (_, text), _ = self._known.popitem(last=False)
             size -= len(text)
         return compiled
 
     def _work(self) -> None:
         while True:
-            text = self._jobs.get()
+            key = self._jobs.get()
             started = time.perf_counter()
             try:
                 if self._tokenizer is None:
                     self._tokenizer = self._make_tokenizer()
-                grammar = Grammar(text, self._tokenizer)
+                grammar = Grammar(key[1], self._tokenizer)
             except Exception:  # sequences wait for a result in any case
                 log.exception("cannot compile a grammar")
                 grammar = Grammar.failed("it cannot be compiled")
@@ -154,4 +159,4 @@ class Grammars(SideJob):
                 (time.perf_counter() - started) * 1000,
                 grammar.error[:200],
             )
-            self._results.put((text, grammar))
+            self._results.put((key, grammar))

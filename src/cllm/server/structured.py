@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from cllm.answer import SchedulingOptions
 from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.service import Service
@@ -107,7 +108,7 @@ class ConstrainedBody(Body):
     grammar_: Annotated[str | None, Field(alias="grammar")] = None
     ebnf: str | None = None
 
-    async def grammar(self, service: Service) -> CheckedGrammar:
+    async def grammar(self, service: Service, scheduling: SchedulingOptions) -> CheckedGrammar:
         """Return the constraint on the answer. Raises BadRequest if there is more than one or it
         cannot be enforced, and EngineError if too many grammars are being checked.
         """
@@ -137,7 +138,7 @@ class ConstrainedBody(Body):
             )
             raise BadRequest(message, param=second, code="invalid_value")
         ((param, constraint),) = constraints.items()
-        return await service.grammar(constraint, param)
+        return await service.grammar(constraint, param, scheduling)
 
 
 def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:

@@ -31,7 +31,9 @@ MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # remembered grammars, and their to
 
 
 class GrammarProcess(Workers):
-    """Checks one grammar at a time, and remembers the results."""
+    """Checks one grammar at a time, and remembers the results for each cache salt, because the time
+    of a check would show what other tenants use.
+    """
 
     def __init__(
         self, special: Callable[[], Special], observe: Callable[[float | None], None]
@@ -48,12 +50,12 @@ class GrammarProcess(Workers):
         self._observe = observe
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        # keyed by the hash of the question, so that large questions take no space from results
+        # keyed by the hash of salt and question, so that large questions take no space from results
         self._known: OrderedDict[bytes, Reply] = OrderedDict()
         self._known_size = 0
 
     async def check(
-        self, constraint: Constraint, param: str, patience: float | None = None
+        self, constraint: Constraint, param: str, salt: str = "", patience: float | None = None
     ) -> CheckedGrammar:
         """Return the grammar for the engine.
 
@@ -67,7 +69,7 @@ class GrammarProcess(Workers):
             raise invalid(param, "it is nested too deeply, or has a lone surrogate") from None
         if len(question) > MAX_SIZE:
             raise invalid(param, f"it is larger than {MAX_SIZE} bytes")
-        key = hashlib.sha256(question).digest()
+        key = hashlib.sha256(pydantic_core.to_json(salt) + question).digest()
         reply = self._known.get(key)
         if reply is not None:
             self._known.move_to_end(key)
@@ -80,7 +82,7 @@ class GrammarProcess(Workers):
         grammar, unenforced = json.loads(reply.get())
         return CheckedGrammar(grammar, tuple(unenforced))
 
-    async def bind(self, message: BoundMessage) -> CheckedGrammar:
+    async def bind(self, message: BoundMessage, salt: str = "") -> CheckedGrammar:
         """Return the grammar of a chat's message. Raises what ``check`` raises, naming tools.
 
         Functions that are not strict never cause a free message to be refused. If their schemas
@@ -97,7 +99,7 @@ class GrammarProcess(Workers):
             patience = None if is_needed else deadline - time.monotonic()
             try:
                 return await self.check(
-                    Constraint("message", msgspec.to_builtins(attempt)), "tools", patience
+                    Constraint("message", msgspec.to_builtins(attempt)), "tools", salt, patience
                 )
             except (BadRequest, EngineError):
                 if is_needed and attempt is attempts[-1]:

@@ -85,7 +85,7 @@ async def message_generation(call: Call, service: Service, body: MessagesBody) -
     params, scheduling = body.params(service.sampling), body.scheduling_options(call)
     chat, bound = await off_loop(call, body.chat), FREE
     if schema := body.output_schema():
-        bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
+        bound = await service.grammar(Constraint("json_schema", schema[0]), schema[1], scheduling)
     return await service.prepare(
         f"msg_{secrets.token_hex(12)}", chat, params, scheduling, answer=bound
     )

@@ -102,7 +102,7 @@ async def generate(request: Request) -> Response:
             param="system",
         )
     asked, scheduling = body.chat(), body.scheduling_options(call_of(request))
-    params, bound = await params_of(service, body)
+    params, bound = await params_of(service, body, scheduling)
     if not body.prompt:
         keep(request, body)
         return json_answer(no_prompt(body.model, "load", chat=False))
@@ -148,7 +148,7 @@ async def chat(request: Request) -> Response:
     service = await service_for(request, body.model)
     call = call_of(request)
     asked, scheduling = await off_loop(call, body.chat), body.scheduling_options(call)
-    params, bound = await params_of(service, body)
+    params, bound = await params_of(service, body, scheduling)
     if not body.messages:
         keep(request, body)
         return json_answer(no_prompt(body.model, "load", chat=True))
@@ -160,7 +160,7 @@ async def chat(request: Request) -> Response:
 
 
 async def params_of(
-    service: Service, body: GenerationBody
+    service: Service, body: GenerationBody, scheduling: SchedulingOptions
 ) -> tuple[SamplingParams, CheckedGrammar]:
     """Return the sampling parameters, and the constraint that ``format`` sets.
 
@@ -173,7 +173,9 @@ async def params_of(
             code="unsupported_value",
         )
     params, constraint = body.params(service.sampling), body.constraint()
-    return params, FREE if constraint is None else await service.grammar(constraint, param="format")
+    if constraint is None:
+        return params, FREE
+    return params, await service.grammar(constraint, "format", scheduling)
 
 
 async def respond(

@@ -67,8 +67,8 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
     """Return the generation for the prompts of ``body``, ready to be submitted."""
     body.check()
     params = await body.params(service.sampling, service.dry_breakers)
-    bound = await body.grammar(service)
     scheduling = body.scheduling_options(call)
+    bound = await body.grammar(service, scheduling)
     given = list_prompts(body.prompt)
     prompts = (
         await service.encode_all([("prompt", prompt) for prompt in given], scheduling)

@@ -110,10 +110,10 @@ async def infill(request: Request) -> Response:
     body = await read_body(request, InfillBody)
     service = await service_for(request, body.model)
     params = await body.params(service.sampling, service.dry_breakers)
-    bound = await body.grammar(service)
+    scheduling = body.scheduling_options(call_of(request))
+    bound = await body.grammar(service, scheduling)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
-    scheduling = body.scheduling_options(call_of(request))
     prompt, is_short = await until_disconnect(
         request,
         build_infill_prompt(
@@ -137,8 +137,8 @@ async def completion(request: Request) -> Response:
         raise body.refuse("stream", "several prompts cannot be streamed")
     service = await service_for(request, body.model)
     params = await body.params(service.sampling, service.dry_breakers)
-    bound = await body.grammar(service)
     scheduling = body.scheduling_options(call_of(request))
+    bound = await body.grammar(service, scheduling)
     prompts = await until_disconnect(
         request, service.encode_all([("prompt", prompt) for prompt in given], scheduling)
     )

@@ -65,12 +65,11 @@ async def chat_generation(
     """
     body.check()
     params = await body.params(service.sampling, service.dry_breakers)
-    bound = await body.grammar(service)
+    scheduling = body.scheduling_options(call)
+    bound = await body.grammar(service, scheduling)
     chat = await off_loop(call, body.chat)
     request_id = request_id or f"chatcmpl-{secrets.token_hex(12)}"
-    return await service.prepare(
-        request_id, chat, params, body.scheduling_options(call), param, bound
-    )
+    return await service.prepare(request_id, chat, params, scheduling, param, bound)
 
 
 @router.get("/models", openapi_extra=describe_route(answer=ModelList))
