@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,6 +21,7 @@ from cllm.errors import CLLMError, StartupError
 from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
 from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
+from cllm.models.model_file import list_parts
 from cllm.store.created import CreatedModel, CreatedModels
 
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.", negative="")]
@@ -39,7 +40,12 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+        return measure_files(self.files)
+
+
+def measure_files(files: Iterable[Path]) -> int:
+    """Return the size of the files in bytes, as far as they are there."""
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def pull(
@@ -55,7 +61,7 @@ def pull(
         raise StartupError(f"{name} is not on the hub; write hf:owner/repo or hf:owner/repo:Q4_K_M")
     with hub.stderr_progress() as progress:
         path = catalog.resolve(name, None, progress)
-    files = catalog.list_parts(path)
+    files = list_parts(path)
     hub.verify(files)
     size = sum(file.stat().st_size for file in files)
     own_name = catalog.derive_model_name(path)
@@ -79,7 +85,7 @@ def list_models(*, config: ConfigFlag = None, as_json: Json = False) -> None:
     ]
     print_table(("NAME", "SIZE", "MODIFIED", "FROM"), rows)
     stored = {file.resolve() for entry in entries for file in entry.files}
-    print(f"{format_size(sum(file.stat().st_size for file in stored))} in all", file=sys.stderr)
+    print(f"{format_size(measure_files(stored))} in all", file=sys.stderr)
 
 
 def show(name: Name, /, *, config: ConfigFlag = None, as_json: Json = False) -> None:
@@ -87,7 +93,7 @@ def show(name: Name, /, *, config: ConfigFlag = None, as_json: Json = False) -> 
     loaded = settings_from_flags(config, None)
     entry = find(list_entries(loaded), name)
     if entry is None or not entry.files:
-        entry = Entry(name, catalog.list_parts(catalog.resolve(name)), "file")
+        entry = Entry(name, list_parts(catalog.resolve(name)), "file")
     header = read_header(entry.files[0])
     kv_bytes = compute_kv_bytes_per_token(header)
     facts = {
@@ -230,11 +236,11 @@ def list_entries(loaded: LoadedConfig) -> list[Entry]:
     for name, settings in loaded.models.items():
         path = settings.model.path
         if path is not None and not catalog.is_on_hub(path):
-            entries.append(Entry(name, catalog.list_parts(catalog.resolve(path)), "settings"))
+            entries.append(Entry(name, list_parts(catalog.resolve(path)), "settings"))
     if loaded.settings.models.folder is not None:
         folder = Path(loaded.settings.models.folder).expanduser()
         entries += [
-            Entry(name, catalog.list_parts(path), "folder")
+            Entry(name, list_parts(path), "folder")
             for name, path in catalog.list_folder(folder).items()
         ]
     entries += [Entry(name, files, "hub") for name, files in hub.list_cached().items()]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+import stat
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
-from cllm.errors import StartupError
+from cllm.errors import ModelFileError, StartupError
 from cllm.models import hub
-from cllm.models.hub import NOT_MODELS, SPLIT, Progress
+from cllm.models.hub import SPLIT, Progress
+from cllm.models.model_file import is_model, list_parts
+
+log = logging.getLogger("cllm.models")
 
 BUILTIN_NAME = "cllm-builtin"
 BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
@@ -34,12 +41,15 @@ def resolve(
     if match := HUB.fullmatch(name):
         return _resolve_hub_name(name, match["rest"], quantization, progress)
     path = Path(name).expanduser()
-    if not _looks_like_path(name) and not (name and path.exists()):
-        raise StartupError(
-            f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}. cllm list shows "
-            "those on this machine, with --config those of a configuration too"
-        )
-    return _find_first_part(path)
+    try:
+        if _looks_like_path(name) or (name and path.exists()):
+            return _find_first_part(path)
+    except OSError as error:
+        raise ModelFileError(f"Cannot read {path}: {error.strerror}", path) from None
+    raise StartupError(
+        f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}. cllm list shows "
+        "those on this machine, with --config those of a configuration too"
+    )
 
 
 def is_on_hub(name: str | None) -> bool:
@@ -55,22 +65,57 @@ def strip_hub(name: str) -> str:
 
 def list_folder(folder: Path) -> dict[str, Path]:
     """Return the models in a folder and the folders below it, by the names that clients see, and
-    the first file of each. Raises StartupError if the folder cannot be read.
+    the first file of each. Raises StartupError if there is no such folder.
+
+    Linked folders count too. Hidden files and folders do not.
     """
     if not folder.is_dir():
         raise StartupError(f"models.folder: there is no folder {folder}")
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() != ".gguf" or NOT_MODELS.search(path.name) or not path.is_file():
-            continue
+    for path in sorted(_walk(folder)):
         match = SPLIT.search(path.name)
-        if match is not None and int(match["part"]) > 1:
+        if (match is not None and int(match["part"]) > 1) or not is_model(path):
             continue
         name = derive_model_name(path)
         if name in found:  # in another folder
             name = str(path.relative_to(folder).with_name(name))
         found[name] = path
     return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the GGUF files below a folder. Each folder is read once, under its own path if that is
+    below ``folder``, so links may form circles. What cannot be read is skipped with a warning.
+    """
+    folders, linked, seen = [folder], list[Path](), set[tuple[int, int]]()
+    while folders or linked:
+        current = (folders or linked).pop()
+        try:
+            status = current.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            entries = [one for one in current.iterdir() if not one.name.startswith(".")]
+        except OSError as error:
+            warn_once(f"{str(current)!r} is skipped: {error.strerror}")
+            continue
+        for path in entries:
+            try:
+                mode = path.stat().st_mode
+            except OSError as error:
+                if path.suffix.lower() == ".gguf" or not isinstance(error, FileNotFoundError):
+                    warn_once(f"{str(path)!r} is skipped: {error.strerror}")
+                continue
+            if stat.S_ISDIR(mode):
+                (linked if path.is_symlink() else folders).append(path)
+            elif stat.S_ISREG(mode) and path.suffix.lower() == ".gguf":
+                yield path
+
+
+@lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Log a warning that repeated scans of a folder would repeat."""
+    log.warning("%s", message)
 
 
 def check_sha256(path: Path, expected: str) -> None:
@@ -142,21 +187,9 @@ def _find_first_part(path: Path) -> Path:
     it.
     """
     if not path.exists():
-        raise StartupError(f"There is no file {path}; a model is {FORMS}")
+        raise ModelFileError(f"There is no file {path}; a model is {FORMS}", path)
     files = list_parts(path)
     missing = next((file for file in files if not file.exists()), None)
     if missing is not None:
-        raise StartupError(f"The model has {len(files)} files; {missing} is missing")
+        raise ModelFileError(f"The model has {len(files)} files; {missing} is missing", path)
     return files[0]
-
-
-def list_parts(path: Path) -> list[Path]:
-    """Return all files of the model with this file, which may be split."""
-    match = SPLIT.search(path.name)
-    if match is None:
-        return [path]
-    start, parts = path.name[: match.start()], int(match["parts"])
-    return [
-        path.with_name(f"{start}-{part:05}-of-{parts:05}{path.suffix}")
-        for part in range(1, parts + 1)
-    ]

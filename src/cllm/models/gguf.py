@@ -7,18 +7,18 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
-import stat
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from cllm.errors import StartupError
+from cllm.errors import ModelFileError, StartupError
+from cllm.models.file_start import explain_format, measure_regular_file
 
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...]
@@ -68,19 +68,7 @@ KV_BLOCKS = {
 """The types of KV cells, by their names in the settings: elements per block, bytes per block."""
 
 # GGUF's value types, with their format letters in ``struct``.
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY, UINT32 = 8, 9, 4
 TOKENS = "tokenizer.ggml.tokens"
 
@@ -95,6 +83,8 @@ ASSERTED: dict[str, Collection[object]] = {
     "rope.scaling.type": ("none", "linear", "yarn", "longrope"),
 }
 """The values of some keys that do not make llama.cpp abort the process."""
+SHORT_LIST = 100
+"""Strings in a list that is not a vocabulary, such as the licenses and languages of a model."""
 MAX_ELEMENTS = (1 << 63) - 1
 MAX_KEPT_ARRAY = 4096
 """Arrays of numbers up to this length keep their values: they have one number per layer."""
@@ -136,6 +126,12 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return count if isinstance(count, int) and count > 0 else 1
 
     @property
+    def split_number(self) -> int:
+        """The number of this file among those of a split model, from 0."""
+        number = self.metadata.get("split.no", 0)
+        return number if isinstance(number, int) and number > 0 else 0
+
+    @property
     def tensor_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
@@ -154,12 +150,31 @@ def read_header(
     s for a large vocabulary. Raises StartupError, with a message of one line, for anything that is
     not a complete and valid GGUF file. The tensors' data is not read.
     """
-    size = _measure_regular_file(path)
+    with _open_reader(path, keep_strings, check_tokens) as reader:
+        return reader.read_header()
+
+
+def read_start(path: Path) -> tuple[dict[str, Value], int]:
+    """Return the metadata before the first long list of strings, which is the vocabulary, and the
+    number of tensors: quickly, for all files of a folder. Raises StartupError as ``read_header``.
+    """
+    with _open_reader(path) as reader:
+        return reader.read_start()
+
+
+@contextmanager
+def _open_reader(
+    path: Path, keep_strings: Collection[str] = (), check_tokens: bool = False
+) -> Iterator[_Reader]:
     try:
+        size = measure_regular_file(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data, size, keep_strings, check_tokens).read_header()
+            yield _Reader(path, data, size, keep_strings, check_tokens)
+    except StartupError as error:
+        raise ModelFileError(str(error), path) from None
     except (OSError, ValueError) as error:
-        raise StartupError(f"Cannot read {path}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFileError(f"Cannot read {path}: {reason}", path) from None
 
 
 def compute_kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
@@ -203,19 +218,6 @@ def check_kv_type(header: GgufHeader, kv_type: str) -> None:
             )
 
 
-def compute_fingerprint(path: Path) -> str:
-    """Return a hash of a file's size, its first and last MB, and pages in between: 128 bits in
-    hex.
-    """
-    size = path.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as file:
-        for at in (0, *range(1 << 20, size, max(1 << 20, size // 256)), max(0, size - (1 << 20))):
-            file.seek(at)
-            digest.update(file.read(1 << 20 if at in (0, size - (1 << 20)) else 4096))
-    return digest.hexdigest()
-
-
 def format_size(num_bytes: int) -> str:
     """Return a size for people to read: ``12.3 MB``, ``4.6 GB``."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
@@ -235,20 +237,8 @@ def _get_head_length(header: GgufHeader, part: str, heads: Value | None) -> int 
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _measure_regular_file(path: Path) -> int:
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise StartupError(f"There is no file {path}") from None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"Cannot read {path}: {error}") from None
-    if stat.S_ISDIR(status.st_mode):
-        raise StartupError(f"{path} is a directory; give the path of a .gguf file in it")
-    if not stat.S_ISREG(status.st_mode):
-        raise StartupError(f"{path} is not a regular file")
-    if status.st_size == 0:
-        raise StartupError(f"{path} is empty: the download did not start, or the disk was full")
-    return status.st_size
+class _EnoughError(Exception):
+    """The start of the metadata has been read."""
 
 
 class _Reader:
@@ -267,13 +257,27 @@ class _Reader:
         self.metadata: dict[str, Value] = {}
         self.array_lengths: dict[str, int] = {}
         self.strings_left, self.text_left = MAX_ARRAY_STRINGS, MAX_TEXT
+        self.longest_list = MAX_ARRAY  # more than a file may have
         self.alignment = 32
 
-    def read_header(self) -> GgufHeader:
-        version = self._read_version()
+    def read_start(self) -> tuple[dict[str, Value], int]:
+        self.longest_list = SHORT_LIST
+        self._read_version()
+        num_tensors, num_keys = self._read_counts()
+        with suppress(_EnoughError):
+            for _ in range(num_keys):
+                self._read_key()
+        return self.metadata, num_tensors
+
+    def _read_counts(self) -> tuple[int, int]:
         num_tensors, num_keys = self._unpack("<QQ")
         if num_keys > MAX_KEYS or num_tensors > MAX_TENSORS:
             self._raise_damaged(f"it claims {num_keys} keys and {num_tensors} tensors")
+        return num_tensors, num_keys
+
+    def read_header(self) -> GgufHeader:
+        version = self._read_version()
+        num_tensors, num_keys = self._read_counts()
         for _ in range(num_keys):
             self._read_key()
         self._read_alignment()
@@ -295,7 +299,7 @@ class _Reader:
     def _read_version(self) -> int:
         start = bytes(self.data[:64])
         if start[:4] != b"GGUF":
-            raise StartupError(f"{self.path} is not a GGUF file{_explain_format(start)}")
+            raise StartupError(f"{self.path} is not a GGUF file{explain_format(start)}")
         self.at = 4
         version: int = self._unpack("<I")[0]
         if version not in (2, 3):
@@ -310,7 +314,9 @@ class _Reader:
         return version
 
     def _get_architecture(self) -> str:
-        architecture = self.metadata.get("general.architecture")
+        architecture = self.metadata.get("general.architecture", "")
+        if "split.no" in self.metadata or self.metadata.get("general.type", "model") != "model":
+            return str(architecture)  # only models, and first parts of them, need one
         if not isinstance(architecture, str) or not architecture:
             self._raise_damaged("general.architecture is missing")
         return architecture
@@ -347,6 +353,8 @@ class _Reader:
         kind, length = self._unpack("<IQ")
         if length > MAX_ARRAY or not (kind in SCALARS or kind == STRING):
             self._raise_damaged(f"the array {key!r} claims {length} values of type {kind}")
+        if kind == STRING and length > self.longest_list:
+            raise _EnoughError
         self.array_lengths[key] = length
         if kind == STRING and key in self.keep_strings:
             self._count_strings(key, length)
@@ -484,16 +492,3 @@ class _Reader:
         raise StartupError(
             f"{self.path} is damaged: {reason if len(reason) <= 300 else f'{reason[:300]}...'}"
         )
-
-
-def _explain_format(start: bytes) -> str:
-    """Return what the file is instead, as the end of a sentence."""
-    if start.startswith(b"version https://git-lfs"):
-        return ", but a Git LFS pointer: fetch the real file with `git lfs pull`"
-    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        return (
-            ", but a web page: the download went wrong, or the link leads to a page about the file"
-        )
-    if start[:4] in (b"ggml", b"ggjt", b"ggla", b"lmgg", b"tjgg", b"algg"):
-        return ", but its predecessor GGML: convert the model again"
-    return ""

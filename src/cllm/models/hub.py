@@ -163,18 +163,27 @@ def _find_cached_files(repo: str) -> dict[str, Path]:
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
+    snapshots = list(filter(_exists, (folder / "snapshots").glob("*")))
+    snapshots.sort(key=lambda path: path.stat().st_mtime)
     with contextlib.suppress(OSError):
         snapshots.append(folder / "snapshots" / (folder / "refs" / "main").read_text().strip())
     for snapshot in reversed(snapshots):
         files = {
             path.relative_to(snapshot).as_posix(): path
             for path in snapshot.rglob("*.gguf")
-            if path.exists()
+            if _exists(path)
         }
         if files:
             return files
     return {}
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a file is there; not if another user's folder hides that."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def list_cached() -> dict[str, list[Path]]:

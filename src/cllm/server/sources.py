@@ -27,6 +27,7 @@ from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.gguf import read_header
 from cllm.models.hub import Progress
+from cllm.models.model_file import is_model
 from cllm.models.template_file import read_template
 
 log = logging.getLogger("cllm.server")
@@ -224,7 +225,7 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
         folder = Path(settings.models.folder).expanduser()
         found += make_found(settings, catalog.list_folder(folder))
     if serves_hub_cache(settings):
-        cached = {name: files[0] for name, files in hub.list_cached().items()}
+        cached = {name: files[0] for name, files in hub.list_cached().items() if is_model(files[0])}
         repos = {name.partition(":")[0]: name for name in reversed(cached)}
         for source in make_found(settings, cached):
             repo = source.name.partition(":")[0]

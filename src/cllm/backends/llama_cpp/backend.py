@@ -62,7 +62,7 @@ from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError, StartupError
-from cllm.models.gguf import compute_fingerprint
+from cllm.models.file_start import compute_fingerprint
 
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cllm.backends.params import BackendParams, ModelSize, SingleGpu
 from cllm.environment import child_environment
 from cllm.errors import StartupError
-from cllm.models.gguf import check_kv_type, compute_kv_bytes_per_token, read_header
+from cllm.models.gguf import check_kv_type, compute_kv_bytes_per_token
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
@@ -44,12 +44,13 @@ def resolve(
 
 
 def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
-    header = read_header(Path(params.path), check_tokens=check_tokens)
-    check_kv_type(header, params.kv_type)
+    from cllm.models.model_file import read_parts  # the engine process does not need it
+
+    parts = read_parts(Path(params.path), check_tokens=check_tokens)
+    check_kv_type(parts[0], params.kv_type)
     return ModelSize(
-        # the parts of a split file have about the same size
-        header.tensor_bytes * header.split_count,
-        compute_kv_bytes_per_token(header, params.kv_type) or 0,
+        sum(part.tensor_bytes for part in parts),
+        compute_kv_bytes_per_token(parts[0], params.kv_type) or 0,
     )
 
 

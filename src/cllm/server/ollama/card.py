@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from cllm.models.gguf import GgufHeader, compute_fingerprint, read_header
+from cllm.models.file_start import compute_fingerprint
+from cllm.models.gguf import GgufHeader, read_header
 from cllm.models.hub import parse_quantization
 
 NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
