@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -38,6 +37,7 @@ from cllm.bench.work import Size, Work
 from cllm.bench.workload import Group, Source, Stage, Words, word_tasks
 from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams
+from cllm.http_client import read_local
 from cllm.models.catalog import BUILTIN
 from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
 from cllm.models.memory import measure_available_bytes
@@ -264,8 +264,7 @@ def values_of(report: Report) -> dict[str, float]:
 
 
 def read(server: Server, path: str) -> bytes:
-    with urllib.request.urlopen(server.url + path) as response:  # noqa: S310  # our own
-        return bytes(response.read())
+    return read_local(server.url + path)
 
 
 def decode_seconds(server: Server) -> float:

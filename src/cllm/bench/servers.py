@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -23,6 +22,7 @@ from cllm.bench.load import Outcome, Target, run_load
 from cllm.bench.peers import FOLDER
 from cllm.bench.workload import Task
 from cllm.errors import StartupError
+from cllm.http_client import read_local
 from cllm.observe.cpu_time import process_tree
 
 START_TIMEOUT = 180.0  # seconds
@@ -110,10 +110,10 @@ def last_line(errors: IO[bytes]) -> str:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:  # noqa: S310  # our own
-            return bool(response.status == 200)
+        read_local(url, timeout=5)
     except OSError:
         return False
+    return True
 
 
 def cllm(

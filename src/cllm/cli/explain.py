@@ -9,6 +9,7 @@ from cyclopts import Parameter, validators
 
 from cllm.cli.remote import LOCAL, auth_headers, error_message, server_url
 from cllm.errors import CLLMError, StartupError
+from cllm.http_client import open_client
 from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
 
 MAX_SHOWN = 10  # waiting sequences
@@ -53,13 +54,12 @@ def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> by
     import httpx2
 
     try:
-        answer = httpx2.get(
-            f"{server_url(url)}/scheduler",
-            params={"steps": steps, "engine": engine} | ({"model": model} if model else {}),
-            headers=auth_headers(),
-            timeout=30,
-        )
-    except httpx2.HTTPError as error:
+        with open_client(server_url(url), headers=auth_headers(), timeout=30) as client:
+            answer = client.get(
+                f"{server_url(url)}/scheduler",
+                params={"steps": steps, "engine": engine} | ({"model": model} if model else {}),
+            )
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise StartupError(f"cannot connect to {url}: {error}") from None
     if answer.status_code != 200:
         raise CLLMError(f"{error_message(answer)} ({url})")

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from cllm.cli.answers import Answer, Messages, Options, Part, Parts
 from cllm.errors import CLLMError, StartupError
+from cllm.http_client import open_client
 
 LOCAL = "http://127.0.0.1:8000"
 Url = Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")]
@@ -44,9 +45,8 @@ def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
     import httpx2
 
     try:
-        answer = httpx2.request(
-            method, server_url(url) + path, json=body, headers=auth_headers(), timeout=TIMEOUT
-        )
+        with open_client(server_url(url), headers=auth_headers(), timeout=TIMEOUT) as client:
+            answer = client.request(method, server_url(url) + path, json=body)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise StartupError(f"cannot connect to {url}: {error}") from None
     if answer.status_code != 200:
@@ -72,7 +72,8 @@ class Remote:
         self.options, self.model, self.last = options, model, Answer()
         headers = auth_headers()
         try:
-            self._client = httpx2.Client(base_url=server_url(url), headers=headers, timeout=timeout)
+            base = httpx2.URL(server_url(url))
+            self._client = open_client(str(base), base_url=base, headers=headers, timeout=timeout)
             answer = self._client.get("/v1/models", timeout=10)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise StartupError(f"cannot connect to {url}: {error}") from None

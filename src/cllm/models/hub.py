@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cllm.errors import StartupError
+from cllm.http_client import explained_proxies, is_on_this_machine, without_proxies
 from cllm.models.gguf import format_size
 
 Progress = Callable[[str, int, int], None]
@@ -150,8 +151,11 @@ def _list_files(repo: str) -> dict[str, int]:
     """Return all files of the repository with their sizes in bytes; 0 if the hub does not state a
     size.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants, get_session
 
+    near = is_on_this_machine(constants.ENDPOINT)
+    with explained_proxies(), without_proxies() if near else contextlib.nullcontext():
+        get_session()  # makes the client that all later calls use
     siblings = HfApi().model_info(repo, files_metadata=True).siblings or []
     return {sibling.rfilename: sibling.size or 0 for sibling in siblings}
 

@@ -1,0 +1,77 @@
+"""HTTP clients of other servers. They use the proxies that the environment names, but none for
+servers on this machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from cllm.errors import StartupError
+
+if TYPE_CHECKING:
+    import httpx2
+
+VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
+
+
+def is_on_this_machine(url: str) -> bool:
+    """Return whether a URL names a loopback address."""
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        if host == "localhost" or host.endswith(".localhost"):
+            return True
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return mapped.is_loopback or mapped.is_unspecified
+
+
+def open_client(url: str, **options: Any) -> httpx2.Client:
+    """Return a client for the server at ``url``. options: those of httpx2.Client. Raises
+    StartupError if a proxy cannot be used.
+    """
+    import httpx2
+
+    is_near = is_on_this_machine(url)
+    with explained_proxies():
+        return httpx2.Client(transport=httpx2.HTTPTransport() if is_near else None, **options)
+
+
+@contextmanager
+def explained_proxies() -> Iterator[None]:
+    """Raise StartupError if a client cannot be made because of a proxy."""
+    import httpx2
+
+    try:
+        yield
+    except (ImportError, ValueError, httpx2.InvalidURL) as error:
+        named = [name for name in os.environ if name.lower() in VARIABLES]
+        if isinstance(error, ImportError):
+            reason = "SOCKS proxies need the Python package socksio"
+        else:
+            reason = str(error)
+        raise StartupError(f"the proxy in {', '.join(named)} cannot be used: {reason}") from None
+
+
+@contextmanager
+def without_proxies() -> Iterator[None]:
+    """Hide the proxies of the environment from a client of a library that is made meanwhile."""
+    hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.lower() in VARIABLES}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def read_local(url: str, timeout: float | None = None) -> bytes:
+    """Return the answer of a server on this machine. Raises OSError, also for an error's status."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=timeout) as answer:
+        return bytes(answer.read())
