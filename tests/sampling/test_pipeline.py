@@ -298,3 +298,12 @@ def test_nan_logits_fail_only_that_sequence(params):
     """They never give an id outside the vocabulary."""
     seqs = [sequence(SamplingParams(**params)), sequence(SamplingParams(temperature=0))]
     assert sample(seqs, [np.full(600, np.nan, np.float32), np.eye(600)[7]]) == [FAILED, 7]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 5}, {"top_k": 0}, {"top_p": 0.5}])
+def test_logits_that_are_not_numbers_fail_their_sequence_only(params: dict[str, float]) -> None:
+    """As damaged weights give them; without the check the answer would be the first token."""
+    own = SamplingParams(**params)
+    broken, sound = np.full(2000, np.nan), np.zeros(2000)
+    sound[7] = 100
+    assert sample([sequence(own), sequence(own)], [broken, sound]) == [FAILED, 7]

@@ -11,6 +11,7 @@ little memory is touched: a row is read once, and all later steps work on its ca
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
@@ -200,21 +201,34 @@ class Sampler:
 def choose(row: Row, seq: Sequence, position: int) -> int:
     """Return the index in ``row`` of the token of ``seq`` at ``position``, chosen by its logits
     alone.
+
+    Raises EngineError if the largest logit is not finite.
     """
     params = seq.request.params
-    return int(row.argmax()) if params.is_greedy else draw(row, params, uniform(seq.seed, position))
+    if not params.is_greedy:
+        return draw(row, params, uniform(seq.seed, position))
+    token = int(row.argmax())
+    check_finite(row[token])
+    return token
+
+
+def check_finite(largest: float) -> None:
+    """Raise EngineError if the largest logit is not a number or infinite."""
+    if not math.isfinite(largest):
+        raise EngineError("the model produced non-finite logits")
 
 
 def draw(row: Row, params: SamplingParams, number: float) -> int:
     """Return the token whose share of the probability mass contains ``number``, in [0, 1).
 
-    Raises EngineError if the largest logit is not finite and there is no top-k.
+    Raises EngineError if the largest logit is not finite.
     """
     if 0 < params.top_k < row.shape[0]:
-        return pick(*top_k(row, params.top_k), params, number)
+        ids, values = top_k(row, params.top_k)
+        check_finite(values[0] if len(values) else math.nan)  # nothing is larger than a NaN
+        return pick(ids, values, params, number)
     largest = row.max()
-    if not np.isfinite(largest):
-        raise EngineError("the model produced non-finite logits")
+    check_finite(largest)
     if params.top_p == 1 and params.min_p == 0:
         cumulated = np.exp((row - largest) / np.float64(params.temperature)).cumsum()
         return int(cumulated.searchsorted(number * cumulated[-1], side="right"))

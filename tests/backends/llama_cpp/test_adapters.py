@@ -104,3 +104,36 @@ def test_files_that_are_no_adapters_of_the_model_are_refused(
     for path in (wrong, damaged, builtin_path, tmp_path / "missing.gguf"):
         with pytest.raises(StartupError, match="the adapter x"):
             load(builtin_path, {"x": str(path)})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_adapter_with_numbers_that_are_not_finite_is_refused(
+    builtin_path, tmp_path, value: float
+) -> None:
+    """Also when it is loaded while the model runs. The error names the tensor."""
+    path = write_adapter(tmp_path / "x.gguf", builtin_path)
+    header = read_header(path)
+    tensor = header.tensors[-1]
+    data = np.memmap(path, np.float32, "r+", offset=0)
+    data[(header.data_offset + tensor.offset) // 4 + 1] = value
+    data.flush()
+    words = f"the adapter x .*the tensor {tensor.name} has numbers that are not finite"
+    with pytest.raises(StartupError, match=words):
+        load(builtin_path, {"x": str(path)})
+
+
+def test_adapter_with_impossible_alpha_or_too_little_data_is_refused(
+    backend, builtin_path, tmp_path
+) -> None:
+    path = write_adapter(tmp_path / "x.gguf", builtin_path)
+    content = path.read_bytes()
+    key = b"adapter.lora.alpha"
+    at = content.index(key) + len(key) + 4
+    nan = np.float32(np.nan).tobytes()
+    for changed, words in (
+        (content[:at] + nan + content[at + 4 :], "adapter.lora.alpha is nan"),
+        (content[:-100], "the download is incomplete"),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(StartupError, match=words):
+            backend._adapters.load("x", str(path))
