@@ -141,3 +141,49 @@ def test_text_that_the_parser_cannot_take_is_shown_as_it_is(visit, server, text)
     chat.wait_until_answered()
     chat.page.reload()
     expect(chat.answers()).to_have_text(text)
+
+
+WRITTEN = r"""Use map<std::string, int>, `List<int>` and List<String>. <br> Paths: C:\Users\new, \d+\.\d.
+
+<div>
+  <p>one</p>
+</div>
+
+A sum \(a_1 * b_2 * c\) or $x_1 * y_2 * z$, and $5 is **not** $6.
+\[
+- a = b \\
+= \frac{1}{2} * x * y
+\]
+Then \[ d \] and $$e*f*g$$ is *nice*.
+
+| Operator | Meaning |
+|---|---|
+| `a || b` | or |
+| vector<int> | a | list |
+
+[note]: important
+"""
+
+
+def test_types_tags_and_formulas_are_shown_as_written(visit, server):
+    chat = visit(server)
+    chunks = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in WRITTEN]
+    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    chat.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=events, content_type="text/event-stream"),
+    )
+    chat.ask("hello")
+    chat.wait_until_answered()
+    shown = chat.answers().last.inner_text()
+    for line in (
+        r"Use map<std::string, int>, List<int> and List<String>. <br> Paths: C:\Users\new, \d+\.\d.",
+        "<div>\n  <p>one</p>\n</div>",
+        r"A sum \(a_1 * b_2 * c\) or $x_1 * y_2 * z$, and $5 is not $6.",
+        "\\[\n- a = b \\\\\n= \\frac{1}{2} * x * y\n\\]",
+        r"Then \[ d \] and $$e*f*g$$ is nice.",
+        "[note]: important",
+    ):
+        assert line in shown
+    cells = chat.answers().last.locator("td")
+    expect(cells).to_have_text(["a || b", "or", "vector<int>", "a | list"])

@@ -1,5 +1,5 @@
-// Markdown of a model as safe HTML. HTML in the text is shown as text, images become links, and
-// the result is sanitized again.
+// Markdown of a model as safe HTML. HTML and formulas in the text are shown as text, images become
+// links, and the result is sanitized again.
 
 import hljs from "./vendor/highlight.js";
 import DOMPurify from "./vendor/dompurify.js";
@@ -23,7 +23,7 @@ import sql from "./vendor/languages/sql.js";
 import typescript from "./vendor/languages/typescript.js";
 import xml from "./vendor/languages/xml.js";
 import yaml from "./vendor/languages/yaml.js";
-import { Marked } from "./vendor/marked.js";
+import { Marked, Tokenizer } from "./vendor/marked.js";
 import { copyText, html, useMemo, useRef } from "./view.js";
 
 const LANGUAGES = { bash, c, cpp, csharp, css, diff, go, ini, java, javascript, json, markdown };
@@ -58,10 +58,84 @@ const renderLink = (href, shown, title) =>
   `<a href="${escape(href)}" target="_blank" rel="noopener noreferrer"` +
   `${title ? ` title="${escape(title)}"` : ""}>${shown}</a>`;
 
+const showAsWritten = (text) => `<p class="verbatim">${escape(text.trim())}</p>`;
+
+const FORMULA =
+  /^(?:\$\$[^]{1,2000}?\$\$|\\\([^]{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$(?![\s$])[^$\n]*[^\s\\$]\$(?!\d))/;
+const FORMULA_LINES = /^ {0,3}(\$\$|\\\[|\\begin\{\w+\*?\})(?:[^\n]*\n)*?/;
+const CLOSING = { "$$": "$$", "\\[": "\\]" };
+
+/** A formula in lines of its own, which ends with its mark or before an empty line. */
+const formulaLines = {
+  name: "formulaLines",
+  level: "block",
+  start: (src) => src.match(/^ {0,3}(?:\$\$|\\\[|\\begin\{)/m)?.index,
+  tokenizer(src) {
+    const opening = FORMULA_LINES.exec(src)?.[1];
+    if (!opening) return undefined;
+    const closing = CLOSING[opening] ?? opening.replace("begin", "end");
+    const paragraph = src.slice(0, src.search(/\n[ \t]*(?:\n|$)|$/));
+    const at = paragraph.indexOf(closing, src.indexOf(opening) + opening.length);
+    const end = at < 0 ? -1 : paragraph.indexOf("\n", at);
+    const raw = end < 0 ? paragraph : paragraph.slice(0, end);
+    const isInSentence =
+      at >= 0 && !raw.includes("\n") && /[^ .,;]/.test(raw.slice(at + closing.length));
+    return isInSentence ? undefined : { type: "formulaLines", raw };
+  },
+  renderer: ({ raw }) => showAsWritten(raw),
+};
+
+const formula = {
+  name: "formula",
+  level: "inline",
+  start: (src) => src.match(/[$\\]/)?.index,
+  tokenizer(src) {
+    const raw = FORMULA.exec(src)?.[0];
+    return raw && { type: "formula", raw };
+  },
+  renderer: ({ raw }) => escape(raw),
+};
+
+const UNDIVIDED = /(`+)(?!`)[^\n]{1,500}?[^`\n]?\1(?!`)|\\\([^\n]{1,500}?\\\)/g;
+
+/** Escape each | of a row that is in code or in a formula, or that follows the last column. */
+function keepPipes(row, columns) {
+  const kept = row.replace(UNDIVIDED, (part) => part.replace(/(?<!\\)\|/g, "\\|"));
+  const last = columns + (kept.trimStart().startsWith("|") ? 0 : -1);
+  let count = 0;
+  return kept.replace(/(?<!\\)\|/g, (pipe, at) =>
+    count++ < last || !kept.slice(at + 1).trim() ? pipe : "\\|",
+  );
+}
+
+/** Read a table, none of whose cells are dropped. */
+function readTable(src) {
+  const head = src.slice(0, src.search(/\n[ \t]*(?:\n|$)|$/));
+  const columns = /^[^\n]*\n([ |:-]+)(?:\n|$)/.exec(head)?.[1].match(/-+/g)?.length;
+  if (!columns) return false;
+  const kept = head.split("\n").map((row, i) => (i === 1 ? row : keepPipes(row, columns)));
+  const token = Tokenizer.prototype.table.call(this, kept.join("\n") + src.slice(head.length));
+  if (!token) return undefined;
+  const count = token.raw.split("\n").length;
+  token.raw = src.split("\n", count).join("\n");
+  return token;
+}
+
+// false: as usual; undefined: this is not one
+const tokenizer = {
+  autolink: (src) => (/^<(?:https?:|mailto:)/i.test(src) ? false : undefined),
+  escape: (src) => (/^\\[*_`~<$#]/.test(src) ? false : undefined),
+  br: (src) => (src.startsWith("\\") ? undefined : false),
+  del: (src) => (src.startsWith("~~") ? false : undefined),
+  table: readTable,
+};
+
 const marked = new Marked({
   gfm: true,
+  extensions: [formulaLines, formula],
+  tokenizer,
   renderer: {
-    html: ({ text }) => escape(text),
+    html: ({ text, block }) => (block ? showAsWritten(text) : escape(text)),
     image: ({ href, text }) => renderLink(href, `[image: ${escape(text || href)}]`),
     link({ href, title, tokens }) {
       return renderLink(href, this.parser.parseInline(tokens), title);
@@ -96,7 +170,11 @@ const marked = new Marked({
 });
 
 const renderBlock = (token) => ({
-  __html: DOMPurify.sanitize(marked.parser([token]), SAFE),
+  // the target of a link, which Markdown hides, may have been meant as text
+  __html: DOMPurify.sanitize(
+    token.type === "def" ? showAsWritten(token.raw) : marked.parser([token]),
+    SAFE,
+  ),
 });
 
 /**
