@@ -29,6 +29,49 @@ def test_folder_belongs_to_one_server(tmp_path):
     asyncio.run(main())
 
 
+def test_second_server_has_a_folder_of_its_own(tmp_path):
+    """It keeps it, in whichever order the servers start again."""
+
+    def make(port):
+        store = Store(tmp_path, 1, 1)
+        store.port = port
+        return store
+
+    async def main():
+        for _ in range(2):
+            first, second = make(8000), make(8001)
+            await first.open()
+            await second.open()
+            assert (first.folder, second.folder) == (tmp_path, tmp_path / "port-8001")
+            await second.run(second.files.of_account, Account("ann"))
+            await first.close()
+            await second.close()
+        second = make(8001)
+        await second.open()
+        assert second.folder == tmp_path / "port-8001"
+        await second.close()
+
+    asyncio.run(main())
+
+
+def test_restarted_server_waits_for_its_folder(tmp_path):
+    """The earlier one may still be finishing its requests, on the same port."""
+
+    async def main():
+        stores = [Store(tmp_path, 1, 1), Store(tmp_path, 1, 1)]
+        for store in stores:
+            store.port = 8000
+        await stores[0].open()
+        with pytest.raises(BadRequest, match="another server"):
+            await stores[1].open()
+        await stores[0].close()
+        await stores[1].open()
+        assert stores[1].folder == tmp_path
+        await stores[1].close()
+
+    asyncio.run(main())
+
+
 def test_store_is_opened_once(tmp_path):
     async def main():
         store = Store(tmp_path, 1, 1)

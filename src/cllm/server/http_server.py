@@ -80,7 +80,7 @@ class HttpServer(uvicorn.Server):
         )
         self.registry = registry
         registry.metrics.connections.set_function(lambda: len(self.server_state.connections))
-        self._batches = batches
+        self.batches = batches
         self.early: list[int] = []
         self.is_stopped_by_signal = False
         self.has_served = False  # set once it has been announced that requests are computed
@@ -101,8 +101,8 @@ class HttpServer(uvicorn.Server):
             self._loop.create_task(self._accept(listener)) for listener in sockets or ()
         ]
         await self._access.open()
-        if self._batches is not None:
-            await self._batches.start()
+        if self.batches is not None:
+            await self.batches.start()
 
     async def on_tick(self, counter: int) -> bool:
         """Measure how late uvicorn's clock is, and look after accounts and idle models now and
@@ -154,8 +154,8 @@ class HttpServer(uvicorn.Server):
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        if self._batches is not None:
-            await self._batches.stop()
+        if self.batches is not None:
+            await self.batches.stop()
         going = self.registry.num_unfinished
         requests = "1 request" if going == 1 else f"{going} requests"
         waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"

@@ -116,7 +116,10 @@ async def run(
     def open_server() -> HttpServer:
         from cllm.server import http_server  # it takes long
 
-        return http_server.open_server(settings, access, sources, engine, memory, cores_file, again)
+        made = http_server.open_server(settings, access, sources, engine, memory, cores_file, again)
+        if made.batches is not None:
+            made.batches.store.port = listener.getsockname()[1]
+        return made
 
     def again() -> tuple[Settings, Sequence[Source], int]:
         assert read_again is not None

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from cllm.store.files import FileStore, Room
 from cllm.store.imports import import_records
 
 T = TypeVar("T")
+LOCK = "lock"  # the name of the file that is locked, with the port of the server
 
 log = logging.getLogger("cllm.store")
 
@@ -29,14 +31,18 @@ except ImportError:  # Windows has no fcntl; there the operator must give each s
 class Store:
     """``files`` and ``batches`` in a folder that only one server uses at a time; both exist once it
     is open. Their methods are called by ``run``.
+
+    A server that finds the folder in use has one of its own inside it, which is named after its
+    ``port``, and which it uses from then on.
     """
 
     files: FileStore
     batches: BatchStore
+    port = 0
 
     def __init__(self, folder: Path, max_files: int, max_bytes: int) -> None:
         """``max_bytes``: of the files and of the answers of unfinished batches."""
-        self.folder = folder
+        self.folder = self._shared = folder
         self.room = Room(max_files, max_bytes)
         self._thread = ThreadPoolExecutor(1, "cllm-store")
         self._is_open = self._is_closed = False
@@ -63,18 +69,40 @@ class Store:
         if self._is_open:
             return
         try:
-            self._lock = lock_folder(self.folder)
+            self._lock = self._lock_folder()
             self._load()
         except BaseException as error:
             self._close_and_unlock()
             if not isinstance(error, OSError):
                 raise
-            log.warning("files and batches are off: %s: %s", self.folder, error.strerror)
             is_locked = isinstance(error, BlockingIOError)
             reason = "is in use by another server" if is_locked else f"fails: {error.strerror}"
+            log.warning(
+                "files and batches are off, because the folder %s %s; storage.folder names another",
+                *(self.folder, reason),
+            )
             message = f"Files and batches are off: their folder {reason}."
             raise BadRequest(message, code="storage_unavailable", status=503) from None
         self._is_open = True
+
+    def _lock_folder(self) -> int:
+        """Lock the folder, or the server's own one inside it. Raises OSError."""
+        own = self._shared / f"port-{self.port}"
+        self.folder = own if own.exists() else self._shared
+        try:
+            return lock_folder(self.folder, self.port)
+        except BlockingIOError:
+            holder = (self.folder / LOCK).read_text()
+            # an earlier server of the same port is about to end
+            if not self.port or self.folder == own or holder == str(self.port):
+                raise
+        log.warning(
+            "another server uses %s, so this one keeps its files and batches in %s; "
+            "storage.folder names another folder",
+            *(self.folder, own),
+        )
+        self.folder = own
+        return lock_folder(own, self.port)
 
     def _load(self) -> None:
         files, batches = self.folder / "files", self.folder / "batches"
@@ -102,16 +130,19 @@ class Store:
         self._lock = self._database = None
 
 
-def lock_folder(folder: Path) -> int:
-    """Create ``folder`` if necessary, and return the handle that locks it.
+def lock_folder(folder: Path, port: int) -> int:
+    """Create ``folder`` if necessary, and return the handle that locks it for the server at a port.
 
     Raises OSError if another process has locked it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # of a full disk
+                os.ftruncate(lock, 0)
+                os.write(lock, str(port).encode())
     except OSError:
         os.close(lock)
         raise
