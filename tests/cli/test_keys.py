@@ -1,14 +1,19 @@
 """``cllm keys``, as a shell calls it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from cllm.store.keys import Keyring, read_key_file
+from cllm.store.open_servers import announce_open_server, list_open_servers
+
+pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 
 class Keys:
@@ -130,3 +135,49 @@ def test_commands_at_the_same_time_lose_nothing(keys):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda i: keys("add", f"user{i}"), range(8)))
     assert set(read_key_file(keys.path).accounts) == {f"user{i}" for i in range(8)}
+
+
+def add_on_terminal(path, answer):
+    """Return the exit code and what the terminal shows of ``cllm keys add ann``."""
+    screen, inner = pty.openpty()
+    os.write(screen, answer)
+    command = [sys.executable, "-m", "cllm", "keys", "add", "ann", "--file", str(path)]
+    code = subprocess.run(
+        command, stdin=inner, stderr=inner, stdout=subprocess.DEVNULL, check=False
+    )
+    os.close(inner)
+    shown = b""
+    with suppress(OSError):
+        while data := os.read(screen, 1 << 16):
+            shown += data
+    os.close(screen)
+    return code.returncode, shown.decode()
+
+
+def test_first_key_names_the_servers_that_need_keys_from_then_on(keys):
+    """On a terminal it asks before; a script gets its key."""
+    with (
+        announce_open_server(keys.path, "http://127.0.0.1:9"),
+        announce_open_server(keys.path.with_name("other.json"), "http://127.0.0.1:8"),
+    ):
+        for answer in (b"n\n", b"\n", b"\x04"):
+            code, shown = add_on_terminal(keys.path, answer)
+            assert code == 2
+            assert "every request to http://127.0.0.1:9 will need a key" in shown
+            assert "nothing was changed" in shown
+            assert not keys.path.exists()
+        command = [sys.executable, "-m", "cllm", "keys", "add", "ann", "--file", str(keys.path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "every request to http://127.0.0.1:9 will need a key" in done.stderr
+        assert done.stdout.startswith("sk-cllm-")
+        keys.path.unlink()
+        assert add_on_terminal(keys.path, b"y\n")[0] == 0
+        assert add_on_terminal(keys.path, b"")[0] == 2  # the account exists; nothing is asked
+
+
+def test_server_that_was_killed_is_forgotten(keys):
+    file = keys.path.parent / "servers" / "1.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"url": "http://127.0.0.1:7", "keys_file": str(keys.path)}))
+    assert list_open_servers(keys.path) == []
+    assert not file.exists()

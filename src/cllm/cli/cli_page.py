@@ -61,6 +61,7 @@ PATHS = {
     "~/.local/state/cllm/chats/": "conversations that `/save` keeps; only the user can read them",
     "~/.local/state/cllm/": "`storage.folder`: created models, files, batches and usage of a server",
     "~/.config/cllm/keys.json": "`server.keys_file`: accounts and the hashes of their keys",
+    "~/.config/cllm/servers/": "servers without keys, which `cllm keys add` names",
     "~/.cache/huggingface/hub/": "downloaded models",
 }
 

@@ -31,6 +31,7 @@ from cllm.store.keys import (
     make_key,
     read_key_file,
 )
+from cllm.store.open_servers import list_open_servers
 
 USUAL = AccountRecord()
 
@@ -100,6 +101,9 @@ def add(
         tokens_per_month=tokens_per_month,
     )
     check_texts(record)
+    path, _ = find_file(file, config)
+    if not path.exists():
+        confirm_lock(path)
     with edit(file, config, "add", name) as accounts:
         if name in accounts:
             raise StartupError(
@@ -213,6 +217,26 @@ def find_file(file: Path | None, config: Path | None) -> tuple[Path, Settings]:
     flags = {} if file is None else {"server.keys_file": str(file)}
     settings = load_settings(config, os.environ, flags).settings
     return Path(settings.server.keys_file).expanduser(), settings
+
+
+def confirm_lock(path: Path) -> None:
+    """Say which servers need keys once ``path`` exists, and ask on a terminal.
+
+    Raises StartupError if the answer is not yes.
+    """
+    urls = list_open_servers(path)
+    if not urls:
+        print(f"cllm: servers that use {path} need a key from now on", file=sys.stderr)
+        return
+    print(
+        f"cllm: every request to {', '.join(urls)} will need a key, within a second: until now, "
+        f"{path} does not exist",
+        file=sys.stderr,
+    )
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise StartupError("nothing was changed")
 
 
 @contextmanager

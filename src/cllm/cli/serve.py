@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -22,6 +24,7 @@ from cllm.process.launch import Popen
 from cllm.server.access import Access, check_access
 from cllm.server.run import address, address_elsewhere, listen, run_forever
 from cllm.server.sources import Source, list_sources
+from cllm.store.open_servers import announce_open_server
 
 if TYPE_CHECKING:
     from cllm.registry import Registry
@@ -81,11 +84,14 @@ def serve(
             raise StartupError("the settings name no model any more")
         return again.settings, list_sources(again, again=True)
 
+    keys_file = Path(tree.server.keys_file).expanduser()
+    announced = nullcontext() if access.is_required else announce_open_server(keys_file, url)
     try:
-        run_forever(
-            *(tree, access, sources, params, listener),
-            *(bar.update, on_ready, launched, read_again),
-        )
+        with announced:
+            run_forever(
+                *(tree, access, sources, params, listener),
+                *(bar.update, on_ready, launched, read_again),
+            )
     finally:
         bar.close()
 
