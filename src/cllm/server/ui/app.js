@@ -48,8 +48,9 @@ function App() {
   }
 
   function report(error) {
-    setNotice({ text: error.message, isOfServer: error instanceof ServerError });
-    if (error.status === 401) setDialog("key");
+    const isOfKey = error.status === 401;
+    setNotice({ text: error.message, isOfServer: error instanceof ServerError, isOfKey });
+    if (isOfKey) setDialog("key");
   }
 
   async function save(conversation) {
@@ -219,7 +220,12 @@ function App() {
       />`
     }
     ${
-      dialog === "key" && html`<${KeyDialog} onClose=${() => setDialog("")} onSave=${readModels} />`
+      dialog === "key" &&
+      html`<${KeyDialog}
+        fault=${notice?.isOfKey ? notice.text : ""}
+        onClose=${() => setDialog("")}
+        onSave=${readModels}
+      />`
     }
   </div>`;
 }
@@ -262,7 +268,7 @@ function TopBar({ view, models, model, isListOpen, setListOpen, setDialog, onMod
   </header>`;
 }
 
-function KeyDialog({ onClose, onSave }) {
+function KeyDialog({ fault, onClose, onSave }) {
   const save = (event) => {
     event.preventDefault();
     const fields = new FormData(event.target);
@@ -282,13 +288,16 @@ function KeyDialog({ onClose, onSave }) {
           name="key"
           type="password"
           autocomplete="off"
+          autofocus
           pattern="[!-~]*"
           title="letters, digits and punctuation"
-          value=${readKey()}
+          aria-invalid=${Boolean(fault)}
+          defaultValue=${readKey()}
         />
+        ${fault && html`<span class="fault" role="alert">${fault}</span>`}
       </label>
       <label class="check">
-        <input name="remember" type="checkbox" checked=${isKeyRemembered()} />
+        <input name="remember" type="checkbox" defaultChecked=${isKeyRemembered()} />
         <span>Remember it in this browser</span>
       </label>
       <button class="main">Save</button>
