@@ -174,6 +174,8 @@ def test_ollama_loads_keeps_and_unloads(models):
     assert generate(keep_alive=-1)["done_reason"] == "load"
     assert ps()["a:latest"].startswith("2999")
     generate(prompt="Hi", keep_alive="10m", options={"num_predict": 1})
+    model = models.client.get("/api/ps").json()["models"][0]
+    assert 0 < model["size_used"] < model["size"], "a paged cache takes memory as tokens need it"
     left = time.mktime(time.strptime(ps()["a:latest"], "%Y-%m-%dT%H:%M:%SZ"))
     assert 500 < left - time.mktime(time.gmtime()) <= 601
     generate(prompt="Hi", options={"num_predict": 1})

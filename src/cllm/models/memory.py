@@ -208,3 +208,12 @@ def weigh(weight_bytes: int, kv_bytes: int, *, in_ram: bool = True) -> int:
     """Return the bytes that a model takes: weights, KV cache, work buffers and processes."""
     copied = int(weight_bytes * REPACKED_SHARE) if in_ram else 0
     return weight_bytes + copied + kv_bytes + COMPUTE_BYTES
+
+
+def read_resident_bytes(pid: int | None) -> int:
+    """Return the memory that a process has; 0 if the system does not say."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -96,10 +96,12 @@ class TagsAnswer(ResponseModel):
 
 
 class LoadedModel(ModelEntry):
-    """engines: that share its requests. shares_cores: whether it leaves a part of
+    """size: the most that it takes, of which size_used is in use. engines: that share its
+    requests. shares_cores: whether it leaves a part of
     the cores to other models while these compute.
     """
 
+    size_used: int
     size_vram: int
     expires_at: str
     context_length: int

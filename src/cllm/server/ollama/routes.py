@@ -15,9 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.answer import Generation, SchedulingOptions
+from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, StartupError, UnknownModel
+from cllm.models.memory import read_resident_bytes
+from cllm.process.pool import Pool
 from cllm.served_model import ServedModel
 from cllm.server import resolve
 from cllm.server.body import Model, describe_route, read_body
@@ -284,12 +287,13 @@ async def running(request: Request) -> Response:
         assert model.service is not None
         engine = model.service.engine
         card = await card_of(model)
-        cells = info.num_cells * info.kv_bytes_per_token
-        size = ((info.model_bytes or card.size) + cells) * len(engine.members)
+        weights = (info.model_bytes or card.size) * len(engine.members)
+        size = weights + info.num_cells * info.kv_bytes_per_token * len(engine.members)
         expires = model.expires_at
         loaded_model = {
             **entry(model, card),
             "size": size,
+            "size_used": measure_used(engine, info, weights, size),
             "size_vram": size if info.on_gpu else 0,
             "expires_at": NEVER if expires is None else time_text(time.time() + expires - now),
             "context_length": info.context_length,
@@ -298,6 +302,17 @@ async def running(request: Request) -> Response:
         }
         models.append(loaded_model)
     return json_answer({"models": models})
+
+
+def measure_used(engine: Pool, info: ModelInfo, weights: int, size: int) -> int:
+    """Return the bytes of a model's weights and KV cache that are in use, at most ``size``."""
+    if info.layout == "paged":
+        num_cells = engine.stats.num_cells_held + engine.stats.num_cells_idle
+        return min(size, weights + num_cells * info.kv_bytes_per_token)
+    if info.on_gpu:
+        return size
+    resident = [read_resident_bytes(member.supervisor.pid) for member in engine.members]
+    return min(size, sum(resident)) if all(resident) else size
 
 
 @router.post("/api/show", openapi_extra=describe_route(ShowBody, ShowAnswer, error=Error))
