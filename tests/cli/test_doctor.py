@@ -9,7 +9,7 @@ import pytest
 
 from cllm.cli import hardware
 from cllm.cli import probe as module
-from cllm.cli.doctor import BUILD, SWITCHES, cure, doctor, failure, suggest_build
+from cllm.cli.doctor import BUILD, SWITCHES, cure, doctor, failure, shorten_switches, suggest_build
 from cllm.cli.model_sizes import describe_fits, list_fits
 from cllm.cli.probe import Probe, probe
 
@@ -228,3 +228,11 @@ def test_doctor_names_kernels_gpus_and_sizes(monkeypatch, capsys, pci, flags):
         report = json.loads(printed)
         assert report["passed"]
         assert report["what fits"][0]["model"] == "Qwen3 0.6B"
+
+
+def test_compiler_switches_fit_on_a_line():
+    """The ones that determine the speed are shown; --json has all."""
+    switches = "GNU C++17 12.2.0 -march=znver3 -mmmx -mpopcnt -msse -O3 -fschedule-insns -w"
+    assert shorten_switches(switches) == "-march=znver3 -O3 -fschedule-insns and 4 more (--json)"
+    assert shorten_switches("-O2 -w") == "-O2 -w"
+    assert shorten_switches("not recorded") == "not recorded"

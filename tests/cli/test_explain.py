@@ -50,3 +50,16 @@ def test_leader_of_shared_prefix_is_named(fake_engine):
 
 def test_idle_server_reports_no_steps(fake_engine):
     assert lines(explain(fake_engine().scheduler, 0.0, 5))[0] == "No step has been computed yet."
+
+
+def test_steps_that_differ_in_their_time_only_are_one_line(fake_engine):
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=64, context_length=256, length=30)
+    engine.add("one", [1, 2, 3], max_tokens=30)
+    while engine.scheduler.has_work():
+        engine.step()
+    said = lines(explain(engine.scheduler, engine.now, 20))
+    assert said[0] == "The server is idle. The last steps were:"
+    rows = said[1].splitlines()[1:]
+    assert len(rows) < 5
+    first, last = map(int, max(rows, key=len).split()[0].split("-"))
+    assert last - first > 10

@@ -120,3 +120,17 @@ def test_what_cannot_be_done_is_one_line(cllm, words, message):
     error = cllm(*words, code=2)
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_models_of_a_folder_are_listed_and_shown(cllm, tmp_path, builtin_path):
+    """As ``cllm serve --models.folder`` serves them."""
+    (tmp_path / "mine.gguf").write_bytes(builtin_path.read_bytes())
+    assert "mine" not in cllm("list")
+    assert "mine" in cllm("list", "--models.folder", tmp_path)
+    assert str(tmp_path) in cllm("show", "mine", "--models-dir", tmp_path)
+
+
+def test_simulate_help_names_its_steps(cllm):
+    found = cllm("simulate", "--help")
+    assert "cllm simulate synth trace.jsonl" in found
+    assert "cllm simulate trace.jsonl" in found

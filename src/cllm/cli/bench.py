@@ -39,7 +39,11 @@ else:
     Shape = Literal[tuple(SHAPES)]
     Quant = Literal[tuple(QUANTS)]
 
-app = App(name="bench", help="Measure servers and compare them; make stand-in models.")
+HELP = """Measure servers and compare them; make stand-in models.
+
+Start with a running server and cllm bench load, which needs no more.
+"""
+app = App(name="bench", help=HELP)
 
 
 @Parameter(name="*")

@@ -93,7 +93,9 @@ def doctor(
         whole = {**report, "what fits": sizes, "passed": found.passed, "cure": cure(found)}
         print(json.dumps(whole))
     else:
-        for name, value in report.items():
+        short = {"decoding": report.pop("decoding"), **report}
+        short["compiled with"] = shorten_switches(found.switches or "not recorded")
+        for name, value in short.items():
             print(f"{name:>17}: {value}")
         place = "the GPUs' memory" if on_gpu else "RAM, with llama.cpp's copy of half the weights"
         print(f"{'what fits':>17}: into {place}; estimated")
@@ -114,6 +116,14 @@ def describe_threads() -> str:
         f"{count_cpus()} by default: this process may use {count_own_cpus()} CPUs{limit}; fewer "
         "while other programs use them"
     )
+
+
+def shorten_switches(switches: str) -> str:
+    """Return the switches that determine the speed, and how many there are."""
+    words = switches.split()
+    named = [word for word in words if re.match(r"-(march|mcpu|mtune|O)", word) or word in FASTER]
+    left = sum(word.startswith("-") for word in words) - len(named)
+    return " ".join([*named, f"and {left} more (--json)"]) if left > 3 else switches
 
 
 def installed(package: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from statistics import fmean
 from typing import Annotated, Any
 
 import msgspec
@@ -69,6 +71,8 @@ def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> by
 def lines(explanation: Explanation) -> list[str]:
     """Return the explanation as lines of text."""
     found = [table(explanation.steps)] if explanation.steps else ["No step has been computed yet."]
+    if explanation.steps and not explanation.running and not explanation.num_waiting:
+        found.insert(0, "The server is idle. The last steps were:")
     found.append("")
     if explanation.row_seconds:
         rows = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in explanation.row_seconds.items())
@@ -90,8 +94,19 @@ def lines(explanation: Explanation) -> list[str]:
     return found
 
 
+def what_is_shown(step: Step) -> tuple[Any, ...]:
+    """Return what a line of the table says about a step, without its number and its time."""
+    return (
+        *(step.num_rows, step.num_prefill_tokens, step.prefill_budget, step.num_accepted),
+        *(step.num_guesses, step.num_operations, step.num_running, step.num_waiting, step.blocked),
+    )
+
+
 def table(steps: list[Step]) -> str:
-    """Return a table with one line for each step."""
+    """Return a table with one line for each step, or for several that differ in their time only,
+    of which it has the mean.
+    """
+    groups = [list(alike) for _, alike in groupby(steps, what_is_shown)]
     head = [
         "step",
         "ms",
@@ -105,8 +120,8 @@ def table(steps: list[Step]) -> str:
     ]
     cells: list[list[Any]] = [
         [
-            step.number,
-            f"{step.seconds * 1e3:.1f}",
+            step.number if len(alike) == 1 else f"{step.number}-{alike[-1].number}",
+            f"{fmean(one.seconds for one in alike) * 1e3:.1f}",
             step.num_rows,
             f"{step.num_prefill_tokens} of {step.prefill_budget}",
             f"{step.num_accepted} of {step.num_guesses}",
@@ -115,7 +130,8 @@ def table(steps: list[Step]) -> str:
             step.num_waiting,
             step.blocked or "-",
         ]
-        for step in steps
+        for alike in groups
+        for step in alike[:1]
     ]
     rows = [head, *[[str(cell) for cell in row] for row in cells]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -26,6 +26,13 @@ from cllm.store.created import CreatedModel, CreatedModels
 
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.", negative="")]
 Name = Annotated[str, Parameter(help="A model's name.")]
+FolderFlag = Annotated[
+    str | None,
+    Parameter(
+        name=["--models.folder", "--models-dir"],
+        help="A folder of models, as for cllm serve. [default: models.folder]",
+    ),
+]
 
 
 class Entry(NamedTuple):
@@ -71,11 +78,14 @@ def pull(
         print(f"{own_name}: {format_size(size)}, {path}")
 
 
-def list_models(*, config: ConfigFlag = None, as_json: Json = False) -> None:
+def list_models(
+    *, folder: FolderFlag = None, config: ConfigFlag = None, as_json: Json = False
+) -> None:
     """List the models on this machine: the built-in one, those in the Hugging Face cache, and
-    those that the settings name.
+    those of the settings or of a folder. What a running server has is on its page, and in cllm ps.
     """
-    entries = list_entries(settings_from_flags(config, None))
+    loaded = read_settings(folder, config)
+    entries = list_entries(loaded)
     if as_json:
         print(json.dumps([describe(entry) for entry in entries], indent=2))
         return
@@ -86,11 +96,25 @@ def list_models(*, config: ConfigFlag = None, as_json: Json = False) -> None:
     print_table(("NAME", "SIZE", "MODIFIED", "FROM"), rows)
     stored = {file.resolve() for entry in entries for file in entry.files}
     print(f"{format_size(measure_files(stored))} in all", file=sys.stderr)
+    if loaded.settings.models.folder is None:
+        print("cllm: --models.folder FOLDER also lists those of a folder", file=sys.stderr)
 
 
-def show(name: Name, /, *, config: ConfigFlag = None, as_json: Json = False) -> None:
+def read_settings(folder: str | None, config: Path | None) -> LoadedConfig:
+    """Return the settings, with ``folder`` as models.folder if it is given. Raises StartupError."""
+    return settings_from_flags(config, {} if folder is None else {"models.folder": folder})
+
+
+def show(
+    name: Name,
+    /,
+    *,
+    folder: FolderFlag = None,
+    config: ConfigFlag = None,
+    as_json: Json = False,
+) -> None:
     """Show what a model's file says about it."""
-    loaded = settings_from_flags(config, None)
+    loaded = read_settings(folder, config)
     entry = find(list_entries(loaded), name)
     if entry is None or not entry.files:
         entry = Entry(name, list_parts(catalog.resolve(name)), "file")
@@ -139,11 +163,18 @@ def remove(loaded: LoadedConfig, name: str) -> None:
         raise StartupError(f"{entry.name} is not in the Hugging Face cache; remove it yourself")
 
 
-def cp(source: Name, destination: Name, /, *, config: ConfigFlag = None) -> None:
+def cp(
+    source: Name,
+    destination: Name,
+    /,
+    *,
+    folder: FolderFlag = None,
+    config: ConfigFlag = None,
+) -> None:
     """Give a model another name, under which servers with the same storage.folder serve it from
     their next start on.
     """
-    loaded = settings_from_flags(config, None)
+    loaded = read_settings(folder, config)
     entries = list_entries(loaded)
     entry, created = find(entries, source), created_models(loaded)
     if entry is None:
@@ -163,6 +194,7 @@ def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
         rows = [
             (
                 model["name"],
+                format_size(model["size_used"]) if "size_used" in model else "",
                 format_size(model["size"]),
                 describe_processor(model),
                 str(model["context_length"]),
@@ -175,7 +207,7 @@ def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(models, indent=2))
         return
-    print_table(("NAME", "MEMORY UP TO", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
+    print_table(("NAME", "MEMORY", "UP TO", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
 
 
 def describe_processor(model: dict[str, Any]) -> str:
