@@ -210,7 +210,7 @@ def test_template_may_append_to_its_own_lists():
         "ns.ids.append(m.content) %}{% endfor %}"
         "{{ ns.ids.pop(0) }}{{ ns.ids | length }}{% set _ = messages.append(1) %}"
     )
-    messages = [{"role": "user", "content": content} for content in "ab"]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     template = ChatTemplate(FakeVocabulary(), source)
     assert template.render(messages, []) == template.render(messages, []) == "a1"
 

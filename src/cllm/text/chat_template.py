@@ -5,13 +5,15 @@ Only this module builds Jinja environments.
 
 from __future__ import annotations
 
+import copy
 import datetime
+import hashlib
 import json
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -21,7 +23,10 @@ import jinja2.ext
 import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
+from cllm.text.call_ids import CallIds, name_results
 from cllm.text.fences import CUT, Fences
+from cllm.text.tool_defaults import list_declarations
+from cllm.text.turns import Repair, find_repair, join_texts, shorten, with_marks
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
@@ -33,6 +38,18 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MAX_LENGTH = 1 << 23  # characters of a prompt
+MAX_PROBE_LENGTH = 1 << 20  # characters of a prompt with marks in place of texts
+MAX_FORMS = 1000  # forms of conversations of which is known how the template wants them
+PROBED_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "named",
+            "description": "a",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 # What a template may raise on odd messages, in addition to TemplateError.
 TEMPLATE_FAULTS = (
     MemoryError,
@@ -62,9 +79,10 @@ class ChatTemplate:
         self._fences = Fences(vocabulary)
         self._source = source if source is not None else choose_templates(vocabulary)[0]
         self._template = compile_template(self._source)
-        self._wants_short_ids = bool(re.search(r"length\s*!=\s*9", self._source))  # Mistral
         self._asks_for_none = bool(re.search(r"\bcontent\W{0,3} is (?:not )?none", self._source))
         self._wants_thinking = "message.thinking" in self._source  # gpt-oss
+        self._ids = CallIds(self._show_history)
+        self._repairs: dict[bytes, Repair] = {}  # by the form of the conversation
 
     @cached_property
     def _wants_objects(self) -> bool:
@@ -93,13 +111,13 @@ class ChatTemplate:
         return {content: any("probe" in text for text in texts) for content, texts in shown.items()}
 
     @cached_property
-    def _shows_system(self) -> tuple[bool, bool]:
-        """Whether a system message is shown as the first one, and after others; some templates
-        refuse or drop it.
-        """
-        system, user = {"role": "system", "content": "probe"}, {"role": "user", "content": "a"}
-        first, later = (self._try(messages) or "" for messages in ([system, user], [user, system]))
-        return "probe" in first, "probe" in later
+    def _wants_parts(self) -> bool:
+        """Whether the template shows texts only in lists of parts, as some that know images do."""
+        text, parts = (
+            self._try([{"role": "user", "content": content}]) or ""
+            for content in ("probe", [{"type": "text", "text": "probe"}])
+        )
+        return "probe" not in text and "probe" in parts
 
     def render(
         self,
@@ -117,18 +135,59 @@ class ChatTemplate:
         where it begins. Raises BadRequest if the template fails, refuses the messages, leaves out
         that field, or returns too long a text.
         """
-        parts, room = [], MAX_LENGTH
+        if continued:
+            variables["add_generation_prompt"] = False
+        adapted = self._fences.enclose(self._adapted(messages, tools, variables))
+        if continued:
+            field = continued if continued in adapted[-1] else "thinking"
+            adapted[-1][field] = CUT + adapted[-1][field] + CUT
+        text = self._render_with(self._in_parts(adapted), tools, variables)
+        if not continued:
+            return text
+        before, *begun = text.rsplit(CUT, 2)
+        if len(begun) != 2:
+            raise BadRequest(
+                "The chat template omits the message to be continued.", param="messages"
+            )
+        return before.replace(CUT, "") + CUT + begun[0]
+
+    def _render_with(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> str:
+        """Return the text of messages that have been adapted. Raises BadRequest.
+
+        If the template fails, ``tools`` get what they lack.
+        """
+        first: BadRequest | None = None
+        try:
+            for declared in list_declarations(tools):
+                try:
+                    return self._generate(messages, declared, variables, MAX_LENGTH)
+                except BadRequest as error:
+                    first = first or error
+        except RecursionError:
+            pass
+        assert first
+        raise first
+
+    def _generate(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+        room: int,
+    ) -> str:
+        """Return what the template writes, at most ``room`` characters. Raises BadRequest."""
+        parts = []
         if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
             variables = {"xml_tools": tools or None, **variables}
         try:
-            adapted = self._fences.enclose(self._adapted(messages))
-            if continued:
-                variables["add_generation_prompt"] = False
-                field = continued if continued in adapted[-1] else "thinking"
-                adapted[-1][field] = CUT + adapted[-1][field] + CUT
             for part in self._template.generate(
-                messages=adapted,
-                tools=self._fences.enclose(tools) or None,
+                messages=messages,
+                tools=self._fences.enclose(tools),
                 **self._vocabulary.special_texts,
                 **self._fences.enclose({"add_generation_prompt": True, **variables}),
             ):
@@ -143,55 +202,74 @@ class ChatTemplate:
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:200] or type(error).__name__
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
-        text = "".join(parts)
-        if not continued:
-            return text
-        before, *begun = text.rsplit(CUT, 2)
-        if len(begun) != 2:
-            raise BadRequest(
-                "The chat template omits the message to be continued.", param="messages"
-            )
-        return before.replace(CUT, "") + CUT + begun[0]
+        return "".join(parts)
 
-    def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return ``messages`` as this template wants them: the type of arguments, and its own field
-        names.
+    def _adapted(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        """Return ``messages`` as this template wants them: the order of roles, ids and the type of
+        arguments, and its own field names.
         """
+        messages = name_results([{"content": "", **message} for message in messages])
+        return self._with_fields(self._repair(messages, tools, variables)(messages))
+
+    def _repair(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> Repair:
+        """Return what makes the template show all texts of conversations of this form."""
+        marked = with_marks(shorten(messages))
+        probed = PROBED_TOOLS if tools else []
+        asked = {key: variables[key] for key in ("add_generation_prompt",) if key in variables}
+        form = repr((marked, bool(tools), asked)).encode()
+        key = hashlib.blake2b(form, digest_size=16).digest()
+        if key not in self._repairs:
+
+            def show(repaired: list[dict[str, Any]]) -> str | None:
+                return self._try(self._in_parts(self._with_fields(repaired)), probed, **asked)
+
+            if len(self._repairs) == MAX_FORMS:
+                del self._repairs[next(iter(self._repairs))]
+            self._repairs[key] = find_repair(marked, show, self._as_text)
+        return self._repairs[key]
+
+    def _as_text(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``messages`` with calls and their results as text."""
+        from cllm.text.model_family import find_family, load_families
+        from cllm.text.prompted_tools import write_calls_as_text
+
+        calls = find_family(self._source).calls or load_families()["prompted"].calls
+        assert calls
+        return write_calls_as_text(messages, calls, knows_results=False)
+
+    def _with_fields(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
-            self._adapted_message(message) if message["role"] in ("assistant", "tool") else message
-            for message in self._with_shown_systems(messages)
+            self._adapted_message(message) if message["role"] == "assistant" else message
+            for message in self._ids.adapt(messages)
         ]
 
-    def _with_shown_systems(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return ``messages`` with all system messages shown.
-
-        One that the template would not show is appended to the message before it, or begins the
-        user's next message, so that roles which alternated still do.
-        """
-        shown: list[dict[str, Any]] = []
-        was_hidden = False
-        for i, message in enumerate(messages):
-            role, before = message["role"], shown[-1]["role"] if shown else ""
-            is_hidden = role == "system" and not self._shows_system[i > 0]
-            if (is_hidden and before in ("system", "user")) or (
-                was_hidden and role == before == "user"
-            ):
-                texts = filter(None, (shown[-1]["content"], message["content"]))
-                shown[-1] = {**shown[-1], "content": "\n\n".join(texts)}
-            else:
-                shown.append({**message, "role": "user"} if is_hidden else message)
-            was_hidden = is_hidden
-        return shown
+    def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not self._wants_parts:
+            return messages
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"] or ""}]}
+            for message in messages
+        ]
 
     def _adapted_message(self, message: dict[str, Any]) -> dict[str, Any]:
         message = dict(message)
+        calls = message.get("tool_calls")
         if self._wants_thinking and message.get("reasoning_content"):
             message["thinking"] = message.pop("reasoning_content")
-            if message.get("tool_calls"):
-                message["content"] = ""  # the template takes one of them
-        if self._wants_short_ids and "tool_call_id" in message:
-            message["tool_call_id"] = short_id(message["tool_call_id"])
-        if calls := message.get("tool_calls"):
+            if calls:  # the template takes one of them
+                message["thinking"] = join_texts(message["thinking"], message["content"])
+                message["content"] = ""
+        if calls:
             is_silent = self._asks_for_none and not message.get("content")
             if self._shows_calls[None] and (is_silent or not self._shows_calls[""]):
                 message["content"] = None
@@ -206,29 +284,51 @@ class ChatTemplate:
             function["arguments"] = arguments if parsed is None else parsed
         elif not isinstance(arguments, str) and not self._wants_objects:
             function["arguments"] = tojson(arguments)
-        call = {**call, "function": function}
-        return (
-            {**call, "id": short_id(call["id"])} if self._wants_short_ids and "id" in call else call
-        )
+        return {**call, "function": function}
 
     def _probe(self, arguments: Any, content: str | None) -> str | None:
         """Render a conversation with a call that has these arguments; None if the template refuses
         it.
         """
         call = {
-            "id": "probe1234",
+            "id": self._ids.sample,
             "type": "function",
             "function": {"name": "probe", "arguments": arguments},
         }
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         return self._try([{"role": "user", "content": "a"}, message])
 
-    def _try(self, messages: list[dict[str, Any]]) -> str | None:
+    def _show_history(self, messages: list[dict[str, Any]]) -> str | None:
+        """Render a conversation with calls without arguments, with their names if possible; None if
+        the template refuses it.
+        """
+        best = None
+        for content, arguments in product(("", None), ({}, "{}")):
+            changed = copy.deepcopy(messages)
+            for message in changed:
+                for call in message.get("tool_calls", ()):
+                    message["content"] = content
+                    call["function"]["arguments"] = arguments
+            text = self._try(changed)
+            if text is not None and "probename" in text:
+                return text
+            best = best or text
+        return best
+
+    def _try(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str | None:
         """Render ``messages``; None if the template refuses them."""
-        try:
-            return self._template.render(messages=messages, **self._vocabulary.special_texts)
-        except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
-            return None
+        alternatives: tuple[list[dict[str, Any]] | None, ...] = (tools,) if tools else (None, [])
+        for declared in alternatives:
+            try:
+                return self._generate(messages, declared, variables, MAX_PROBE_LENGTH)
+            except BadRequest:
+                continue
+        return None
 
 
 def parse_object(arguments: str) -> dict[str, Any] | None:
@@ -243,13 +343,6 @@ def parse_object(arguments: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def short_id(name: str) -> str:
-    """Return nine letters and digits for the id of a call: the id itself if it has that form, else
-    a checksum.
-    """
-    return name if re.fullmatch(r"[a-zA-Z0-9]{9}", name) else f"{zlib.crc32(name.encode()):09x}"
 
 
 def prepare(texts: dict[str, Any]) -> Work:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cllm.text.chat_template import parse_object
 from cllm.text.model_family import Calls
+from cllm.text.turns import count_systems
 
 PLACE = re.compile(r"\$(\w+)")
 INTRODUCTION = """You can call functions. These are declared:
@@ -39,7 +40,8 @@ def declare_tools(
     introduction = INTRODUCTION.format(declarations=declarations, example=example)
     at = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if at is None:
-        return [{"role": "user", "content": introduction}, *messages]
+        at = count_systems(messages)
+        return [*messages[:at], {"role": "user", "content": introduction}, *messages[at:]]
     first = {**messages[at], "content": f"{introduction}\n\n{messages[at].get('content') or ''}"}
     return [*messages[:at], first, *messages[at + 1 :]]
 

@@ -236,8 +236,9 @@ def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[d
 
 def place_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     role, content = item["role"], "".join(part["text"] for part in item["content"])
-    if role in ("system", "developer") and len(messages) == 1 and messages[0]["role"] == "system":
-        messages[0]["content"].append(content)  # many templates accept only one system message
+    role = "system" if role == "developer" else role
+    if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"].append(content)
     elif role == "system" and not messages:
         messages.append({"role": role, "content": [content]})
     elif role == "assistant":

@@ -1,0 +1,144 @@
+"""Give calls the ids that a chat template accepts, or in which it shows their names."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+Messages = list[dict[str, Any]]
+MakeId = Callable[[str, str, int], str]  # of an id, the function's name, and the call's ordinal
+
+SAMPLES = ("call_0_1", "c", "call_0123456789abcdef01234567", "12345678-90ab-cdef-1234-567890abcdef")
+MAX_KNOWN = 1000  # forms of ids of which is known whether the template accepts them
+
+
+def short_id(key: str, *_: Any) -> str:
+    """Return nine letters and digits for the id of a call: the id itself if it has that form, else
+    a checksum.
+    """
+    return key if re.fullmatch(r"[a-zA-Z0-9]{9}", key) else f"{zlib.crc32(key.encode()):09x}"
+
+
+def numbered_id(length: int, prefix: str, _: str, __: str, ordinal: int) -> str:
+    return f"{prefix}{ordinal % 10**length:0{length}d}"
+
+
+def name_id(_: str, name: str, ordinal: int) -> str:
+    """Return the id of a call as Kimi K2 writes it."""
+    return f"functions.{name}:{ordinal}"
+
+
+FORMS: tuple[MakeId, ...] = (
+    short_id,
+    partial(numbered_id, 24, "call_"),
+    *(partial(numbered_id, length, "") for length in (*range(10, 65), *range(8, 0, -1))),
+)
+
+
+def name_results(messages: Messages) -> Messages:
+    """Return ``messages`` with the name of the function in each result of a call."""
+    named: Messages = []
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id", "")] = call["function"]["name"]
+        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        named.append({"name": name, **message} if name else message)
+    return named
+
+
+class CallIds:
+    """The ids of calls that one chat template wants."""
+
+    def __init__(self, show: Callable[[Messages], str | None]) -> None:
+        """``show`` renders messages; it returns None if the template refuses them."""
+        self._show = show
+        self._known: dict[str, bool] = {}
+
+    def adapt(self, messages: Messages) -> Messages:
+        """Return ``messages`` with the ids that the template wants, in calls and their results."""
+        if not (self._make or self._writes_names):
+            return messages
+        adapted: Messages = []
+        new: dict[str, str] = {}
+        ordinal = 0
+        for message in messages:
+            if self._restarts:
+                ordinal = 0
+            if calls := message.get("tool_calls"):
+                for call in calls:
+                    name = call["function"]["name"]
+                    new[call.get("id", "")] = self._new_id(call.get("id", ""), name, ordinal)
+                    ordinal += 1
+                called = [{**call, "id": new[call.get("id", "")]} for call in calls]
+                message = {**message, "tool_calls": called}  # noqa: PLW2901
+            elif "tool_call_id" in message:
+                key = message["tool_call_id"]
+                if key not in new:  # of a call that is not in the conversation
+                    new[key] = self._new_id(key, message.get("name") or "unknown", ordinal)
+                    ordinal += 1
+                message = {**message, "tool_call_id": new[key]}  # noqa: PLW2901
+            adapted.append(message)
+        return adapted
+
+    @property
+    def sample(self) -> str:
+        """An id that the template accepts."""
+        return self._new_id("probe1234", "probe", 0)
+
+    def _new_id(self, key: str, name: str, ordinal: int) -> str:
+        if self._writes_names:
+            return name_id(key, name, ordinal)
+        if self._make is None or self._accepts(key):
+            return key
+        return self._make(key, name, ordinal)
+
+    @cached_property
+    def _make(self) -> MakeId | None:
+        """What makes ids, if the template refuses some."""
+        if all(map(self._accepts, SAMPLES)):
+            return None
+        forms = (form for form in FORMS if self._accepts(form("probe", "probe", 1)))
+        return next(forms, None)
+
+    @cached_property
+    def _writes_names(self) -> bool:
+        """Whether the template shows the ids of calls in place of their names."""
+        own = name_id("", "probename", 0)
+        text, with_own = (self._show(history(key)) or "" for key in ("probe1234", own))
+        shows_ids = "probe1234" in text and own in with_own
+        return shows_ids and ("probename" not in text or self._restarts)
+
+    @cached_property
+    def _restarts(self) -> bool:
+        """Whether the template writes such ids itself, and counts the calls of each message anew;
+        then results must name them.
+        """
+        own = name_id("", "probename", 0)
+        text = self._show(history("probe1234", "probe5678")) or ""
+        return text.count(own) == 2
+
+    def _accepts(self, key: str) -> bool:
+        """Return whether the template accepts ids like ``key``: of its prefix and length."""
+        prefix, mark, rest = key.rpartition("_")
+        like = prefix + mark + re.sub("[a-zA-Z0-9]", "a", rest)
+        if like not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            is_plain = re.fullmatch(r"[\w.:-]+", like) is not None
+            self._known[like] = is_plain and self._show(history(like)) is not None
+        return self._known[like]
+
+
+def history(*keys: str) -> Messages:
+    """Return a conversation with a call and its result for each of the ids ``keys``."""
+    messages: Messages = [{"role": "user", "content": "a"}]
+    for key in keys:
+        function = {"name": "probename", "arguments": {}}
+        call = {"id": key, "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": key, "content": "b", "name": "probetool"})
+    return messages

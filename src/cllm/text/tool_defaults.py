@@ -1,0 +1,85 @@
+"""Declare tools to chat templates that fail where a description or a type is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+Schema = dict[str, Any]
+MAX_DEPTH = 64
+TYPES = ((bool, "boolean"), (int, "integer"), (float, "number"), (list, "array"), (dict, "object"))
+
+
+def list_declarations(tools: list[Schema]) -> Iterator[list[Schema] | None]:
+    """Yield ``tools``, and then with more and more of what they lack.
+
+    In the last ones the parameters' schema is part of the description.
+    """
+    yield tools or None
+    if not tools:  # some templates loop over them
+        yield tools
+    elif all(isinstance(tool.get("function"), dict) for tool in tools):
+        for declare in (with_description, with_types, with_schema_as_text):
+            yield [{**tool, "function": declare(tool["function"])} for tool in tools]
+
+
+def with_description(function: Schema) -> Schema:
+    empty = {"type": "object", "properties": {}}
+    given = {key: value for key, value in function.items() if value is not None}
+    return {"description": "", **given, "parameters": empty | (given.get("parameters") or {})}
+
+
+def with_types(function: Schema) -> Schema:
+    described = with_description(function)
+    return {**described, "parameters": complete(described["parameters"], 0)}
+
+
+def with_schema_as_text(function: Schema) -> Schema:
+    described = with_description(function)
+    schema = json.dumps(described["parameters"], ensure_ascii=False)
+    text = f"{described['description']}\nParameters: {schema}".strip()
+    return {**described, "description": text, "parameters": {"type": "object", "properties": {}}}
+
+
+def complete(schema: Any, depth: int) -> Schema:
+    """Return ``schema`` with one type and a description at each place, and defaults as text."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return {"type": "string", "description": ""}
+    kind = type_of(schema)
+    whole = {"description": "", **schema, "type": kind}
+    if kind == "object":
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        whole["properties"] = {
+            name: complete(value, depth + 1) for name, value in properties.items()
+        }
+        whole["required"] = list(schema.get("required") or [])
+    if kind == "array":
+        whole["items"] = complete(schema.get("items"), depth + 1)
+    if "enum" in schema:
+        whole["enum"] = [as_text(value) for value in schema["enum"] or []]
+        if not whole["enum"]:
+            del whole["enum"]
+    if "default" in schema:
+        whole["default"] = as_text(schema["default"])
+    return whole
+
+
+def type_of(schema: Schema) -> str:
+    """Return the first type that a value of ``schema`` may have, other than null."""
+    kind = schema.get("type")
+    kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
+    named = [kind for kind in kinds if isinstance(kind, str) and kind != "null"]
+    if named:
+        return named[0]
+    for key, implied in (("properties", "object"), ("items", "array")):
+        if key in schema:
+            return implied
+    values = [*(schema.get("enum") or []), schema.get("const"), schema.get("default")]
+    first = next((value for value in values if value is not None), "")
+    return next((name for python, name in TYPES if isinstance(first, python)), "string")
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
