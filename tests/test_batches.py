@@ -27,6 +27,7 @@ from cllm.store.files import new_file
 from cllm.store.store import Store
 
 FOREVER = "no answer"
+ENDPOINT = "/squares"
 
 
 class Squares:
@@ -77,7 +78,7 @@ class Server:
         service = SimpleNamespace(engine=self.engine)
         self.model = ServedModel(name="squares", aliases=["*"], service=service)
         self.store = Store(folder, 100, max_bytes)
-        self.batches = Batches(self.store, Registry([self.model]), lines, 2)
+        self.batches = Batches(self.store, Registry([self.model]), {ENDPOINT: lines}, 2)
 
     async def begin(self, requests, batch_id="batch_1", **more):
         content = json.dumps(requests).encode()
@@ -88,7 +89,7 @@ class Server:
         record = BatchRecord(
             id=batch_id,
             account="o",
-            endpoint="/squares",
+            endpoint=ENDPOINT,
             input_file_id=file.id,
             completion_window="24h",
             created_at=1,
@@ -99,7 +100,7 @@ class Server:
     async def until(self, is_so, batch_id="batch_1"):
         """Return the batch when ``is_so(batch)`` is true."""
         async with asyncio.timeout(60):
-            while not is_so(record := await self.batches.get(batch_id, OWN)):  # noqa: ASYNC110
+            while not is_so(record := await self.batches.get(batch_id, OWN, [ENDPOINT])):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return record
 
@@ -153,7 +154,7 @@ def test_all_requests_of_a_batch_are_answered(tmp_path):
         )
         assert record.usage == {"output": 7}
         assert [*record.times] == ["in_progress", "finalizing", "completed"]
-        assert await server.batches.of_account(OWN) == [record]
+        assert await server.batches.of_account(OWN, [ENDPOINT]) == [record]
 
     run(tmp_path, test)
 
@@ -221,7 +222,7 @@ def test_lines_that_wait_for_limits_leave_room_for_others(tmp_path):
         await server.begin(NUMBERS, "batch_2")
         record = await server.until(lambda record: record.has_ended, "batch_2")
         assert record.completed == 7
-        assert not (await server.batches.get("batch_1", OWN)).has_ended
+        assert not (await server.batches.get("batch_1", OWN, [ENDPOINT])).has_ended
 
     run(tmp_path, test, lines)
 
@@ -303,7 +304,7 @@ def test_batch_cancelled_before_validation_is_validated_at_the_next_start(tmp_pa
     async def first(server):
         server.batches._start = lambda _: None  # the server is killed before it validates
         await server.begin(requests)
-        record = await server.batches.get("batch_1", OWN)
+        record = await server.batches.get("batch_1", OWN, [ENDPOINT])
         assert record.status == "validating"
         record = msgspec.structs.replace(record, status="cancelling")
         await server.store.run(server.store.batches.save, record)
@@ -371,7 +372,7 @@ def test_batch_waits_while_the_disk_is_full(tmp_path, monkeypatch):
         await server.begin(NUMBERS)
         await server.until(lambda record: record.status == "in_progress")
         await asyncio.sleep(0.2)
-        assert (await server.batches.get("batch_1", OWN)).completed == 0
+        assert (await server.batches.get("batch_1", OWN, [ENDPOINT])).completed == 0
         full[0] = False
         record = await server.ended()
         assert server.contents(record)[0] == {str(i): i * i for i in range(7)}
@@ -458,7 +459,7 @@ def test_batch_that_cannot_be_finished_continues_at_the_next_start(tmp_path, mon
         (task,) = server.batches._running.values()
         await task
         assert server.batches._unfinished == {}
-        assert not (await server.batches.get("batch_1", OWN)).has_ended
+        assert not (await server.batches.get("batch_1", OWN, [ENDPOINT])).has_ended
 
     async def second(server):
         record = await server.ended()
@@ -487,7 +488,7 @@ def test_batch_that_is_expiring_cannot_be_cancelled(tmp_path):
 
         server.store.batches.finish = finish_and_wait
         await server.begin(NUMBERS, expires_at=int(time.time()) + 2)
-        record = await server.batches.get("batch_1", OWN)
+        record = await server.batches.get("batch_1", OWN, [ENDPOINT])
         assert await asyncio.to_thread(has_finished.wait, 60)
         assert record.status == "in_progress"
         asyncio.get_running_loop().call_later(0.1, go_on.set)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ from cllm.errors import (
 from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
 from cllm.served_model import ServedModel
-from cllm.store.batches import FINAL, BatchRecord, Status
+from cllm.store.batches import FINAL, BatchRecord, Status, no_batch
 from cllm.store.files import new_id
 from cllm.store.store import Store
 
@@ -94,8 +94,13 @@ class Batches:
     """
 
     def __init__(
-        self, store: Store, registry: Registry, lines: Lines, max_lines_at_once: int
+        self,
+        store: Store,
+        registry: Registry,
+        lines: Mapping[str, Lines],
+        max_lines_at_once: int,
     ) -> None:
+        """``lines``: by endpoint."""
         self.store = store
         self._registry = registry
         self._lines = lines
@@ -150,20 +155,23 @@ class Batches:
         await self.store.run(self.store.batches.add, record, account)
         self._start(record)
 
-    async def get(self, batch_id: str, account: Account) -> BatchRecord:
+    async def get(self, batch_id: str, account: Account, endpoints: Collection[str]) -> BatchRecord:
         """Return a batch.
 
-        Raises BadRequest (404) if it does not exist or belongs to another account.
+        Raises BadRequest (404) if it does not exist, belongs to another account or has none of the
+        ``endpoints``, which are those of a dialect.
         """
         unfinished = self._unfinished.copy()
         record = await self.store.run(self.store.batches.get, batch_id, account)
+        if record.endpoint not in endpoints:
+            raise no_batch(batch_id)
         return newest(record, unfinished)
 
-    async def of_account(self, account: Account) -> list[BatchRecord]:
-        """Return the batches of ``account``, newest first."""
+    async def of_account(self, account: Account, endpoints: Collection[str]) -> list[BatchRecord]:
+        """Return the batches of ``account`` with one of the ``endpoints``, newest first."""
         unfinished = self._unfinished.copy()
         records = await self.store.run(self.store.batches.of_account, account)
-        return [newest(record, unfinished) for record in records]
+        return [newest(one, unfinished) for one in records if one.endpoint in endpoints]
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
         """End a batch with the answers that it has, and return its newest record.
@@ -226,7 +234,7 @@ class Batches:
     async def _validate(self, record: BatchRecord) -> None:
         path = self.store.files.path(record.input_file_id)
         record.total, record.errors = await asyncio.to_thread(
-            self._lines.check, path, record.endpoint
+            self._lines[record.endpoint].check, path, record.endpoint
         )
         if record.errors:
             await self._save_status(record, "failed")
@@ -300,7 +308,7 @@ class Batches:
 
     async def _requests(self, record: BatchRecord) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the ids and the bodies of the requests of a batch."""
-        requests = self._lines.read(self.store.files.path(record.input_file_id))
+        requests = self._lines[record.endpoint].read(self.store.files.path(record.input_file_id))
         while (request := await asyncio.to_thread(next, requests, None)) is not None:
             yield request
 
@@ -311,7 +319,7 @@ class Batches:
         """
         answers = self.store.batches.answers(record.id)
         completed, failed, record.usage = await self._on_disk(
-            answers.read_answered, self._lines.identify
+            answers.read_answered, self._lines[record.endpoint].identify
         )
         record.completed, record.failed = len(completed), len(failed)
         return completed | failed
@@ -333,18 +341,18 @@ class Batches:
         self, record: BatchRecord, request_id: str, body: Any, model: ServedModel, slot: Slot
     ) -> tuple[bytes, bool]:
         """Return the answer to a request, and whether it has succeeded."""
-        tries = 0
+        lines, tries = self._lines[record.endpoint], 0
         while True:
             while model.is_starting or self._registry.draining:  # noqa: ASYNC110  # too rare to be worth an event
                 await asyncio.sleep(PAUSE)
             try:
-                return await self._lines.answer(record, request_id, body, model), True
+                return await lines.answer(record, request_id, body, model), True
             except QueueFull as error:
                 await asyncio.sleep(error.retry_after)
             except (RateLimited, Unauthorized) as error:
                 pause = seconds_to_wait(error)
                 if pause is None:
-                    return self._lines.fault(request_id, error), False
+                    return lines.fault(request_id, error), False
                 slot.give_back()  # to batches of other accounts
                 await asyncio.sleep(pause)
                 await slot.take()
@@ -355,7 +363,7 @@ class Batches:
                 if not again or tries == TRIES:
                     if not isinstance(error, CLLMError):
                         log.exception("a line of the batch %s failed", record.id)
-                    return self._lines.fault(request_id, error), False
+                    return lines.fault(request_id, error), False
                 await asyncio.sleep(getattr(error, "retry_after", PAUSE))
 
     async def _finish(self, record: BatchRecord) -> None:
@@ -388,7 +396,7 @@ class Batches:
         async for request_id, _ in self._requests(record):
             if request_id not in answered:
                 code, message = f"batch_{record.ending}", MISSING[record.ending]
-                line = self._lines.unanswered(request_id, code, message)
+                line = self._lines[record.endpoint].unanswered(request_id, code, message)
                 self.store.room.take(len(line), check=False)
                 answers.add(line, succeeded=False)
                 num_missing += 1
@@ -396,6 +404,7 @@ class Batches:
                     await self._on_disk(answers.flush)
         await self._on_disk(answers.flush)
         record.failed += num_missing
+        record.missing = num_missing
 
 
 class Slot:

@@ -397,7 +397,7 @@ class Storage(Section):
     )
     folder: Text | None = Field(
         default="~/.local/state/cllm",
-        description="Folder for /v1/files and /v1/batches; null disables both.",
+        description="Folder for /v1/files and stored batches; null disables both.",
     )
     max_files: int = Field(default=1000, ge=1, le=1_000_000, description="Largest number of files.")
     max_files_mb: int = Field(

@@ -261,7 +261,8 @@ def test_other_invalid_requests_have_the_dialects_form(fake_server):
     )
     check_anthropic(client.get("/v1/messages"), 405, "invalid_request_error")
     check_ollama(client.get("/api/chat"), 405)
-    check_anthropic(client.post("/v1/messages/batches", json={}), 404, "not_found_error")
+    check_anthropic(client.post("/v1/messages/batches", json={}), 400, "invalid_request_error")
+    check_anthropic(client.get("/v1/messages/batches/x/y"), 404, "not_found_error")
     check_anthropic(
         client.get("/v1/nope", headers={"anthropic-version": "2023-06-01"}), 404, "not_found_error"
     )

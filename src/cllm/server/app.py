@@ -6,12 +6,16 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from cllm import __version__
+from cllm.batches import Lines
 from cllm.config import Settings
 from cllm.registry import Registry
 from cllm.server import errors, openapi, page, paths
 from cllm.server.access import Access
+from cllm.server.anthropic import batches as message_batches
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
+from cllm.server.anthropic.batch_lines import ENDPOINT, MessageLines
+from cllm.server.batches import make_batches
 from cllm.server.native import benchmark, faults, rerank, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
@@ -28,11 +32,13 @@ from cllm.server.openai import (
     tokens,
 )
 from cllm.server.openai import routes as openai
+from cllm.server.openai.batch_lines import ENDPOINTS, OpenAILines
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
 
 ROUTERS = (
     anthropic.router,  # first, because it matches only requests in its own dialect
+    message_batches.router,
     openai.router,
     completions.router,
     embeddings.router,
@@ -93,7 +99,10 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     )
     app.state.created = CreatedModels(None)
     app.state.skipped = set()  # types of skipped parts that have been logged
-    app.state.batches = batches.make(app, settings)
+    openai_lines = OpenAILines(app.state, settings.server.max_body_mb * 1_000_000)
+    lines: dict[str, Lines] = dict.fromkeys(ENDPOINTS, openai_lines)
+    lines[ENDPOINT] = MessageLines(app.state)
+    app.state.batches = make_batches(registry, settings, lines)
     errors.install(app, answer_fault)
     for router in ROUTERS:
         app.include_router(router)

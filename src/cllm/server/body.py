@@ -262,14 +262,15 @@ def check_encoding(request: Request) -> None:
             raise BadRequest(message, code="unsupported_media_type", status=415)
 
 
-async def read_bytes(request: Request) -> bytes:
+async def read_bytes(request: Request, max_mb: int | None = None) -> bytes:
     """Return the body, without a byte order mark.
 
-    One over the server's limit is rejected as soon as that is known, and not read to its end.
-    Raises EngineError for a large one while too many bytes of others are being received.
+    One over ``max_mb``, by default the server's limit, is rejected as soon as that is known, and
+    not read to its end. Raises EngineError for a large one while too many bytes of others are being
+    received.
     """
     check_encoding(request)
-    limit = request.app.state.settings.server.max_body_mb * 1_000_000
+    limit = (max_mb or request.app.state.settings.server.max_body_mb) * 1_000_000
     too_large = BadRequest(
         f"The body is larger than {limit} bytes.", code="request_too_large", status=413
     )

@@ -39,6 +39,7 @@ MAX_RECORDS = 1000  # beyond that, the oldest batches that have ended are delete
 
 class BatchRecord(msgspec.Struct):
     """account: the name of the account that it belongs to. output_expires_after: in seconds.
+    output_purpose: of its output files. missing: the failed requests that were not computed.
     ending: the status that the batch will have once its files are complete. times: Unix times by
     status. usage: numbers of tokens by kind, as last counted.
     """
@@ -53,11 +54,13 @@ class BatchRecord(msgspec.Struct):
     expires_at: int
     metadata: dict[str, str] | None = None
     output_expires_after: int | None = None
+    output_purpose: str = "batch_output"
     status: Status = "validating"
     ending: Status | Literal[""] = ""
     total: int = 0
     completed: int = 0
     failed: int = 0
+    missing: int = 0
     errors: list[dict[str, Any]] = []
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -93,7 +96,7 @@ class BatchStore:
         Returns the ids of the files that batches name. Damaged records name files too.
         """
         records = dict(self._database.rows("SELECT id, CAST(record AS BLOB) FROM batches"))
-        for pattern in ("batch_*.output", "batch_*.errors"):
+        for pattern in ("*batch_*.output", "*batch_*.errors"):
             for path in self._folder.glob(pattern):
                 if path.stem in records:
                     self._room.take(path.stat().st_size, check=False)
@@ -166,14 +169,24 @@ class BatchStore:
             self._files.move_in(part, file_id)
             if (content := self._files.path(file_id)).exists():
                 name, size = f"{record.id}{part.suffix}.jsonl", content.stat().st_size
-                expires_after = record.output_expires_after
-                files.append(
-                    new_file(record.account, name, "batch_output", size, expires_after, file_id)
-                )
+                purpose, expires_after = record.output_purpose, record.output_expires_after
+                files.append(new_file(record.account, name, purpose, size, expires_after, file_id))
         with self._database.transaction() as connection:
             num_new = sum(insert_file(connection, file) for file in files)
             insert_batch(connection, record)
         self._room.take(0, num_new, check=False)  # their bytes were taken as answers
+
+    def delete(self, record: BatchRecord, account: Account) -> None:
+        """Delete a batch that has ended, with its files. Raises BadRequest (507)."""
+        for file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
+            if file_id is not None and self._files.exists(file_id, account):
+                self._files.delete(file_id, account)
+        try:
+            with self._database.transaction() as connection:
+                connection.execute("DELETE FROM batches WHERE id = ?", (record.id,))
+        except OSError as error:
+            raise disk_fault(error) from None
+        self._delete_answers(record.id)
 
     def get(self, batch_id: str, account: Account) -> BatchRecord:
         """Return a batch.
@@ -183,8 +196,7 @@ class BatchStore:
         query = "SELECT id, record FROM batches WHERE id = ? AND account = ?"
         found = self._select(query, batch_id, account.name)
         if not found:
-            message = f"There is no batch {batch_id[:100]!r}."
-            raise BadRequest(message, param="batch_id", code="batch_not_found", status=404)
+            raise no_batch(batch_id)
         return found[0]
 
     def of_account(self, account: Account) -> list[BatchRecord]:
@@ -213,6 +225,11 @@ class BatchStore:
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the record of %s cannot be read: %s", batch_id, error)
         return records
+
+
+def no_batch(batch_id: str) -> BadRequest:
+    message = f"There is no batch {batch_id[:100]!r}."
+    return BadRequest(message, param="batch_id", code="batch_not_found", status=404)
 
 
 def insert_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:

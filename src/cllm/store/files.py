@@ -168,6 +168,10 @@ class FileStore:
             raise no_file(file_id, param)
         return found[0]
 
+    def exists(self, file_id: str, account: Account) -> bool:
+        query = "SELECT * FROM files WHERE id = ? AND account = ?"
+        return bool(self._find(query, file_id, account.name))
+
     def open(self, file_id: str, account: Account) -> tuple[StoredFile, BinaryIO]:
         """Return a file and its content. Raises what ``get`` raises."""
         file = self.get(file_id, account)

@@ -67,3 +67,40 @@ class TokenCount(ResponseModel):
     model_config = example(input_tokens=18)
 
     input_tokens: int
+
+
+class MessageBatchCounts(ResponseModel):
+    """The requests by their state, while the batch is computed too. They add up to all."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(ResponseModel):
+    """Times are in RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: str | None
+    results_url: str | None
+
+
+class MessageBatchList(ResponseModel):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class DeletedBatch(ResponseModel):
+    id: str
+    type: Literal["message_batch_deleted"]

@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.requests import Request
 
-from cllm.batches import Batches
-from cllm.config import Settings
+from cllm.server.batches import open_batches
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
-from cllm.server.openai.batch_lines import Endpoint, OpenAILines
-from cllm.server.openai.files import ExpiresAfter, open_batches
+from cllm.server.openai.batch_lines import ENDPOINTS, Endpoint
+from cllm.server.openai.files import ExpiresAfter
 from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
 from cllm.server.resolve import check_route, model_for
 from cllm.store.batches import STATUSES, BatchRecord
-from cllm.store.store import Store
 
 router = APIRouter(prefix="/v1/batches", tags=["OpenAI"])
 
@@ -47,19 +44,6 @@ class BatchBody(Body):
     ]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-
-
-def make(app: FastAPI, settings: Settings) -> Batches | None:
-    """Return the batches and files of an application; None if its settings have no folder for
-    them.
-    """
-    storage = settings.storage
-    if storage.folder is None:
-        return None
-    folder = Path(storage.folder).expanduser()
-    store = Store(folder, storage.max_files, storage.max_files_mb * 1_000_000)
-    lines = OpenAILines(app.state, settings.server.max_body_mb * 1_000_000)
-    return Batches(store, app.state.registry, lines, settings.scheduler.max_num_seqs)
 
 
 @router.post("", openapi_extra=describe_route(BatchBody, BatchObject))
@@ -99,7 +83,7 @@ async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
     """List the batches of this API key, newest first."""
-    records = await (await open_batches(request)).of_account(call_of(request).account())
+    records = await (await open_batches(request)).of_account(call_of(request).account(), ENDPOINTS)
     return page([batch_object(record) for record in records], after, limit)
 
 
@@ -107,7 +91,7 @@ async def list_batches(
 async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
     """Return the progress of a batch, and the ids of its output files once it has ended."""
     return batch_object(
-        await (await open_batches(request)).get(batch_id, call_of(request).account())
+        await (await open_batches(request)).get(batch_id, call_of(request).account(), ENDPOINTS)
     )
 
 
@@ -115,7 +99,7 @@ async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
 async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
     """Cancel a batch. It keeps the answers that it has so far."""
     batches = await open_batches(request)
-    record = await batches.get(batch_id, call_of(request).account())
+    record = await batches.get(batch_id, call_of(request).account(), ENDPOINTS)
     return batch_object(await batches.cancel(record))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from fastapi import APIRouter, Query
@@ -14,8 +12,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from cllm.batches import Batches
 from cllm.errors import BadRequest
+from cllm.server.batches import chunks, open_batches, store_file
 from cllm.server.body import (
     Body,
     check_encoding,
@@ -28,15 +26,14 @@ from cllm.server.body import (
 from cllm.server.call import call_of
 from cllm.server.openai.paging import page
 from cllm.server.openai.stored_answers import Deleted, FileList, FileObject
-from cllm.store.files import StoredFile, new_file
-from cllm.store.store import Store
+from cllm.store.files import StoredFile, new_file, no_file
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 
-CHUNK = 1 << 20
 MAX_OTHER_BYTES = 65_536  # of an upload, for its other fields and the separators
 MAX_FIELDS = 10
 MAX_NAME = 1024  # characters
+PURPOSES = ("batch", "batch_output")  # of this dialect's files
 
 
 class ExpiresAfter(Body):
@@ -95,17 +92,6 @@ async def upload(request: Request) -> dict[str, Any]:
     return file_object(file)
 
 
-async def store_file(store: Store, file: StoredFile, content: BinaryIO) -> None:
-    """Write a file to disk. Raises BadRequest if there is no room, or the disk fails."""
-    store.room.take(file.bytes, 1)
-    try:
-        await asyncio.to_thread(store.files.write, file, content)
-        await store.run(store.files.add, file)
-    except BaseException:
-        store.room.give_back(file.bytes, 1)
-        raise
-
-
 @router.get("", openapi_extra=describe_route(answer=FileList))
 async def list_files(
     request: Request,
@@ -117,20 +103,21 @@ async def list_files(
     """List the files of this API key, newest first."""
     store = (await open_batches(request)).store
     files = await store.run(store.files.of_account, call_of(request).account())
-    objects = [file_object(file) for file in files if purpose in (None, file.purpose)]
+    own = [file for file in files if file.purpose in PURPOSES]
+    objects = [file_object(file) for file in own if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)
 
 
 @router.get("/{file_id}", openapi_extra=describe_route(answer=FileObject))
 async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
     """Return the description of a file."""
-    store = (await open_batches(request)).store
-    return file_object(await store.run(store.files.get, file_id, call_of(request).account()))
+    return file_object(await find(request, file_id))
 
 
 @router.get("/{file_id}/content", openapi_extra=describe_route(stream="application/octet-stream"))
 async def content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
+    await find(request, file_id)
     store = (await open_batches(request)).store
     file, content = await store.run(store.files.open, file_id, call_of(request).account())
     headers = {"content-length": str(file.bytes)}
@@ -142,31 +129,19 @@ async def content(request: Request, file_id: str) -> Response:
 @router.delete("/{file_id}", openapi_extra=describe_route(answer=Deleted))
 async def delete(request: Request, file_id: str) -> dict[str, Any]:
     """Delete a file, unless a batch still reads it."""
+    await find(request, file_id)
     store = (await open_batches(request)).store
     await store.run(store.files.delete, file_id, call_of(request).account())
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def open_batches(request: Request) -> Batches:
-    """Return the batches, with their store open.
-
-    Raises BadRequest if the settings have no folder (404), or if it cannot be opened (503).
-    """
-    batches: Batches | None = request.app.state.batches
-    if batches is None:
-        raise BadRequest(
-            "Files and batches are disabled on this server (storage.folder).",
-            code="storage_off",
-            status=404,
-        )
-    await batches.open()
-    return batches
-
-
-def chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while data := file.read(CHUNK):
-            yield data
+async def find(request: Request, file_id: str) -> StoredFile:
+    """Return a file. Raises BadRequest (404), also for one of another dialect."""
+    store = (await open_batches(request)).store
+    file = await store.run(store.files.get, file_id, call_of(request).account())
+    if file.purpose not in PURPOSES:
+        raise no_file(file_id, "file_id")
+    return file
 
 
 def fields_of(form: FormData) -> dict[str, Any]:

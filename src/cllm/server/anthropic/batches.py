@@ -1,0 +1,261 @@
+"""/v1/messages/batches: computes many messages with the lowest priority."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from cllm.batches import Batches
+from cllm.errors import BadRequest
+from cllm.server.anthropic.answers import DeletedBatch, Error, MessageBatch, MessageBatchList
+from cllm.server.anthropic.batch_lines import (
+    CUSTOM_ID,
+    ENDPOINT,
+    MAX_REQUESTS,
+    BatchRequest,
+    read_requests,
+    write_requests,
+)
+from cllm.server.anthropic.routes import check_version
+from cllm.server.batches import chunks, open_batches, store_file
+from cllm.server.body import Body, check_type, describe_route, example, read_bytes
+from cllm.server.call import call_of
+from cllm.server.off_loop import admit, off_loop
+from cllm.server.resolve import check_route, model_for
+from cllm.store.batches import BatchRecord
+from cllm.store.files import new_file
+
+router = APIRouter(prefix="/v1/messages/batches", tags=["Anthropic"])
+
+ENDPOINTS = (ENDPOINT,)
+WINDOW = 24 * 3600  # seconds until requests without a result expire
+KEPT = 29 * 24 * 3600  # seconds for which the results can be read
+PURPOSE = "message_batch"  # of their files, which /v1/files does not have
+
+
+EXAMPLE = {
+    "model": "cllm-builtin",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "What is 27 plus 45?"}],
+}
+
+
+class RequestBody(Body):
+    custom_id: Annotated[str, Field(pattern=f"^{CUSTOM_ID.pattern}$")]
+    params: dict[str, Any] = Field(description="The body of POST /v1/messages, without stream.")
+
+
+class BatchBody(Body):
+    model_config = example(requests=[{"custom_id": "a", "params": EXAMPLE}])
+
+    requests: Annotated[list[RequestBody], Field(min_length=1, max_length=MAX_REQUESTS)]
+
+
+@router.post("", openapi_extra=describe_route(BatchBody, MessageBatch, error=Error))
+async def create(request: Request) -> dict[str, Any]:
+    """Compute all requests, with the lowest priority.
+
+    Each gets a result, in any order; one that is not valid gets an error as its result. A batch
+    continues after a crash or a restart, and expires after 24 hours. Batches are visible only with
+    the API key that created them.
+    """
+    check_version(request)
+    batches = await open_batches(request)
+    check_type(request.headers.get("content-type", ""))
+    data = await read_bytes(request, request.app.state.settings.storage.max_file_mb)
+    call = call_of(request)
+    account, now = call.account(), int(time.time())
+    check_route(account, ENDPOINT)
+    admit(call, len(data))
+    requests = await off_loop(call, lambda: read_requests(data))
+    content = await off_loop(call, lambda: write_requests(requests))
+    batch_id = f"msgbatch_{secrets.token_hex(12)}"
+    file = new_file(account.name, f"{batch_id}.jsonl", PURPOSE, len(content), KEPT)
+    record = BatchRecord(
+        id=batch_id,
+        account=account.name,
+        model=model_of(request, requests[0]),
+        endpoint=ENDPOINT,
+        input_file_id=file.id,
+        completion_window="24h",
+        created_at=now,
+        expires_at=now + WINDOW,
+        output_expires_after=KEPT,
+        output_purpose=PURPOSE,
+        total=len(requests),
+    )
+    await store_file(batches.store, file, io.BytesIO(content))
+    try:
+        await batches.create(record, account)
+    except BaseException:
+        await batches.store.run(batches.store.files.delete, file.id, account)
+        raise
+    return batch_object(request, record)
+
+
+class Model(msgspec.Struct):
+    model: str
+
+
+def model_of(request: Request, first: BatchRequest) -> str:
+    """Return the name of the model for which a batch waits after a restart: that of its first
+    request, or else the default one.
+    """
+    try:
+        return model_for(request, msgspec.json.decode(first.params, type=Model).model).name
+    except (msgspec.DecodeError, BadRequest):
+        return model_for(request).name
+
+
+@router.get("", openapi_extra=describe_route(answer=MessageBatchList, error=Error))
+async def list_batches(
+    request: Request,
+    before_id: str | None = None,
+    after_id: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+) -> dict[str, Any]:
+    """List the batches of this API key, newest first."""
+    check_version(request)
+    batches = await open_batches(request)
+    records = await batches.of_account(call_of(request).account(), ENDPOINTS)
+    ids = [record.id for record in records]
+    if before_id:
+        end = place_of(before_id, ids, "before_id")
+        begin = max(0, end - limit)
+        has_more = begin > 0
+    else:
+        begin = place_of(after_id, ids, "after_id") + 1 if after_id else 0
+        end = min(begin + limit, len(ids))
+        has_more = end < len(ids)
+    found = records[begin:end]
+    return {
+        "data": [batch_object(request, record) for record in found],
+        "has_more": has_more,
+        "first_id": found[0].id if found else None,
+        "last_id": found[-1].id if found else None,
+    }
+
+
+@router.get("/{batch_id}", openapi_extra=describe_route(answer=MessageBatch, error=Error))
+async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
+    """Return the progress of a batch, and where its results are once it has ended."""
+    _, record = await find(request, batch_id)
+    return batch_object(request, record)
+
+
+@router.get(
+    "/{batch_id}/results", openapi_extra=describe_route(stream="application/x-jsonl", error=Error)
+)
+async def results(request: Request, batch_id: str) -> Response:
+    """Return the results of a batch that has ended, one line of JSON for each request."""
+    batches, record = await find(request, batch_id)
+    if not record.has_ended:
+        message = f"The batch {record.id} has not ended, so it has no results yet."
+        raise BadRequest(message, param="batch_id", code="invalid_status")
+    if is_archived(record):
+        message = f"The results of the batch {record.id} are no longer available."
+        raise BadRequest(message, param="batch_id", code="file_not_found", status=404)
+    account, files = call_of(request).account(), batches.store.files
+    found = [
+        await batches.store.run(files.open, file_id, account) for file_id in result_files(record)
+    ]
+    headers = {"content-length": str(sum(file.bytes for file, _ in found))}
+    contents = [content for _, content in found]
+    return StreamingResponse(chunks_of(contents), headers=headers, media_type="application/x-jsonl")
+
+
+@router.post("/{batch_id}/cancel", openapi_extra=describe_route(answer=MessageBatch, error=Error))
+async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
+    """Cancel a batch. It keeps the results that it has so far."""
+    batches, record = await find(request, batch_id)
+    return batch_object(request, await batches.cancel(record))
+
+
+@router.delete("/{batch_id}", openapi_extra=describe_route(answer=DeletedBatch, error=Error))
+async def delete(request: Request, batch_id: str) -> dict[str, Any]:
+    """Delete a batch that has ended, with its results."""
+    batches, record = await find(request, batch_id)
+    if not record.has_ended:
+        message = f"The batch {record.id} has not ended; cancel it first, or wait."
+        raise BadRequest(message, param="batch_id", code="invalid_status")
+    await batches.store.run(batches.store.batches.delete, record, call_of(request).account())
+    return {"id": record.id, "type": "message_batch_deleted"}
+
+
+async def find(request: Request, batch_id: str) -> tuple[Batches, BatchRecord]:
+    """Return the batches, and the message batch ``batch_id``. Raises BadRequest (404)."""
+    check_version(request)
+    batches = await open_batches(request)
+    return batches, await batches.get(batch_id, call_of(request).account(), ENDPOINTS)
+
+
+def place_of(batch_id: str, ids: list[str], param: str) -> int:
+    if batch_id not in ids:
+        message = f"Invalid '{param}': {batch_id[:100]!r} is not in this list."
+        raise BadRequest(message, param=param, code="invalid_value")
+    return ids.index(batch_id)
+
+
+def result_files(record: BatchRecord) -> list[str]:
+    return [one for one in (record.output_file_id, record.error_file_id) if one]
+
+
+def chunks_of(contents: list[BinaryIO]) -> Iterator[bytes]:
+    for content in contents:
+        yield from chunks(content)
+
+
+def is_archived(record: BatchRecord) -> bool:
+    return time.time() >= record.created_at + KEPT
+
+
+def batch_object(request: Request, record: BatchRecord) -> dict[str, Any]:
+    """Return a batch as Anthropic's clients see it."""
+    status = "ended" if record.has_ended else "in_progress"
+    cancelled_at = record.times.get("cancelling")
+    if cancelled_at and not record.has_ended:
+        status = "canceling"
+    ended_at = record.times.get(record.status) if record.has_ended else None
+    has_results = record.has_ended and not is_archived(record)
+    url = f"{request.base_url}v1/messages/batches/{record.id}/results"
+    return {
+        "id": record.id,
+        "type": "message_batch",
+        "processing_status": status,
+        "request_counts": count_requests(record),
+        "created_at": format_time(record.created_at),
+        "expires_at": format_time(record.expires_at),
+        "ended_at": format_time(ended_at),
+        "cancel_initiated_at": format_time(cancelled_at),
+        "archived_at": format_time(record.created_at + KEPT) if is_archived(record) else None,
+        "results_url": url if has_results else None,
+    }
+
+
+def count_requests(record: BatchRecord) -> dict[str, int]:
+    """Return the numbers of requests by their state, which add up to all."""
+    left = record.total - record.completed - record.failed
+    lost = left if record.has_ended else 0  # the disk was full
+    return {
+        "processing": left - lost,
+        "succeeded": record.completed,
+        "errored": record.failed - record.missing + lost,
+        "canceled": record.missing if record.ending == "cancelled" else 0,
+        "expired": record.missing if record.ending == "expired" else 0,
+    }
+
+
+def format_time(seconds: int | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
