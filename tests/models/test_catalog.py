@@ -35,6 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
         ("hf:owner/repo", "q8_0", ("owner/repo", "q8_0")),
         ("hf:Owner/Re.po-GGUF:Q4_K_M", None, ("Owner/Re.po-GGUF", "Q4_K_M")),
         ("hf:owner/repo:q4_0", "Q4_0", ("owner/repo", "q4_0")),
+        ("hf:owner/repo:latest", "Q4_0", ("owner/repo", "Q4_0")),
         ("hf.co/owner/repo:Q4_0", None, ("owner/repo", "Q4_0")),
         ("https://huggingface.co/owner/repo/", None, ("owner/repo", None)),
         ("hf:owner/repo:sub/file-Q4_0.gguf", None, ("owner/repo", "sub/file-Q4_0.gguf")),
@@ -151,6 +152,11 @@ FILES = [
         ("F16", ["m-F16.gguf"]),
         ("Q2_K_XL", ["m-UD-Q2_K_XL.gguf"]),
         ("m-q4_0.gguf", ["m-Q4_0.gguf"]),
+        ("fp16", ["m-F16.gguf"]),
+        ("FP16", ["m-F16.gguf"]),
+        ("Q4_0.gguf", ["m-Q4_0.gguf"]),
+        ("latest", ["m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf"]),
+        ("Default", ["m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf"]),
     ],
 )
 def test_choose_files_returns_all_parts_of_the_wanted_model(
@@ -187,3 +193,9 @@ def test_file_with_another_sha256_is_refused(tmp_path):
         check_sha256(tmp_path / "none", right)
     with pytest.raises(StartupError, match="a model in one file"):
         check_sha256(tmp_path / "m-00001-of-00002.gguf", right)
+
+
+@pytest.mark.parametrize("wanted", ["fp16", "F16", "f16", "FP16.gguf"])
+@pytest.mark.parametrize("file", ["m-fp16.gguf", "m.FP16.gguf", "m-fp16-00001-of-00001.gguf"])
+def test_fp16_and_f16_are_the_same(wanted: str, file: str) -> None:
+    assert choose_files("o/r", ["m-bf16.gguf", "m-q8_0.gguf", file], wanted) == [file]

@@ -167,6 +167,8 @@ def _resolve_hub_name(
             f"{name!r} does not name a repository; write hf:owner/repo or hf:owner/repo:Q4_K_M"
         )
     named = match["quantization"]
+    if quantization and named and named.lower() in hub.DEFAULT_TAGS:
+        named = None
     if named and quantization and named.casefold() != quantization.casefold():
         raise StartupError(
             f"{name!r} asks for {named}, but the requested quantization is {quantization}; drop one"

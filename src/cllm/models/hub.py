@@ -38,6 +38,8 @@ QUANTIZATION = re.compile(
 )
 NOT_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[-_.](mmproj|imatrix)[-_.]", re.IGNORECASE)
 SHA256 = re.compile(r"[0-9a-f]{64}")
+DEFAULT_TAGS = ("latest", "default")
+FLOAT = re.compile(r"(?<![a-z0-9])fp(16|32)(?![a-z0-9])")  # another name of F16 and F32
 LINE_EVERY = 10.0  # seconds between two lines if there is no terminal
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
     """Download all parts of ``repo``'s model to the local cache, and return the path of the first
     file.
 
-    quantization: ``Q4_K_M`` and the like in any case, or a file name; None takes the usual one
-    (DEFAULT_ORDER). progress: None draws on stderr. Without a connection, or offline by
+    quantization: ``Q4_K_M`` and the like in any case, or a file name; None and ``latest`` take the
+    usual one (DEFAULT_ORDER). progress: None draws on stderr. Without a connection, or offline by
     HF_HUB_OFFLINE, the cached files are used. Raises StartupError if the repository or the
     quantization does not exist, or if the disk space is not sufficient.
     """
@@ -85,7 +87,7 @@ def choose_files(where: str, files: Iterable[str], quantization: str | None) -> 
         )
     return models[
         _choose_default(models)
-        if quantization is None
+        if quantization is None or quantization.lower() in DEFAULT_TAGS
         else _choose_matching(where, models, quantization)
     ]
 
@@ -333,8 +335,9 @@ def _choose_default(models: Mapping[str, list[str]]) -> str:
 
 def _choose_matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
     lower = wanted.lower()
-    quantizations = {name: (parse_quantization(name) or "").lower() for name in models}
     named = [name for name in models if lower in (name.lower(), Path(name).name.lower())]
+    lower = FLOAT.sub(r"f\1", lower.removesuffix(".gguf"))
+    quantizations = {name: _find_quantization(name) for name in models}
     exact = [name for name, quantization in quantizations.items() if quantization == lower]
     dynamic = [
         name for name, quantization in quantizations.items() if quantization == f"ud-{lower}"
@@ -344,8 +347,16 @@ def _choose_matching(where: str, models: Mapping[str, list[str]], wanted: str) -
         raise StartupError(f"{where} has several files for {wanted}; name one: {', '.join(found)}")
     if found:
         return found[0]
-    there = ", ".join(sorted({parse_quantization(name) or name for name in models}))
+    there = ", ".join(sorted({quantizations[name].upper() or name for name in models}))
     raise StartupError(f"{where} has no {wanted}; it has {there}")
+
+
+def _find_quantization(file: str) -> str:
+    """Return the quantization in a file's name in small letters, f16 for fp16; "" if there is
+    none.
+    """
+    float_type = FLOAT.search(SPLIT.sub("", Path(file).name).lower())
+    return (parse_quantization(file) or (f"f{float_type[1]}" if float_type else "")).lower()
 
 
 @contextlib.contextmanager
