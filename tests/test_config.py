@@ -494,7 +494,6 @@ def test_variable_is_parsed_by_the_type_of_its_option(
     [
         ("CLLM_SERVER_PORT", "x", 'must be a whole number from 0 up to 65535, not "x"'),
         ("CLLM_SERVER_PORT", "tcp://x", 'must be a whole number from 0 up to 65535, not "tcp://x"'),
-        ("CLLM_SERVER_PORT", "", 'must be a whole number from 0 up to 65535, not ""'),
         ("CLLM_SERVER_PORT", "none", 'must be a whole number from 0 up to 65535, not "none"'),
         ("CLLM_SERVER_PORT", "65536", "must be a whole number from 0 up to 65535, not 65536"),
         (
@@ -511,7 +510,6 @@ def test_variable_is_parsed_by_the_type_of_its_option(
         ),
         ("CLLM_BACKEND_LLAMA_CPP_USE_MMAP", "yes", 'must be true or false, not "yes"'),
         ("CLLM_LOG_LEVEL", "LOUD", 'must be debug, info, warning or error, not "LOUD"'),
-        ("CLLM_SCHEDULER_WEIGHTS", "", f'must be a mapping of names, each to {WEIGHT}, not ""'),
         (
             "CLLM_SCHEDULER_WEIGHTS",
             '{"a"',
@@ -706,3 +704,16 @@ def test_faulty_adapter_is_refused(file, text, message) -> None:
     assert refusal(file(f"adapters: {{{text}}}" if ":" in text else "adapters: x")).startswith(
         message
     )
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.key)
+def test_empty_variable_counts_as_unset(option) -> None:
+    loaded = load_settings(None, {option.variable: ""}, {})
+    assert loaded.origins[option.key] == "default"
+    assert value_at(loaded.settings, option.key) == option.default
+
+
+def test_empty_variable_leaves_the_file_its_value(file) -> None:
+    path = file("model: {path: m.gguf}")
+    assert load_settings(path, {"CLLM_MODEL_PATH": ""}, {}).settings.model.path == "m.gguf"
+    assert load_settings(path, {"CLLM_MODEL_PATH": "null"}, {}).settings.model.path is None

@@ -26,6 +26,8 @@ def main() -> None:
     Until its command has been imported, Ctrl-C ends the process immediately.
     """
     open_closed_streams()
+    if os.environ.get("CLLM_URL") == "":  # empty variables count as unset
+        del os.environ["CLLM_URL"]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # background jobs of scripts ignore it
         signal.signal(signal.SIGINT, exit_at_once)
     launched = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from cllm.backends.registry import BACKENDS, import_options
-from cllm.config_file import read_auto, split_names
+from cllm.config_file import read_auto, split_names, strip_brackets
 from cllm.config_options import SECRET, options_of
 from cllm.core.params import PARAMETERS
 
@@ -39,7 +39,7 @@ class Section(BaseModel):
 class Server(Section):
     """The HTTP server."""
 
-    host: Text = Field(
+    host: Annotated[Text, BeforeValidator(strip_brackets)] = Field(
         default="127.0.0.1",
         description="Address to listen on; 0.0.0.0 is reachable from other machines.",
     )

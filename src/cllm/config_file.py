@@ -102,6 +102,12 @@ def read_auto(value: object) -> object:
     return None if str(value).lower() == "auto" else value
 
 
+def strip_brackets(value: object) -> object:
+    """Return an IPv6 address without a URL's brackets; any other value unchanged."""
+    is_bracketed = isinstance(value, str) and re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", value)
+    return str(value)[1:-1] if is_bracketed else value
+
+
 def split_names(value: object) -> object:
     """Split a text at its commas, or read it as JSON if it begins like a list; return any other
     value unchanged.

@@ -205,7 +205,7 @@ def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
 
 def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list[str]]:
     """Return the settings in the environment, and a note for each ignored variable that looks like
-    a setting.
+    a setting. An empty setting counts as unset.
     """
     given = {}
     notes = []
@@ -216,6 +216,8 @@ def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list
             or is_from_kubernetes(variable, environ)
         ):
             continue
+        if variable in VARIABLES and not environ[variable]:
+            continue  # as the templates of containers leave it
         if variable in VARIABLES:
             option = VARIABLES[variable]
             given[option.key] = checked(option, Given(parsed(option, environ[variable]), variable))

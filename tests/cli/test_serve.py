@@ -12,6 +12,7 @@ from cllm.backends.fake.backend import FakeBackend
 from cllm.cli import progress
 from cllm.cli.remarks import remarks
 from cllm.config_sources import load_settings
+from cllm.server.addresses import check_host
 
 FAKE = ("--backend.name", "fake")
 
@@ -134,3 +135,30 @@ def test_progress_without_terminal_prints_few_lines(
         now += 1
         bar.update(share / 100)
     assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1:9000", "use --host 127.0.0.1 --port 9000"),
+        ("localhost:9000", "use --host localhost --port 9000"),
+        ("[::1]:9000", "use --host ::1 --port 9000"),
+        ("http://127.0.0.1:9000/v1", "use --host 127.0.0.1 --port 9000"),
+        ("https://example.test", "use --host example.test"),
+        ("::1]", "must be an address or a name"),
+        ("0.0.0.0/0", "must be an address or a name; use --host 0.0.0.0"),
+        ("127.0.0.256", "not an address or a known name"),
+        ("*", "0.0.0.0 is all addresses"),
+    ],
+)
+def test_wrong_host_gives_a_line_about_the_address(cllm, host: str, words: str):
+    line = one_line(cllm("serve", *FAKE, "--host", host))
+    assert words in line
+    assert "key" not in line
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1", "127.0.0.1"])
+def test_host_may_have_the_brackets_of_a_url(host: str):
+    settings = load_settings(None, {}, {"server.host": host}).settings
+    assert settings.server.host == host.strip("[]")
+    check_host(settings.server.host)

@@ -207,6 +207,19 @@ def _fields(info) -> dict:
     return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
+def test_disk_cache_without_ram_says_that_it_stores_nothing(tmp_path, caplog):
+    """Prefixes get to the disk through RAM."""
+    start(tmp_path, ram_cache_bytes=0)
+    (record,) = [one for one in caplog.records if one.name == "cllm.engine"]
+    assert record.getMessage() == (
+        "kv.disk_cache stores nothing, because prefixes get there through RAM; raise "
+        "kv.ram_cache_mb, which is 0"
+    )
+    caplog.clear()
+    start(tmp_path, ram_cache_bytes=10**9)
+    assert not caplog.records
+
+
 def test_disk_cache_respects_its_budget(tmp_path):
     """When there are too many files, the least recently used ones are deleted."""
     engine = start(tmp_path, disk_cache_bytes=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,10 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.prompt_lookup import PromptLookup
 from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.speculation import Speculation
+
+log = logging.getLogger("cllm.engine")
+
+SHORT_PREFIX = 256  # tokens
 
 # On GPUs prompts are computed in every step: beside decoding rows they cost hardly more.
 CPU_PREFILL_SHARE = 0.75
@@ -135,6 +140,7 @@ def build_engine(
     if params.disk_cache:
         files = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
         disk = DiskTier(files, backend, scheduler, clock)
+        warn_about_ram(tiers)
     return Engine(
         backend,
         scheduler,
@@ -209,3 +215,14 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
 def build_vocabulary(params: EngineParams) -> Vocabulary:
     """Load only the vocabulary, without weights. Raises StartupError if it cannot be read."""
     return import_loader(params.backend).load_vocabulary(params)
+
+
+def warn_about_ram(tiers: Tiers) -> None:
+    """Log what cannot get to the disk, because prefixes pass through RAM that is too small."""
+    if tiers.ram_bytes < tiers.size_of(SHORT_PREFIX):
+        log.warning(
+            "kv.disk_cache stores %s, because prefixes get there through RAM; raise "
+            "kv.ram_cache_mb, which is %.0f",
+            "nothing" if tiers.ram_bytes < tiers.size_of(1) else "only short prefixes",
+            tiers.ram_bytes / 1e6,
+        )

@@ -19,7 +19,7 @@ from cllm.config import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized
-from cllm.server.addresses import is_loopback, is_network
+from cllm.server.addresses import check_host, is_loopback, is_network
 from cllm.store.keys import Keyring
 from cllm.store.usage import Ledger
 
@@ -146,6 +146,7 @@ def check_access(settings: Settings, access: Access) -> None:
     settings contradict each other.
     """
     server = settings.server
+    check_host(server.host)
     if server.enable_faults and not is_loopback(server.host):
         raise StartupError(
             f"server.enable_faults needs a loopback address as server.host, not {server.host}"

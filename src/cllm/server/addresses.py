@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from cllm.errors import StartupError
 
 
 def is_loopback(host: str) -> bool:
@@ -29,5 +33,35 @@ def is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text, strict=False)
     except ValueError:
+        return False
+    return True
+
+
+def check_host(host: str) -> None:
+    """Raise StartupError unless a server can listen on ``host``, as far as its form says."""
+    if is_network(host) and "/" not in host:
+        return
+    if not any(sign in host for sign in ":/[]@ "):
+        if not is_loopback(host) and not is_known(host):
+            raise StartupError(
+                f"server.host is {host!r}, which is not an address or a known name; 0.0.0.0 is all "
+                "addresses of this machine"
+            )
+        return
+    try:
+        url = urlsplit(host if "://" in host else f"//{host}")
+        name, port = url.hostname, url.port
+    except ValueError:
+        name, port = None, None
+    advice = f"; use --host {name}" if name else ""
+    advice += f" --port {port}" if name and port else ""
+    raise StartupError(f"server.host is {host!r}, but it must be an address or a name{advice}")
+
+
+def is_known(name: str) -> bool:
+    """Return whether a name stands for an address, as the system's resolver says."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
         return False
     return True
