@@ -18,6 +18,7 @@ from cllm.text.json_schema import invalid_schema
 from cllm.text.lark import Rules
 from cllm.text.model_family import Calls, Header, ModelFamily
 from cllm.text.schema_faults import fault_of_arguments
+from cllm.text.schema_repair import repair
 
 PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs)")
 TEXT = "/(?s:.*)/"
@@ -207,12 +208,29 @@ class CallGrammar:
                     tool.schema | {"type": "object"}, None if strict else self._unenforced, place
                 )
         except BadRequest as error:
-            if strict or not message.is_loose:
+            if strict:
                 raise BadRequest(
                     f"Function '{name[:64]}': {error}", param=error.param, code=error.code
                 ) from None
+            if not message.is_loose:
+                return self._write_repaired(tool.schema, place)
         self._unenforced.add("parameters")
         return self._term({"type": "object"}, set(), place)
+
+    def _write_repaired(self, schema: dict[str, Any], place: str) -> str | None:
+        """Return a rule for forced arguments with an invalid schema: for what is valid of it, else
+        for any object.
+        """
+        unenforced: set[str] = set()
+        repaired = repair(schema, unenforced)
+        if repaired.get("type", "object") != "object":
+            unenforced.add("type")
+        try:
+            term = self._term(repaired | {"type": "object"}, unenforced, place)
+        except BadRequest:
+            term, unenforced = self._term({"type": "object"}, set(), place), {"parameters"}
+        self._unenforced |= unenforced
+        return term
 
     def _term(self, schema: dict[str, Any], unenforced: set[str] | None, place: str) -> str | None:
         term = CallArguments(self._family_calls, self._terms, schema, unenforced).term(place)

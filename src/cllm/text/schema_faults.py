@@ -28,7 +28,7 @@ def fault_of_arguments(schema: dict[str, Any]) -> str:
     """Return why ``schema`` is not a valid schema of a function's arguments, or ""."""
     kind = schema.get("type")
     if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
-        return "the type of a function's arguments must be 'object'"
+        return f"the type of a function's arguments must be 'object', not {str(kind)[:40]!r}"
     return fault_of(schema)
 
 
