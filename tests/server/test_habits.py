@@ -485,6 +485,43 @@ def test_logit_bias_as_pairs_equals_an_object(builtin_server):
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("Paris", 100), ("Paris", 100.0), ("caf\u00e9 is", 3), ("\u0663", 1), ("", 1), ("1.5", 0)],
+)
+@pytest.mark.parametrize("form", ["object", "pairs"])
+def test_logit_bias_with_a_text_biases_each_of_its_tokens(builtin_server, key, value, form):
+    http = builtin_server.client
+    ids = http.post("/tokenize", json={"content": key}).json()["tokens"] if key else []
+
+    def answer(bias):
+        ask = {"messages": ASK, "temperature": 0, "max_tokens": 4, "logit_bias": bias}
+        found = http.post("/v1/chat/completions", json=ask)
+        assert found.status_code == 200, found.text
+        return found.json()["choices"]
+
+    same = {str(token): value for token in ids}
+    assert answer({key: value} if form == "object" else [[key, value]]) == answer(same)
+
+
+def test_false_in_logit_bias_forbids_the_tokens(builtin_server):
+    story = [{"role": "user", "content": "Tell a story about a fox named Ida in the forest."}]
+    ask = {"messages": story, "temperature": 0, "max_tokens": 1}
+    post = builtin_server.client.post
+    said = post(CHAT, json=ask).json()["choices"][0]["message"]["content"]
+    for bias in ({said: False}, [[said, False]]):
+        answer = post(CHAT, json={**ask, "logit_bias": bias}).json()
+        assert answer["choices"][0]["message"]["content"] != said
+
+
+@pytest.mark.parametrize("key", ["-5", "+5", "123456789012", "99999999"])
+def test_token_id_that_does_not_exist_is_rejected_in_logit_bias(builtin_server, key):
+    body = {"messages": ASK, "logit_bias": {key: 1}}
+    answer = builtin_server.client.post(CHAT, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logit_bias"
+
+
 def test_lone_surrogate_in_the_arguments_of_a_call_is_no_server_error(builtin_server):
     function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
     messages = [

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pydantic
@@ -38,6 +40,19 @@ OFFERED = [
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 TOOL = {"name": "f", "parameters": SCHEMA}
+
+
+def served(defaults: Sampling | None = None, breakers: Any = None) -> Any:
+    """Return what request bodies read of a service."""
+    breakers = breakers or DryBreakers([])
+    return SimpleNamespace(
+        sampling=defaults or Sampling(), dry_breakers=breakers, tokenize=no_tokens
+    )
+
+
+async def no_tokens(*texts: Any) -> list[list[int]]:
+    assert not texts
+    return []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +106,7 @@ def test_omitted_parameters_get_the_operators_defaults():
 def test_error_names_the_field_that_was_sent(name):
     body = CompletionBody(prompt="a", **{name: 0.0})
     with pytest.raises(BadRequest, match=f"'{name}'") as caught:
-        asyncio.run(body.params(Sampling(), DryBreakers([])))
+        asyncio.run(body.params(served()))
     assert caught.value.param == name
 
 
@@ -111,7 +126,7 @@ def test_error_names_the_field_that_was_sent(name):
 )
 def test_limit_of_operator_is_a_default(body, operator, limit):
     defaults = Sampling(max_tokens=operator)
-    assert asyncio.run(body.params(defaults, DryBreakers([]))).max_tokens == limit
+    assert asyncio.run(body.params(served(defaults))).max_tokens == limit
 
 
 @pytest.mark.parametrize("texts", [{"dry_sequence_breakers": ["a"]}, {"dry_multiplier": 1.0}])
@@ -124,7 +139,7 @@ def test_breakers_are_found_in_another_thread(texts):
             threads.append(threading.current_thread())
             return (1,)
 
-    params = asyncio.run(CompletionBody(prompt="a", **texts).params(Sampling(), Breakers()))
+    params = asyncio.run(CompletionBody(prompt="a", **texts).params(served(breakers=Breakers())))
     assert params.dry_breakers == (1,)
     assert threads != [threading.main_thread()]
 

@@ -483,7 +483,7 @@ class Translator:
         try:
             return follow(*place)
         except LookupError:
-            raise Unenforceable(where, f"there is nothing at {reference[:100]!r}") from None
+            self._refuse(where, f"there is nothing at {reference[:100]!r}")
 
     def _followed(self, option: Any, where: str) -> Any:
         """Return the target of ``option`` if that is only a reference, else ``option`` itself."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from cllm.text.json_schema import TYPES
 from cllm.text.schema_faults import BY_NAME, LISTS, SINGLE
+from cllm.text.schema_places import Places, follow
 
 NAMES = {
     "null": ("none", "nil", "nonetype"),
@@ -45,46 +46,68 @@ IS_VALID: dict[str, Callable[[Any], bool]] = {
         for end in ("min", "max")
         for what in ("Length", "Items", "Properties")
     },
-    **dict.fromkeys(("pattern", "format", "$ref"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("pattern", "format"), lambda value: isinstance(value, str)),
 }
 
 
-def repair(schema: Any, dropped: set[str]) -> Any:
+def repair(schema: dict[str, Any], dropped: set[str]) -> dict[str, Any]:
     """Return ``schema`` with type names of JSON Schema, and without keywords whose values are
     invalid; these are added to ``dropped``.
     """
-    if not isinstance(schema, dict):
+    return Repair(Places(schema), dropped).object(schema)
+
+
+class Repair:
+    """Repairs the parts of one schema, in which ``places`` finds references."""
+
+    def __init__(self, places: Places, dropped: set[str]) -> None:
+        self._places = places
+        self._dropped = dropped
+
+    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            new = self._keyword(schema, keyword, value)
+            if new is not None:
+                found[keyword] = new
+            elif value is not None or keyword == "type":
+                self._dropped.add(keyword)
+        return found
+
+    def _part(self, schema: Any) -> Any:
+        if isinstance(schema, dict):
+            return self.object(schema)
         return schema if isinstance(schema, bool) else True
-    found: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        new = repair_keyword(keyword, value, dropped)
-        if new is not None:
-            found[keyword] = new
-        elif value is not None or keyword == "type":
-            dropped.add(keyword)
-    return found
 
+    def _keyword(self, schema: dict[str, Any], keyword: str, value: Any) -> Any:
+        """Return a valid value of ``keyword``; None if there is none."""
+        if keyword == "type":
+            return repair_type(value)
+        if keyword in BY_NAME:
+            if not isinstance(value, dict):
+                return None
+            return {name: self._part(part) for name, part in value.items()}
+        if keyword in LISTS or (keyword == "items" and isinstance(value, list)):
+            parts = value if isinstance(value, list) else []
+            return [self._part(part) for part in parts] or None
+        if keyword in SINGLE:
+            return self._part(value) if isinstance(value, (dict, bool)) else None
+        if keyword in ("required", "enum"):
+            values = [value] if isinstance(value, str) else value
+            if not isinstance(values, list):
+                return None
+            return [one for one in values if keyword == "enum" or isinstance(one, str)]
+        if keyword == "$ref" and not (isinstance(value, str) and self._leads_somewhere(schema)):
+            return None
+        is_valid = IS_VALID.get(keyword)
+        return value if is_valid is None or is_valid(value) else None
 
-def repair_keyword(keyword: str, value: Any, dropped: set[str]) -> Any:
-    """Return a valid value of ``keyword``; None if there is none."""
-    if keyword == "type":
-        return repair_type(value)
-    if keyword in BY_NAME:
-        if not isinstance(value, dict):
-            return None
-        return {name: repair(part, dropped) for name, part in value.items()}
-    if keyword in LISTS or (keyword == "items" and isinstance(value, list)):
-        parts = value if isinstance(value, list) else []
-        return [repair(part, dropped) for part in parts] or None
-    if keyword in SINGLE:
-        return repair(value, dropped) if isinstance(value, (dict, bool)) else None
-    if keyword in ("required", "enum"):
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list):
-            return None
-        return [one for one in values if keyword == "enum" or isinstance(one, str)]
-    is_valid = IS_VALID.get(keyword)
-    return value if is_valid is None or is_valid(value) else None
+    def _leads_somewhere(self, schema: dict[str, Any]) -> bool:
+        place = self._places.find(schema, schema["$ref"])
+        try:
+            return place is None or follow(*place) is not None
+        except LookupError:
+            return False
 
 
 def repair_type(value: Any) -> str | list[str] | None:

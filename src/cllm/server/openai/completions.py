@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
 async def completion_generation(call: Call, service: Service, body: CompletionBody) -> Generation:
     """Return the generation for the prompts of ``body``, ready to be submitted."""
     body.check()
-    params = await body.params(service.sampling, service.dry_breakers)
+    params = await body.params(service)
     scheduling = body.scheduling_options(call)
     bound = await body.grammar(service, scheduling)
     given = list_prompts(body.prompt)

@@ -109,7 +109,7 @@ async def infill(request: Request) -> Response:
     """
     body = await read_body(request, InfillBody)
     service = await service_for(request, body.model)
-    params = await body.params(service.sampling, service.dry_breakers)
+    params = await body.params(service)
     scheduling = body.scheduling_options(call_of(request))
     bound = await body.grammar(service, scheduling)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
@@ -136,7 +136,7 @@ async def completion(request: Request) -> Response:
     if body.stream and len(given) > 1:
         raise body.refuse("stream", "several prompts cannot be streamed")
     service = await service_for(request, body.model)
-    params = await body.params(service.sampling, service.dry_breakers)
+    params = await body.params(service)
     scheduling = body.scheduling_options(call_of(request))
     bound = await body.grammar(service, scheduling)
     prompts = await until_disconnect(

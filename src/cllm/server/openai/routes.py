@@ -64,7 +64,7 @@ async def chat_generation(
     ``request_id``: a new one by default. ``param`` names its messages in errors.
     """
     body.check()
-    params = await body.params(service.sampling, service.dry_breakers)
+    params = await body.params(service)
     scheduling = body.scheduling_options(call)
     bound = await body.grammar(service, scheduling)
     chat = await off_loop(call, body.chat)

@@ -5,6 +5,7 @@ The ranges of sampling parameters are checked in core/params.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from cllm.config import Sampling
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from cllm.core.segments import Segment
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, limit_entries, rename_parameters
 from cllm.server.off_loop import in_thread
@@ -32,13 +33,14 @@ from cllm.server.openai.conversation import (
 from cllm.server.queueing import TermsBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.structured import ConstrainedBody
+from cllm.service import Service
 from cllm.text.chat import Chat, Effort
-from cllm.text.dry_breakers import DryBreakers
 
 MAX_PROMPTS = 128
 MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
+TOKEN_ID = re.compile(r"[+-]?\d+", re.ASCII)
 LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
 
 
@@ -47,13 +49,17 @@ def read_limit(value: Any) -> Any:
     return LARGEST if type(value) is int and value == -1 else value
 
 
-def read_bias_pairs(value: Any) -> Any:
-    """Read llama-server's list of [token id, bias], where false forbids the token."""
-    if not isinstance(value, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value
+def read_biases(value: Any) -> Any:
+    """Read logit_bias as llama-server does: also a list of [token id or text, bias], where false
+    forbids the token.
+    """
+    if isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str) for pair in value
     ):
+        value = {str(token): bias for token, bias in value}
+    if not isinstance(value, dict):
         return value
-    return {str(token): -100.0 if bias is False else bias for token, bias in value}
+    return {token: -100.0 if bias is False else bias for token, bias in value.items()}
 
 
 # The largest number of tokens to generate.
@@ -123,8 +129,12 @@ class GenerationBody(TermsBody, ConstrainedBody):
     logit_bias: Annotated[
         dict[str, float] | None,
         limit_entries(MAX_LOGIT_BIAS),
-        pydantic.BeforeValidator(read_bias_pairs),
-    ] = Field(default=None, description="llama-server's list of [token id, bias] works too.")
+        pydantic.BeforeValidator(read_biases),
+    ] = Field(
+        default=None,
+        description="Keys are token ids, or texts, whose tokens all get the bias. llama-server's "
+        "list of [token id or text, bias] works too.",
+    )
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     dry_sequence_breakers: list[str] | None = None
 
@@ -147,12 +157,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
             else self.max_tokens
         )
 
-    async def params(self, defaults: Sampling, breakers: DryBreakers) -> SamplingParams:
-        """Return the sampling parameters. Raises BadRequest for values out of range.
-
-        ``breakers``: finds the tokens that end a repetition for DRY, in another thread.
-        """
-        limit = self.num_new_tokens()
+    async def params(self, service: Service) -> SamplingParams:
+        """Return the sampling parameters. Raises BadRequest for values out of range."""
+        defaults, limit = service.sampling, self.num_new_tokens()
         if limit == LARGEST:  # no limit, not even the operator's
             limit, defaults = None, defaults.model_copy(update={"max_tokens": None})
         elif defaults.max_tokens and not self.model_fields_set & LIMITS:
@@ -164,14 +171,14 @@ class GenerationBody(TermsBody, ConstrainedBody):
             values["repetition_penalty"] = self.repeat_penalty
             names["repetition_penalty"] = "repeat_penalty"
         if self.dry_sequence_breakers is not None or values["dry_multiplier"]:
-            find = partial(breakers.ids, self.dry_sequence_breakers)
+            find = partial(service.dry_breakers.ids, self.dry_sequence_breakers)
             values["dry_breakers"] = await in_thread(find)
         values |= {
             **self.logprobs_wanted(),
             "n": self.num_choices(),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "max_tokens": limit,
-            "logit_bias": self._biases(),
+            "logit_bias": await self._biases(service),
             "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
         }
         with rename_parameters(names):
@@ -181,13 +188,22 @@ class GenerationBody(TermsBody, ConstrainedBody):
         """Return how many choices to generate for each prompt."""
         return self.n
 
-    def _biases(self) -> dict[int, float] | None:
+    async def _biases(self, service: Service) -> dict[int, float] | None:
+        """Return the bias of each token."""
         if self.logit_bias is None:
             return None
-        if not all(key.isascii() and key.isdigit() and len(key) < 12 for key in self.logit_bias):
-            message = "Invalid 'logit_bias': keys must be token ids."
-            raise BadRequest(message, param="logit_bias", code="invalid_value")
-        return {int(key): value for key, value in self.logit_bias.items()}
+        for key in self.logit_bias:
+            if TOKEN_ID.fullmatch(key) and not (key.isdigit() and len(key) < 12):
+                message = f"Invalid 'logit_bias': there is no token id {key[:40]}."
+                raise BadRequest(message, param="logit_bias", code="invalid_value")
+        texts = [key for key in self.logit_bias if not TOKEN_ID.fullmatch(key)]
+        tokens = await service.tokenize(*[[Segment(text, False, False)] for text in texts])
+        tokens_of = dict(zip(texts, tokens, strict=True))
+        return {
+            token: bias
+            for key, bias in self.logit_bias.items()
+            for token in (tokens_of[key] if key in tokens_of else [int(key)])
+        }
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         """Return the fields of SamplingParams that request logprobs."""
