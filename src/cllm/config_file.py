@@ -55,6 +55,29 @@ NOT_NEEDED = {
 }
 
 
+# The last parts of keys in files of other servers -> the setting to use instead.
+PEER_KEYS = {
+    **dict.fromkeys(("n_ctx", "ctx_size", "num_ctx", "max_model_len"), "model.max_context_length"),
+    **dict.fromkeys(("model_path", "hf_repo", "hf_model_repo_id", "repo_id"), "model.path"),
+    **dict.fromkeys(("alias", "model_alias", "served_model_name"), "model.name"),
+    **dict.fromkeys(("parallel", "n_parallel", "num_parallel"), "scheduler.max_num_seqs"),
+    **dict.fromkeys(("n_batch", "batch_size"), "scheduler.max_num_batched_tokens"),
+    **dict.fromkeys(("ubatch_size",), "backend.llama_cpp.n_ubatch"),
+    **dict.fromkeys(("threads", "num_thread"), "backend.llama_cpp.n_threads"),
+    **dict.fromkeys(("gpu_layers", "num_gpu", "ngl"), "backend.llama_cpp.n_gpu_layers"),
+    **dict.fromkeys(("flash_attn", "flash_attention"), "backend.llama_cpp.flash_attention"),
+    **dict.fromkeys(("split_mode", "tensor_parallel_size"), "backend.llama_cpp.split"),
+    **dict.fromkeys(("mmap", "no_mmap"), "backend.llama_cpp.use_mmap"),
+    "mlock": "backend.llama_cpp.use_mlock",
+    **dict.fromkeys(("type_k", "type_v", "cache_type_k", "cache_type_v"), "kv.type"),
+    **dict.fromkeys(("kv_cache_dtype",), "kv.type"),
+    "gpu_memory_utilization": "kv.max_memory_mb",
+    **dict.fromkeys(("n_predict", "num_predict"), "sampling.max_tokens"),
+    "temp": "sampling.temperature",
+    "models_dir": "models.folder",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """A given value, and its origin ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port").
@@ -89,9 +112,13 @@ def show(value: object, width: int = 80) -> str:
 
 def unknown(name: str, known: Collection[str]) -> str:
     """Return a message that no setting has this name, with up to three similar names."""
-    tail = "." + name.rpartition(".")[2]
-    near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(
-        name, known, 1, 0.7
+    last = name.rpartition(".")[2].replace("-", "_")
+    tail, peer = f".{last}", PEER_KEYS.get(last.lower(), "")
+    near = [peer] if peer in known else []
+    near = (
+        near
+        or sorted(key for key in known if key.endswith(tail))
+        or difflib.get_close_matches(name, known, 1, 0.7)
     )
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
     return f"{show(name)[1:-1]} is not a setting{hint}"

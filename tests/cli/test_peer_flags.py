@@ -10,12 +10,20 @@ from cllm.cli.main import names_of
 from cllm.cli.peer_flags import (
     DEFAULT_VALUES,
     FLAGS,
+    HUB,
+    NOT_NEEDED,
+    NOT_NEEDED_IF_ONE,
+    NOT_NEEDED_WITH_VALUE,
     OTHER_NAMES,
+    REWRITTEN,
+    accept_flags,
     flags_in,
     remark_on_variables,
 )
 from cllm.config import OPTIONS
+from cllm.config_file import PEER_KEYS
 
+ACCEPTED = {*NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *NOT_NEEDED_IF_ONE, *REWRITTEN, *HUB}
 FAKE = ("--backend.name", "fake")
 
 
@@ -62,7 +70,7 @@ def test_several_names_are_not_read_as_one(cllm) -> None:
         assert (done.code, "--model.aliases takes others" in done.err) == (2, True)
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", sorted(FLAGS.keys() - ACCEPTED))
 def test_unknown_flag_of_a_peer_gives_a_hint(cllm, flag: str) -> None:
     """One line, and exit code 2."""
     for words in ((flag, "1"), (f"{flag}=1",)):
@@ -107,3 +115,48 @@ def test_variables_of_peers_are_named_but_not_read() -> None:
         "not read: OLLAMA_KEEP_ALIVE (model.keep_alive); LLAMA_ARG_CTX_SIZE "
         "(flags of the same name)"
     )
+
+
+def test_flags_that_are_not_needed_are_accepted_with_a_note(cllm) -> None:
+    """In front of, between and behind other words, with the value in the same word or the next."""
+    words = ["--jinja", "a", "-cb", "--cache-reuse", "256", "--max-tokens", "3", "--dtype=auto"]
+    done = cllm("generate", *FAKE, *words, "--temperature", "0", "-tp", "1")
+    assert (done.code, done.out) == (0, "bcd\n")
+    assert [line.split()[1] for line in done.err.splitlines()] == [
+        *("--jinja", "-cb", "--cache-reuse", "--dtype", "-tp")
+    ]
+    assert "Chat templates are always rendered as Jinja." in done.err
+
+
+def test_flags_that_are_not_needed_have_a_reason() -> None:
+    assert FLAGS.keys() >= ACCEPTED
+    own = names_of("serve")
+    assert {word.partition("=")[0] for word in REWRITTEN.values()} <= own
+    assert not ACCEPTED & own
+
+
+def test_familiar_flags_are_read_as_ours() -> None:
+    own = names_of("serve")
+    assert accept_flags(["-hf", "a/b:Q4_K_M", "--no-mmap"], own)[0] == [
+        *("--model=hf:a/b:Q4_K_M", "--backend.llama-cpp.use-mmap=false")
+    ]
+    assert accept_flags(["-hf", "a/b", "Why?"], names_of("run"))[0] == ["hf:a/b", "Why?"]
+    assert accept_flags(["-tp", "2", "--metrics=1", "-hf"], own) == (
+        ["-tp", "2", "--metrics=1", "-hf"],
+        [],
+    )
+
+
+def test_verbose_of_run_stays_its_own() -> None:
+    assert accept_flags(["m", "--verbose"], names_of("run")) == (["m", "--verbose"], [])
+
+
+@pytest.mark.parametrize("name", PEER_KEYS)
+def test_keys_of_other_servers_name_the_setting(cllm, tmp_path, name: str) -> None:
+    """At the top of the file, and in a section."""
+    file = tmp_path / "a.yaml"
+    for text in (f"{name}: 1\n", f"cache:\n  {name.replace('_', '-')}: 1\n"):
+        file.write_text(text)
+        done = cllm("config", "show", "--config", file)
+        assert done.code == 2
+        assert f"did you mean {PEER_KEYS[name]}?" in done.err

@@ -110,7 +110,8 @@ context of each sequence. The last column has values that mean the same as no fl
 |---|---|---|
 """
 HINTED = """
-These have another name here, or nothing to set. cLLM stops with exit code 2 and says so.
+These have another name here, or nothing to set. cLLM accepts with a note those that ask for what it does anyway, such as
+`--jinja` and `-cb`, and `-hf`. For the others it stops with exit code 2 and says what to use.
 
 | Flag | Instead |
 |---|---|

@@ -176,15 +176,21 @@ SHORT_FLAG = re.compile("-[A-Za-z]{2,}")
 def read_words(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with a value for --think, which may stand alone before a prompt.
 
-    Raises StartupError for an unknown short flag of several letters, such as -ctk of another
+    Flags of other servers that are not needed are left out, with a note on stderr. Raises
+    StartupError for an unknown short flag of several letters, such as -ctk of another
     server, which would otherwise be read as -c tk.
     """
-    from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS
+    from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS, accept_flags
 
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     command = f"cllm {' '.join(words[:1])}"
     if command in COMMANDS_WITH_HINTS:
+        if any(word.partition("=")[0] in FLAGS for word in words[1:end]):
+            accepted, notes = accept_flags(words[1:end], names_of(words[0]))
+            words[1:end], end = accepted, 1 + len(accepted)
+            for note in notes:
+                print("cllm:", note, file=sys.stderr)
         for flag in (word.partition("=")[0] for word in words[1:end]):
             is_short = SHORT_FLAG.fullmatch(flag) or (flag in FLAGS and not flag.startswith("--"))
             if is_short and flag not in (names := names_of(words[0])):

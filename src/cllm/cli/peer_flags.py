@@ -6,7 +6,7 @@ A flag is another name only if it means the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 # An option -> other names of its flag, in addition to the short name that cLLM itself uses.
 OTHER_NAMES = {
@@ -24,6 +24,7 @@ OTHER_NAMES = {
     "backend.llama_cpp.n_threads_batch": ("-tb", "--threads-batch"),
     "backend.llama_cpp.n_ubatch": ("-ub", "--ubatch-size"),
     "backend.llama_cpp.n_gpu_layers": ("-ngl", "--n-gpu-layers", "--gpu-layers"),
+    "backend.llama_cpp.split": ("-sm", "--split-mode"),
     "backend.llama_cpp.main_gpu": ("-mg", "--main-gpu"),
     "backend.llama_cpp.tensor_split": ("-ts", "--tensor-split"),
     "backend.llama_cpp.devices": ("-dev", "--device"),
@@ -89,7 +90,6 @@ HINTS = {
     ),
     ("-cram", "--cache-ram", "--swap-space", "--cpu-offload-gb"): "Use --kv.ram-cache-mb.",
     ("-kvu", "--kv-unified"): "Use --kv.layout; the default shares memory between all sequences.",
-    ("-sm", "--split-mode"): "Use --backend.llama-cpp.split, none, layer or tensor.",
     ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size"): (
         "Use --backend.llama-cpp.split, and --backend.llama-cpp.devices to choose GPUs."
     ),
@@ -152,11 +152,42 @@ HINTS = {
     ),
     ("-f", "--file"): "Read the text from stdin: cllm generate - < FILE.",
     (
-        *("--nowordwrap", "--experimental", "--insecure-registry", "--block-size", "--override-kv"),
-        *("--log-file", "--threads-http", "--context-shift", "--no-context-shift"),
+        *("--nowordwrap", "--experimental", "--insecure-registry", "--override-kv"),
+        *("--log-file", "--context-shift"),
     ): "There is no such option.",
+    ("--no-context-shift",): "The context is never shifted.",
+    ("--threads-http",): "One event loop serves all connections.",
+    ("--block-size",): "Pages of the KV cache have the size of the system's pages.",
 }
 FLAGS: Mapping[str, str] = {flag: text for flags, text in HINTS.items() for flag in flags}
+
+# Flags that ask for what cLLM does anyway: they are accepted, and their hints are notes.
+NOT_NEEDED = (
+    *("-cb", "--cont-batching", "--jinja", "--metrics", "--slots", "--props", "-kvu"),
+    *("--kv-unified", "--enable-prefix-caching", "--cache-prompt", "--enable-chunked-prefill"),
+    *("--enable-auto-tool-choice", "--enable-reasoning", "--embedding", "--embeddings"),
+    *("--rerank", "--reranking", "--webui", "--ui", "--trust-remote-code", "--no-context-shift"),
+    *("-cnv", "--conversation"),
+)
+NOT_NEEDED_WITH_VALUE = (
+    *("--cache-reuse", "--reasoning-format", "--reasoning-parser", "--tool-call-parser", "--dtype"),
+    *("--load-format", "--tokenizer", "--hf-config-path", "-sps", "--slot-prompt-similarity"),
+    *("--runner", "--task", "--threads-http", "--block-size"),
+)
+NOT_NEEDED_IF_ONE = (
+    *("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp"),
+    "--data-parallel-size",
+)
+# Flags whose meaning a flag of cLLM has, with another form of the value.
+REWRITTEN = {
+    "--no-mmap": "--backend.llama-cpp.use-mmap=false",
+    "--mmap": "--backend.llama-cpp.use-mmap=true",
+    "-v": "--log.level=debug",
+    "--verbose": "--log.level=debug",
+    "--no-cont-batching": "--scheduler.max-num-seqs=1",
+    "-nocb": "--scheduler.max-num-seqs=1",
+}
+HUB = ("-hf", "-hfr", "--hf-repo")
 
 # Variables of peers -> what to use. cLLM does not read them, because they are meant for other
 # programs on the same machine.
@@ -176,6 +207,42 @@ VARIABLES = {
     "VLLM_API_KEY": "CLLM_API_KEY",
 }
 COMMANDS_WITH_HINTS = ("cllm serve", "cllm chat", "cllm run", "cllm generate")
+
+
+def accept_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line without the flags of peers that are not needed and with
+    cLLM's flags for others, and a note about each.
+
+    own: the names of the command's own options, which are left alone.
+    """
+    kept, notes, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag in own:
+            kept.append(word)
+            continue
+        takes_value = flag in (*NOT_NEEDED_WITH_VALUE, *NOT_NEEDED_IF_ONE, *HUB)
+        following = value if has_value else (rest[0] if rest and takes_value else "")
+        instead = REWRITTEN.get(flag, "")
+        if flag in HUB and following:
+            name = f"hf:{following.removeprefix('hf:')}"
+            instead = f"--model={name}" if "--model" in own else name
+        is_not_needed = (flag in NOT_NEEDED and not has_value) or (
+            bool(following)
+            and (flag in NOT_NEEDED_WITH_VALUE or (flag in NOT_NEEDED_IF_ONE and following == "1"))
+        )
+        if instead and (instead.partition("=")[0] in own or flag in HUB):
+            kept.append(instead)
+            notes.append(f"{flag} is read as {instead}")
+        elif is_not_needed:
+            notes.append(f"{flag} is not needed. {FLAGS[flag]}")
+        else:
+            kept.append(word)
+            continue
+        if takes_value and not has_value:
+            rest.pop(0)
+    return kept, notes
 
 
 def flags_in(hint: str) -> set[str]:
