@@ -215,7 +215,7 @@ def test_ids_have_the_form_that_the_template_accepts(refusal: str) -> None:
     ).replace("REFUSAL", refusal)
     prompt = ChatTemplate(Vocabulary(source)).render(talk("upttuctu"), TOOLS)
     called = re.findall(r" (\S+)\]", prompt)
-    assert re.findall(r"\((call_\w+|\w+)\)", prompt) == called
+    assert re.findall(r"\((\w+)\)", prompt) == called
     assert len(set(called)) == 3
 
 

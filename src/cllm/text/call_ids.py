@@ -124,7 +124,7 @@ class CallIds:
     def _accepts(self, key: str) -> bool:
         """Return whether the template accepts ids like ``key``: of its prefix and length."""
         prefix, mark, rest = key.rpartition("_")
-        like = prefix + mark + re.sub("[a-zA-Z0-9]", "a", rest)
+        like = prefix + mark + re.sub("[a-zA-Z0-9]", "0" if rest.isdigit() else "a", rest)
         if like not in self._known:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
