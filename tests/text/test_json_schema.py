@@ -685,6 +685,12 @@ def test_pointer_to_nothing_is_rejected(pointer):
         check({"items": [{"$ref": pointer}]})
 
 
+@pytest.mark.parametrize("reference", ["//[x", "http://[", "http://[::1]]/#/a"])
+def test_reference_that_is_no_uri_is_rejected(reference):
+    with pytest.raises(BadRequest, match="is not in it"):
+        check({"$id": "http://a.b", "$ref": reference})
+
+
 @pytest.mark.parametrize("reference", ["", "#"])
 def test_reference_that_leads_to_itself_at_once_is_rejected(reference):
     """One that leads to itself in a property or an item is not."""

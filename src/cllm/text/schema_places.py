@@ -45,7 +45,7 @@ class Places:
         if isinstance(own, str) and own.startswith("#"):  # until draft 7
             anchors.append(own[1:])
         elif isinstance(own, str):
-            base = urljoin(base, own).rstrip("#")
+            base = join_uris(base, own).rstrip("#")
             self.schemas[base] = schema
         for anchor in anchors:
             if isinstance(anchor, str):
@@ -61,12 +61,20 @@ class Places:
         """
         base = self.bases.get(id(schema), "")
         address, _, fragment = (
-            base + reference if reference.startswith("#") else urljoin(base, reference)
+            base + reference if reference.startswith("#") else join_uris(base, reference)
         ).partition("#")
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             address, fragment = f"{address}#{fragment}", ""
         return (self.schemas[address], fragment) if address in self.schemas else None
+
+
+def join_uris(base: str, reference: str) -> str:
+    """Return the URI of a reference; the reference itself if it is no URI."""
+    try:
+        return urljoin(base, reference)
+    except ValueError:  # such as an IPv6 address that is not closed
+        return reference
 
 
 def follow(target: Any, pointer: str) -> Any:
