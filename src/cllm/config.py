@@ -207,7 +207,7 @@ class Models(Section):
     default: Name | None = Field(
         default=None,
         description="Model of requests that name none; null is that of model.path, or else the "
-        "first one.",
+        "first one that is not a base model.",
     )
     max_memory_mb: int | None = Field(
         default=None,

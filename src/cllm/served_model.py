@@ -14,6 +14,7 @@ from cllm.config import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError
+from cllm.models.task import Task
 from cllm.service import Service
 
 
@@ -29,9 +30,9 @@ class ServedModel:
     system message, its defaults of sampling parameters, and its adapters. is_created: by a client.
     adapter_key, adapter_file: the name by which its engine knows its
     adapter, and that file; None if it is not one. min_bytes: the memory that must
-    be free for it. path: of its file, "" if unknown. recipe: everything that its engine and service
-    are made from; they are replaced if that changes. successor: the model that is being loaded to
-    replace it.
+    be free for it. path: of its file, "" if unknown. file_task: what it is for, by its file.
+    recipe: everything that its engine and service are made from; they are replaced if that changes.
+    successor: the model that is being loaded to replace it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ServedModel:
     adapter_file: AdapterFile | None = None
     min_bytes: int = 0
     path: str = ""
+    file_task: Task = "chat"
     recipe: object = None
     backend: str = BACKENDS[0]
     created: int = field(default_factory=lambda: int(time.time()))
@@ -84,6 +86,16 @@ class ServedModel:
         """What is known about it; None until it has been loaded for the first time."""
         service = self.origin.service
         return None if service is None else service.engine.info
+
+    @property
+    def task(self) -> Task:
+        """What it is for: "completion" for a base model, which only continues texts."""
+        service, info = self.origin.service, self.info
+        if info is None or service is None or service.engine.vocabulary is None:
+            return self.origin.file_task
+        if not info.generates:
+            return "embedding"
+        return "chat" if service.vocabulary.has_template else "completion"
 
     @property
     def is_loading(self) -> bool:

@@ -5,6 +5,8 @@ import re
 
 import pytest
 from playwright.sync_api import expect
+from server.conftest import running
+from tiny_models import write_tiny_model
 
 from cllm.models.builtin.questions import TOOLS
 
@@ -283,3 +285,38 @@ def test_page_works_under_a_path_of_a_proxy(visit, server):
     expect(chat.page.locator("summary").first).to_be_visible()
     assert len(asked) > 20
     assert [url for url in asked if not url.startswith(f"{server.url}/llm/")] == []
+
+
+@pytest.fixture(scope="module")
+def base_server(tmp_path_factory):
+    """A server with a base model."""
+    path = tmp_path_factory.mktemp("models") / "base.gguf"
+    write_tiny_model("gemma3", path)
+    yield from running("--model", str(path))
+
+
+def test_base_model_continues_a_text(visit, base_server):
+    """The page says what it is, and sends the whole text so far, not a conversation."""
+    chat = visit(base_server)
+    page, prompts = chat.page, []
+    chat.set(Max_tokens="4", System_prompt="Be brief.")
+    page.on(
+        "request",
+        lambda request: (
+            prompts.append(request.post_data_json) if "/v1/completions" in request.url else None
+        ),
+    )
+    expect(page.get_by_role("heading", name="Continue a text with base")).to_be_visible()
+    box = page.get_by_label("Message", exact=True)
+    for text in ("Once upon", " a time"):
+        box.fill(text)
+        page.get_by_role("button", name="Complete", exact=True).click()
+        expect(page.get_by_role("button", name="Complete", exact=True)).to_be_visible()
+        expect(page.locator(".message").last).to_have_attribute("aria-busy", "false")
+    assert prompts[0]["prompt"] == "Once upon"
+    assert prompts[1]["prompt"].startswith("Once upon")
+    assert prompts[1]["prompt"].endswith(" a time")
+    assert "messages" not in prompts[0]
+    page.get_by_role("link", name="Models").click()
+    expect(page.get_by_role("button", name="Continue a text with it")).to_be_visible()
+    expect(page.get_by_role("button", name="Chat with it")).to_have_count(0)

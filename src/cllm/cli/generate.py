@@ -52,7 +52,7 @@ def generate(
         prompt = read_stdin()
     if not prompt:
         raise StartupError("the prompt is empty; give one as an argument or on stdin")
-    talker = make_talker(url, Options(dict(sampling or {})), config, settings)
+    talker = make_talker(url, Options(dict(sampling or {})), config, settings, chats=chat)
     pieces = talker.ask([{"role": "user", "content": prompt}]) if chat else talker.complete(prompt)
     if as_json:
         print_json(list(pieces), talker.last)

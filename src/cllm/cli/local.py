@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 
 from cllm.cli.answers import Answer, Messages, Options, Part, Parts
 from cllm.cli.models import list_entries, resolve_model
 from cllm.cli.progress import open_bar
-from cllm.cli.remarks import print_notes, remarks
+from cllm.cli.remarks import print_notes, remark_on_base, remarks
 from cllm.cli.remote import CONTINUATION
 from cllm.completion import Piece
 from cllm.config_sources import LoadedConfig
 from cllm.core.params import SamplingParams
 from cllm.llm import LLM
 from cllm.models.gguf import read_header
+from cllm.models.task import find_task
 
 
 class Local:
@@ -28,11 +30,15 @@ class Local:
         loaded: LoadedConfig,
         options: Options,
         load_other: Callable[[str | None], LoadedConfig],
+        *,
+        chats: bool = True,
     ) -> None:
         """Load the model, with a progress bar on stderr. Raises StartupError.
 
-        load_other: returns the settings for another model.
+        load_other: returns the settings for another model. chats: what a base model is for is said
+        before it is loaded.
         """
+        self._chats = chats
         self.options, self._load_other = options, load_other
         self.model, self.last = "", Answer()
         self._open(loaded)
@@ -41,6 +47,10 @@ class Local:
         print_notes(loaded)
         self._defaults = loaded.settings.sampling.model_dump(exclude_none=True)
         self._params()  # which checks the options before the model is loaded
+        model = loaded.settings.model
+        path = None if model.chat_template_file or not self._chats else model.path
+        if path and find_task(Path(path).expanduser()) == "completion":
+            print("cllm:", remark_on_base(path), file=sys.stderr)
         with closing(open_bar("loading the model")) as bar:
             self._llm = LLM.from_settings(loaded.settings, bar.update)
         for line in remarks(loaded, self._llm.info):

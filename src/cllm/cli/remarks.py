@@ -74,8 +74,20 @@ def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
         yield "no API key is needed: anyone who reaches this address may use the server"
 
 
-def hint(url: str, info: ModelInfo | None, *, needs_key: bool = False) -> str:
-    """Return a command that tries the server out, and where to chat in a browser."""
+def remark_on_base(model: str) -> str:
+    """Return what to do with a base model."""
+    return (
+        f"{model} has no chat template, so it is a base model: cllm generate continues texts. "
+        "Chats with it use ChatML, which it was not trained for"
+    )
+
+
+def hint(
+    url: str, info: ModelInfo | None, *, needs_key: bool = False, is_base: bool = False
+) -> str:
+    """Return a command that tries the server out, and where to chat in a browser. ``is_base``: the
+    model only continues texts.
+    """
     route, body = (
         "chat/completions",
         '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}',
@@ -87,8 +99,11 @@ def hint(url: str, info: ModelInfo | None, *, needs_key: bool = False) -> str:
         )
     elif info is not None and not info.generates:
         route, body = "embeddings", '{"input": "What is 27 plus 45?"}'
+    elif is_base:
+        route, body = "completions", '{"prompt": "The capital of France is", "max_tokens": 20}'
     key = ' -H "Authorization: Bearer $CLLM_API_KEY"' if needs_key else ""
-    chat = f"Open {url} in a browser to chat\n" if info is None or info.generates else ""
+    what = "continue texts" if is_base else "chat"
+    chat = f"Open {url} in a browser to {what}\n" if info is None or info.generates else ""
     return (
         f'{chat}Try: curl {url}/v1/{route} -H "Content-Type: application/json"{key} \\\n'
         f"  -d '{body}'"

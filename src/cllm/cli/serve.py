@@ -76,7 +76,12 @@ def serve(
         about_model = () if info is None or first is None else remarks(loaded, info)
         for line in (*about_model, *remarks_on_access(access, tree)):
             print("cllm:", line, file=sys.stderr)
-        print(hint(url, info, needs_key=access.is_required), file=sys.stderr, flush=True)
+        is_base = bool(registry.models) and registry.models[0].task == "completion"
+        print(
+            hint(url, info, needs_key=access.is_required, is_base=is_base),
+            file=sys.stderr,
+            flush=True,
+        )
 
     def read_again() -> tuple[Settings, list[Source]]:
         again = settings_from_flags(config, settings, model)

@@ -84,11 +84,14 @@ def make_talker(
     config: Path | None,
     settings: Mapping[str, object] | None,
     model: str | None = None,
+    *,
+    chats: bool = True,
 ) -> Talker:
     """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a
     model here.
 
-    config, settings, model: as in ``settings_from_flags``. Raises StartupError.
+    config, settings, model: as in ``settings_from_flags``. chats: as in ``Local``. Raises
+    StartupError.
     """
     of_a_model = [OPTIONS[key].flag for key in settings or {}]
     of_a_model += [
@@ -107,4 +110,4 @@ def make_talker(
     given = dict(settings or {})
     others = {key: value for key, value in given.items() if key != "model.path"}
     loaded = settings_from_flags(config, given, model)
-    return Local(loaded, options, partial(settings_from_flags, config, others))
+    return Local(loaded, options, partial(settings_from_flags, config, others), chats=chats)

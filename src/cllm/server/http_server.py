@@ -226,6 +226,7 @@ def open_server(
             sampling=source.settings.sampling,
             backend=source.settings.backend.name,
             path=str(source.path or ""),
+            file_task=source.task,
             recipe=source.recipe(),
         )
 

@@ -28,6 +28,7 @@ from cllm.models import catalog, hub
 from cllm.models.gguf import read_header
 from cllm.models.hub import Progress
 from cllm.models.model_file import is_model
+from cllm.models.task import Task, find_task
 from cllm.models.template_file import read_template
 
 log = logging.getLogger("cllm.server")
@@ -49,6 +50,12 @@ class Source:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     is_first: bool = False
     is_found: bool = False
+
+    @property
+    def task(self) -> Task:
+        """What the model is for, by its file."""
+        has_template = self.settings.model.chat_template_file is not None
+        return "chat" if self.path is None or has_template else find_task(self.path)
 
     def recipe(self) -> object:
         """Return what its engine and service are made from, to compare it with another one."""
@@ -197,11 +204,15 @@ def adapter_path(adapter: Adapter) -> Path:
 
 
 def put_default_first(sources: list[Source], default: str | None) -> list[Source]:
+    """Return the models with the default one first: ``default``, that of model.path, or the first
+    one that is not a base model.
+    """
+    for source in sources:
+        is_default = source.is_first or source.task != "completion"
+        if source.name == default or (default is None and is_default):
+            return [source, *(other for other in sources if other is not source)]
     if default is None:
         return sources
-    for source in sources:
-        if source.name == default:
-            return [source, *(other for other in sources if other is not source)]
     names = ", ".join(source.name for source in sources) or "none"
     raise StartupError(f"models.default is {default}, but the models are {names}")
 

@@ -16,7 +16,7 @@ from cllm.core.vocabulary import Pieces, VocabularyFacts
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
-from cllm.text.chat_template import choose_templates
+from cllm.text.chat_template import CHATML, choose_templates
 from cllm.text.fences import CUT
 from cllm.text.model_family import Reasoning, find_family, load_families
 from cllm.text.parser import Parser
@@ -29,6 +29,7 @@ BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}
 THINKING = {"enable_thinking": True, "thinking": True}
 # how clients write reasoning into a text for models whose reasoning has a channel of its own
 WRITTEN_REASONING = Reasoning("<think>", "</think>")
+CHATML_MARKS = ("<|im_end|>", "<|im_start|>")
 # templates know low, medium and high
 EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high", Effort.MAX: "high"}
 
@@ -208,6 +209,8 @@ class ChatFormat:
         constrains the message. Raises BadRequest for calls that cannot be forced, and for a budget
         of reasoning that cannot be enforced.
         """
+        if self._template == CHATML:  # models that were not trained with it write on
+            params = params.replace_unchecked(stop=(*params.stop, *CHATML_MARKS))
         tools = schemas_of(chat)
         begun = chat.continued == "content"
         inside, thinks = (

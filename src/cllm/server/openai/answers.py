@@ -125,6 +125,7 @@ class ModelObject(ResponseModel):
     root: str
     parent: str | None
     loaded: bool
+    task: Literal["chat", "completion", "embedding"]
     status: ModelStatus
     context_length: int | None
     max_model_len: int | None

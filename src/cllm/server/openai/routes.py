@@ -76,9 +76,10 @@ async def chat_generation(
 async def models(request: Request, reload: bool = False) -> dict[str, Any]:
     """List the models, each under its name and under each alias that is not a pattern.
 
-    ``root`` is its name. ``loaded`` is false for a model that the next request will load. With
-    ``reload``, look for new files in the folder of models first; an administrator also lets the
-    server read the settings of its models again.
+    ``root`` is its name. ``loaded`` is false for a model that the next request will load. ``task``
+    is completion for a base model, which only continues texts. With ``reload``, look for new files
+    in the folder of models first; an administrator also lets the server read the settings of its
+    models again.
     """
     if reload and call_of(request).account().is_admin:
         try:
@@ -116,6 +117,7 @@ def model_object(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.name,
         "parent": model.parent.name if model.parent else None,
         "loaded": model.is_loaded,
+        "task": model.task,
         "status": {"value": model.status},  # as in llama-server
         "context_length": info.context_length if info else None,
         # the same under vLLM's name, which clients look for

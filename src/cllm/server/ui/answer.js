@@ -1,6 +1,6 @@
 // Writes the model's answer into a message while it arrives.
 
-import { streamChat } from "./server.js";
+import { streamAnswer } from "./server.js";
 
 const MAX_RETRIES = 10;
 
@@ -20,7 +20,7 @@ export async function fillAnswer(message, body, signal, onChange) {
   for await (const chunk of chunks) {
     const choice = chunk.choices[0];
     if (choice) {
-      const grew = addDelta(message, choice.delta);
+      const grew = addDelta(message, choice.delta ?? { content: choice.text });
       if (grew && !first) {
         first = performance.now();
         message.status = "";
@@ -36,7 +36,7 @@ async function claimPlace(message, body, signal, onChange) {
   let ticket = "";
   for (let tries = 0; ; tries++) {
     try {
-      return await streamChat(body, signal, ticket);
+      return await streamAnswer(body, signal, ticket);
     } catch (error) {
       if (!error.retryAfter || tries === MAX_RETRIES) throw error;
       ticket = error.ticket;

@@ -1,10 +1,10 @@
 // The chat: the messages of a conversation, and the box for the next one.
 
 import { fillAnswer } from "./answer.js";
-import { addMessage, listPath, listVersions, showVersion, toApi } from "./conversation.js";
+import { addMessage, listPath, listVersions, showVersion, toApi, toText } from "./conversation.js";
 import { Message } from "./message.js";
-import { isLoaded } from "./models.js";
-import { toFields } from "./settings.js";
+import { isBase, isLoaded } from "./models.js";
+import { toFields, toSampling } from "./settings.js";
 import {
   html,
   isSendKey,
@@ -29,6 +29,7 @@ const EXAMPLES = [
   "Write a Python function that returns the longest word of a text.",
   "Draft a friendly e-mail that moves a meeting to Thursday.",
 ];
+const BEGINNINGS = ["The capital of France is", "Once upon a time, a fox"];
 const drafts = new Map(); // unsent texts by the ids of their conversations
 const running = new Map(); // AbortControllers of the answers by the ids of their conversations
 
@@ -48,14 +49,16 @@ async function generate(conversation, model, parent, events, message) {
   const isNew = !message;
   const name = model?.id ?? "";
   const mustLoad = Boolean(model) && !isLoaded(model);
+  const leaf = isNew ? parent : message.id;
   const body = {
     model: name,
-    messages: toApi(conversation, isNew ? parent : message.id),
     stream: true,
     stream_options: { include_usage: true },
-    ...toFields(conversation.settings),
+    ...(isBase(model)
+      ? { prompt: toText(conversation, leaf), ...toSampling(conversation.settings) }
+      : { messages: toApi(conversation, leaf), ...toFields(conversation.settings) }),
   };
-  if (!isNew) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  if (!isNew && !isBase(model)) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   const controller = new AbortController();
   running.set(conversation.id, controller);
   message ??= addMessage(conversation, parent, "assistant");
@@ -191,6 +194,7 @@ export function Chat({ conversation, model, events }) {
     <${Composer}
       id=${conversation.id}
       isBusy=${isBusy}
+      isBase=${isBase(model)}
       onSend=${(text) => ask(conversation.leaf, text)}
       onStop=${() => stop(conversation)}
     />
@@ -207,7 +211,15 @@ function describeState(message, isBusy) {
 function Welcome({ model, onPick }) {
   const isBuiltin = model?.root === BUILTIN;
   return html`<div class="welcome">
-    <h2>${model ? `Ask ${model.id}` : "Welcome to cLLM"}</h2>
+    <h2>
+      ${model ? `${isBase(model) ? "Continue a text with" : "Ask"} ${model.id}` : "Welcome to cLLM"}
+    </h2>
+    ${
+      isBase(model) &&
+      html`<p>
+        This is a base model. It was not trained to answer, but continues the text that you write.
+      </p>`
+    }
     ${
       isBuiltin &&
       html`<p>
@@ -222,7 +234,7 @@ function Welcome({ model, onPick }) {
     }
     ${
       model &&
-      (isBuiltin ? BUILTIN_EXAMPLES : EXAMPLES).map(
+      (isBuiltin ? BUILTIN_EXAMPLES : isBase(model) ? BEGINNINGS : EXAMPLES).map(
         (text) =>
           html`<button type="button" key=${text} onClick=${() => onPick(text)}>${text}</button>`,
       )
@@ -234,7 +246,7 @@ function Welcome({ model, onPick }) {
   </div>`;
 }
 
-function Composer({ id, isBusy, onSend, onStop }) {
+function Composer({ id, isBusy, isBase, onSend, onStop }) {
   const [draft, setDraft] = useState(drafts.get(id) ?? "");
   drafts.set(id, draft);
   const box = useRef();
@@ -258,7 +270,7 @@ function Composer({ id, isBusy, onSend, onStop }) {
       rows="1"
       aria-label="Message"
       dir="auto"
-      placeholder="Write a message"
+      placeholder=${isBase ? "Write the beginning of a text" : "Write a message"}
       value=${draft}
       onInput=${(event) => setDraft(event.target.value)}
       onKeyDown=${onKeyDown}
@@ -266,7 +278,9 @@ function Composer({ id, isBusy, onSend, onStop }) {
     ${
       isBusy
         ? html`<button type="button" class="main" onClick=${onStop}>Stop</button>`
-        : html`<button class="main" disabled=${!draft.trim()}>Send</button>`
+        : html`<button class="main" disabled=${!draft.trim()}>
+            ${isBase ? "Complete" : "Send"}
+          </button>`
     }
   </form>`;
 }

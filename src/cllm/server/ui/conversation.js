@@ -69,6 +69,12 @@ export function toApi(conversation, leaf) {
   return messages;
 }
 
+/** Return the path down to a message as one text, which a base model continues. */
+export const toText = (conversation, leaf) =>
+  listPath(conversation, leaf)
+    .map(({ content }) => content)
+    .join("");
+
 const toApiCall = ({ id, name, arguments: text }) => ({
   id,
   type: "function",

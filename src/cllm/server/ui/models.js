@@ -28,6 +28,9 @@ export function Models({ models, onChat }) {
   </div>`;
 }
 
+/** Whether a model only continues texts. */
+export const isBase = (model) => model?.task === "completion";
+
 export const isLoaded = ({ loaded }) => loaded !== false;
 
 function Model({ model, running, isFirst, onChat }) {
@@ -40,9 +43,14 @@ function Model({ model, running, isFirst, onChat }) {
   const state = isLoaded(model) ? "loaded" : (model.status?.value ?? "not loaded");
   return html`<details open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}>
     <summary><strong>${model.id}</strong> <span class="badge">${state}</span></summary>
-    <p>
-      <button type="button" class="main" onClick=${() => onChat(model.id)}>Chat with it</button>
-    </p>
+    ${
+      model.task !== "embedding" &&
+      html`<p>
+        <button type="button" class="main" onClick=${() => onChat(model.id)}>
+          ${isBase(model) ? "Continue a text with it" : "Chat with it"}
+        </button>
+      </p>`
+    }
     ${fault && html`<p class="fault" role="alert">${fault}</p>`}
     ${details && html`<${Details} model=${model} running=${running} ...${details} />`}
   </details>`;

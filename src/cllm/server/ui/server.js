@@ -88,11 +88,13 @@ export async function listModels() {
 }
 
 /**
- * Start a streamed chat completion. Return its place in the queue (position 0: none) and its
- * chunks. Throws ServerError, also while the chunks are read.
+ * Start a streamed chat completion, or with a prompt the continuation of a text. Return its place
+ * in the queue (position 0: none) and its chunks. Throws ServerError, also while the chunks are
+ * read.
  */
-export async function streamChat(body, signal, ticket) {
-  const response = await request("v1/chat/completions", { body, signal, ticket });
+export async function streamAnswer(body, signal, ticket) {
+  const path = "prompt" in body ? "v1/completions" : "v1/chat/completions";
+  const response = await request(path, { body, signal, ticket });
   return {
     position: Number(response.headers.get("x-cllm-queue-position")),
     seconds: Number(response.headers.get("x-cllm-estimated-ttft-ms")) / 1000,

@@ -20,8 +20,8 @@ const EFFORTS = {
 };
 const FORMATS = { "": "Text", json_object: "JSON", json_schema: "JSON with this schema" };
 
-/** Return the fields of a request body. Throws an Error that names the wrong setting. */
-export function toFields(settings) {
+/** Return the fields for sampling. Throws an Error that names the wrong setting. */
+export function toSampling(settings) {
   const fields = {};
   for (const { name, label, step } of NUMBERS) {
     if (!settings[name]) continue;
@@ -31,6 +31,12 @@ export function toFields(settings) {
   }
   const stop = (settings.stop ?? "").split("\n").filter(Boolean);
   if (stop.length) fields.stop = stop;
+  return fields;
+}
+
+/** Return the fields of a chat's request body. Throws an Error that names the wrong setting. */
+export function toFields(settings) {
+  const fields = toSampling(settings);
   if (settings.effort) fields.reasoning_effort = settings.effort;
   if (settings.tools?.trim()) fields.tools = parse(settings.tools, "Tools");
   if (settings.format === "json_object") fields.response_format = { type: "json_object" };

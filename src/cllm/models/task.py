@@ -1,0 +1,37 @@
+"""What a model is for, by a quick look at its file."""
+
+from __future__ import annotations
+
+import mmap
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+Task = Literal["chat", "completion", "embedding"]
+
+MAX_BYTES = 1 << 25  # of a file; no known header is longer
+KEY = b"tokenizer.chat_template"
+LENGTHS = (len(KEY), len(KEY + b".tool_use"))  # of the keys of templates for chats
+POOLING = b".pooling_type"
+
+
+def find_task(path: Path) -> Task:
+    """Return "completion" for a base model, which has no chat template and only continues texts,
+    and "chat" if the file cannot be read.
+    """
+    try:
+        status = path.stat()
+        return _find_task(path, status.st_size, status.st_mtime_ns)
+    except (OSError, ValueError):
+        return "chat"
+
+
+@lru_cache(maxsize=1000)
+def _find_task(path: Path, _size: int, _changed: int) -> Task:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(KEY, 0, MAX_BYTES)
+        while at >= 0:
+            if int.from_bytes(data[at - 8 : at], "little") in LENGTHS:
+                return "chat"
+            at = data.find(KEY, at + 1, MAX_BYTES)
+        return "completion" if data.find(POOLING, 0, MAX_BYTES) < 0 else "embedding"
