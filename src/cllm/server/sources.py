@@ -260,7 +260,7 @@ def make_found(settings: Settings, paths: Mapping[str, Path]) -> Iterator[Source
         try:
             model = Model(path=str(path), name=name)
         except ValidationError:
-            log.warning("%r is not served: its name cannot be a model's", str(path))
+            catalog.warn_once(f"{str(path)!r} is not served: its name cannot be a model's")
         else:
             own = settings.model_copy(update={"model": model})
             yield Source(name, own, path, is_found=True)
