@@ -17,14 +17,18 @@ from store_parts import OWN
 from cllm import batches as module
 from cllm.answer import RequestTimeout
 from cllm.batches import Batches
+from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
 from cllm.served_model import ServedModel
 from cllm.store import batches as store_module
+from cllm.store.answers import Answers
 from cllm.store.batches import BatchRecord
+from cllm.store.charges import Used
 from cllm.store.files import new_file
 from cllm.store.store import Store
+from cllm.store.usage import Ledger
 
 FOREVER = "no answer"
 ENDPOINT = "/squares"
@@ -190,6 +194,64 @@ def test_request_is_retried_if_the_engine_fails(tmp_path):
         assert [lines.tried.count(str(i)) for i in range(7)] == [1, 3, 3, 6, 1, 1, 1]
 
     run(tmp_path, test, lines)
+
+
+class Charged(Squares):
+    """Each try costs 3 tokens."""
+
+    def __init__(self, ledger, **plans) -> None:
+        super().__init__(**plans)
+        self.ledger = ledger
+
+    async def answer(self, record, request_id, body, service):
+        charge = self.ledger.admit(Account("o", has_key=True), 3, 0, Used(0, 1, 0, 2))
+        try:
+            return await super().answer(record, request_id, body, service)
+        finally:
+            charge.settle(finished=True)
+
+
+def test_interrupted_requests_are_charged_once(tmp_path):
+    """By a stop, or by a kill at any time; also if the answer was not on disk yet. An engine that
+    fails costs nothing either.
+    """
+    ledger = Ledger()
+
+    async def stop_after_five(server):
+        await server.begin(NUMBERS)
+        await server.until(lambda record: record.completed == 5)
+        await ledger.save()
+
+    run(
+        tmp_path,
+        stop_after_five,
+        Charged(ledger, r3=[EngineError("dead")], r5=[FOREVER], r6=[FOREVER]),
+    )
+    assert ledger.of_month("o").tokens == 5 * 3
+    assert ledger.of_month("o").requests == 5
+    assert ledger._find("o").num_reserved == 0
+    run(tmp_path, lambda server: server.ended(), Charged(ledger))
+    assert ledger.of_month("o").tokens == 7 * 3
+    assert ledger.of_month("o").requests == 7
+
+
+def test_answer_that_is_not_on_disk_yet_costs_nothing_yet(tmp_path, monkeypatch):
+    ledger = Ledger()
+    seen = []
+    flush = Answers.flush
+
+    def look_and_flush(answers):
+        seen.append(ledger.of_month("o").tokens)
+        flush(answers)
+
+    async def test(server):
+        await server.begin({"1": 1})
+        await server.ended()
+        assert ledger.of_month("o").tokens == 3
+
+    monkeypatch.setattr(Answers, "flush", look_and_flush)
+    run(tmp_path, test, Charged(ledger))
+    assert seen[0] == 0
 
 
 def test_lines_wait_for_the_limits_and_the_key_of_their_account(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.in_flight import Stream
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
-from cllm.store.usage import Charge
+from cllm.store.charges import Charge
 from cllm.text.chat_format import OutputPlan
 from cllm.text.grammar import CheckedGrammar
 from cllm.text.output_reader import Delta, OutputReader, Usage

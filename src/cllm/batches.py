@@ -32,6 +32,7 @@ from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
 from cllm.served_model import ServedModel
 from cllm.store.batches import FINAL, BatchRecord, Status, no_batch
+from cllm.store.charges import HeldCharges, hold_charges
 from cllm.store.files import new_id
 from cllm.store.store import Store
 
@@ -327,24 +328,35 @@ class Batches:
     async def _answer(
         self, record: BatchRecord, request_id: str, body: Any, model: ServedModel, slot: Slot
     ) -> None:
-        answer, succeeded = await self._compute(record, request_id, body, model, slot)
-        self.store.room.take(len(answer))
-        answers = self.store.batches.answers(record.id)
-        answers.add(answer, succeeded=succeeded)
-        await self._on_disk(answers.flush)
+        with hold_charges() as charges:
+            answer, succeeded = await self._compute(record, request_id, body, model, slot, charges)
+            self.store.room.take(len(answer))
+            answers = self.store.batches.answers(record.id)
+            answers.add(answer, succeeded=succeeded)
+            await self._on_disk(answers.flush)
+            charges.confirm()
         if succeeded:
             record.completed += 1
         else:
             record.failed += 1
 
     async def _compute(
-        self, record: BatchRecord, request_id: str, body: Any, model: ServedModel, slot: Slot
+        self,
+        record: BatchRecord,
+        request_id: str,
+        body: Any,
+        model: ServedModel,
+        slot: Slot,
+        charges: HeldCharges,
     ) -> tuple[bytes, bool]:
-        """Return the answer to a request, and whether it has succeeded."""
+        """Return the answer to a request, and whether it has succeeded. ``charges`` are then those
+        of its last try.
+        """
         lines, tries = self._lines[record.endpoint], 0
         while True:
             while model.is_starting or self._registry.draining:  # noqa: ASYNC110  # too rare to be worth an event
                 await asyncio.sleep(PAUSE)
+            charges.forget()
             try:
                 return await lines.answer(record, request_id, body, model), True
             except QueueFull as error:

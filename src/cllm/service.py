@@ -37,7 +37,8 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
 from cllm.process.pool import Pool
-from cllm.store.usage import EXPECTED_OUTPUT, Charge, Ledger
+from cllm.store.charges import Charge
+from cllm.store.usage import EXPECTED_OUTPUT, Ledger
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING, ChatFormats, schemas_of
 from cllm.text.dry_breakers import DryBreakers

@@ -3,7 +3,8 @@
 A request reserves what it may cost when it is admitted, and pays what it has cost when it ends.
 Both happen in the thread of the event loop without waiting, so parallel requests cannot exceed a
 limit together. What has been delivered is written to disk every 0.8 seconds, also that of requests
-that still run, so a crash loses at most that.
+that still run, so a crash loses at most that. A request of a batch pays once its answer is on disk:
+a server that ends before that has delivered nothing, and the next one computes the answer again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from cllm.core.account import Account
 from cllm.errors import CLLMError, RateLimited, Unauthorized
+from cllm.store.charges import Charge, Counts, Used
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
 WINDOW = 60  # seconds of the limits per minute
@@ -34,82 +36,6 @@ NAMES = {
 }
 
 log = logging.getLogger("cllm.access")
-
-
-class Counts(Protocol):
-    """The tokens of one request so far."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-class Used(msgspec.Struct):
-    """What an account has used in some time. prompt_tokens include cached_tokens."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    def add(self, other: Used) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-class Charge:
-    """What one admitted request reserves and pays. The caller must call ``settle``."""
-
-    def __init__(self, ledger: Ledger, entry: Entry, reserved: int, counts: Counts) -> None:
-        self._ledger = ledger
-        self._entry = entry
-        self._counts = counts
-        self._paid = Used()
-        self._bucket = entry.add(Used(requests=1), ledger.now())  # that counts the request
-        self._is_open = True
-        self._left = reserved  # of the reserved tokens, those that have not been paid
-        entry.num_reserved += reserved
-        self.end: Callable[[CLLMError], None] | None = None  # ends the request with an error
-
-    def _release(self, num_tokens: int) -> None:
-        """Reserve up to ``num_tokens`` tokens less."""
-        released = min(num_tokens, self._left)
-        self._left -= released
-        self._entry.num_reserved -= released
-
-    def pay(self, *, finished: bool = False) -> None:
-        """Book the tokens delivered since the last call; nothing before the first one."""
-        counts, paid = self._counts, self._paid
-        if not counts.completion_tokens and not finished:
-            return
-        used = Used(
-            0,
-            counts.prompt_tokens - paid.prompt_tokens,
-            counts.cached_tokens - paid.cached_tokens,
-            counts.completion_tokens - paid.completion_tokens,
-        )
-        if used != Used():
-            paid.add(used)
-            self._release(used.tokens)
-            self._entry.add(used, self._ledger.now())
-
-    def settle(self, *, finished: bool = False, failed: bool = False) -> None:
-        """End the reservation. finished: the request was answered completely. failed: the server
-        could not answer it; if nothing was delivered, the request does not count. May be called
-        again.
-        """
-        if not self._is_open:
-            return
-        self._is_open = False
-        self.pay(finished=finished)
-        self._release(self._left)
-        self._entry.charges.discard(self)
-        if failed and self._paid == Used():
-            self._entry.take_back(self._bucket)
 
 
 class Entry:
@@ -170,12 +96,15 @@ class Entry:
                 return max(1.0, one[0] + WINDOW + 1 - now)
         return float(WINDOW)
 
-    def add(self, used: Used, now: float) -> list[int]:
-        """Count ``used``. Returns its bucket."""
-        self._clamp(now)
+    def book(self, used: Used, now: float) -> None:
+        """Add ``used`` to the day and the month."""
         day = self.begin_month(now)
         for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
             one.add(used)
+
+    def count_used(self, used: Used, now: float) -> list[int]:
+        """Count ``used`` in the last minute. Returns its bucket."""
+        self._clamp(now)
         bucket = self._bucket_of(int(now))
         bucket[1] += used.requests
         bucket[2] += used.tokens
@@ -189,10 +118,12 @@ class Entry:
                 second: bucket for second, bucket in self.changed.items() if second >= first
             }
 
-    def take_back(self, bucket: list[int]) -> None:
+    def take_back(self, bucket: list[int], *, is_booked: bool) -> None:
         """Do not count a request any more that was counted in ``bucket``."""
         bucket[1] -= 1
         self.changed[bucket[0]] = bucket
+        if not is_booked:
+            return
         day = datetime.fromtimestamp(bucket[0], UTC).date().isoformat()
         self.unsaved.setdefault(day, Used()).requests -= 1
         if day[:7] == self.month:
