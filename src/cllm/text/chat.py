@@ -25,7 +25,7 @@ RESERVED = frozenset(
 )
 
 
-MAX_FORCED_CALLS = 16  # in a message that must call: weak models would go on to their last token
+MAX_FORCED_CALLS = 8  # in a message that must call: weak models would go on to their last token
 
 
 class Channel(enum.StrEnum):
