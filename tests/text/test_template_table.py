@@ -257,3 +257,15 @@ def test_long_histories_are_judged_by_what_they_repeat() -> None:
         assert [message["role"] for message in short[:3]] == [m["role"] for m in talk(form)[:3]]
         made = {call["id"] for message in short for call in message.get("tool_calls", ())}
         assert {message["tool_call_id"] for message in short if message["role"] == "tool"} == made
+
+
+@pytest.mark.parametrize("form", ["u", "su"])
+def test_tools_are_shown_by_a_template_that_reads_them_in_the_system_message(form: str) -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools %}"
+        "<|tool|>{{ m.tools }}<|/tool|>{% endif %}<|end|>{% endfor %}<|assistant|>"
+    )
+    prompt = ChatTemplate(Vocabulary(source)).render(talk(form), TOOLS)
+    assert prompt.startswith("<|system|>")
+    assert prompt.count('"get_weather"') == 1
+    assert "<|tool|>" not in ChatTemplate(Vocabulary(source)).render(talk(form), [])

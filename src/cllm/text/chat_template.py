@@ -44,7 +44,7 @@ PROBED_TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": "named",
+            "name": "probetool",
             "description": "a",
             "parameters": {"type": "object", "properties": {}},
         },
@@ -109,6 +109,14 @@ class ChatTemplate:
             for content in ("", None)
         }
         return {content: any("probe" in text for text in texts) for content, texts in shown.items()}
+
+    @cached_property
+    def _wants_tools_in_system(self) -> bool:
+        """Whether the template shows only tools that are a text in the system message (Phi 4)."""
+        messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+        given = self._try(messages, PROBED_TOOLS)
+        inside = self._try(with_tools_in_system(messages, PROBED_TOOLS))
+        return "probetool" not in (given or "") and "probetool" in (inside or "")
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -214,7 +222,10 @@ class ChatTemplate:
         arguments, and its own field names.
         """
         messages = name_results([{"content": "", **message} for message in messages])
-        return self._with_fields(self._repair(messages, tools, variables)(messages))
+        messages = self._with_fields(self._repair(messages, tools, variables)(messages))
+        if tools and self._wants_tools_in_system:
+            return with_tools_in_system(messages, tools)
+        return messages
 
     def _repair(
         self,
@@ -329,6 +340,16 @@ class ChatTemplate:
             except BadRequest:
                 continue
         return None
+
+
+def with_tools_in_system(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return ``messages`` with the declarations of ``tools`` as a field of the system message."""
+    if not messages or messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    declared = tojson([tool.get("function", tool) for tool in tools])
+    return [{**messages[0], "tools": declared}, *messages[1:]]
 
 
 def parse_object(arguments: str) -> dict[str, Any] | None:
