@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import select
 import stat
@@ -15,8 +16,10 @@ import time
 import pytest
 from conftest import PATIENCE
 from openai_server import Reasoning, openai_server
+from prompt_toolkit.layout.processors import TransformationInput
 
 from cllm.cli.reader import is_open, unquote
+from cllm.cli.word_wrap import WordWrap, find_gaps
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 pytestmark = pytest.mark.slow
@@ -153,6 +156,46 @@ def test_answers_are_formatted_and_reasoning_is_dimmed(chat):
     ]
 
 
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(chat):
+    """It is not echoed into the answer, and it is the next message."""
+    gate = threading.Event()
+    with openai_server(["Once ", "there ", gate, "was."], ["Yes."]) as server:
+        terminal = chat(server)
+        terminal.ask("A story!")
+        terminal.expect("there")
+        terminal.type("And then?\r")
+        time.sleep(0.2)  # an echo would come at once
+        gate.set()
+        assert "And then?" not in terminal.expect("cached")
+        terminal.expect("And then?")
+        terminal.expect("Yes.")
+    assert questions(server) == ["A story!", "And then?"]
+
+
+@pytest.mark.parametrize("width", [5, 8, 20])
+def test_typed_words_are_not_broken(width):
+    """Unless a word is longer than a row. What is shown and what is typed have the same order."""
+    choose = random.Random(width)
+    for _ in range(200):
+        words = ["x" * choose.randint(0, width + 3) for _ in range(choose.randint(1, 15))]
+        text = " ".join(words)
+        gaps, shown, starts = find_gaps(text, width), "", {}
+        for at, char in enumerate(text):
+            shown += "." * gaps.get(at, 0)
+            starts[at] = len(shown)
+            shown += char
+        at = 0
+        for word in words:
+            if 0 < len(word) <= width:
+                assert starts[at] // width == starts[at + len(word) - 1] // width, shown
+            at += len(word) + 1
+        given = TransformationInput(None, None, 0, None, [("", text)], width + 4, 9)
+        done = WordWrap(4).apply_transformation(given)
+        for at, place in starts.items():
+            assert done.source_to_display(at) == place
+            assert done.display_to_source(place) == at
+
+
 def test_control_characters_in_answers_do_not_reach_the_terminal(chat):
     with openai_server(["a\x1b]0;title\x07b\x9bc"]) as server:
         terminal = chat(server)
@@ -250,6 +293,8 @@ def test_conversations_are_saved_and_loaded(chat, home):
         terminal.ask("/load nothing")
         terminal.expect("cannot load")
         terminal.ask("/load colours")
+        terminal.expect(">>> Which colour?")
+        terminal.expect("Blue.")
         terminal.expect("Loaded 2 messages.")
         terminal.expect(PROMPT)
         terminal.type(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from cllm.cli.answers import Options, Part, Talker, read_schema
+from cllm.cli.answers import Messages, Options, Part, Talker, read_schema
 from cllm.cli.conversation import Conversation
-from cllm.cli.printer import open_printer, print_answer, print_dim
-from cllm.cli.reader import open_reader
+from cllm.cli.printer import CONTROL, open_printer, print_answer, print_dim, silence_keyboard
+from cllm.cli.reader import CONTINUED, PROMPT, open_reader
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
 from cllm.cli.slash_commands import SlashCommands
 from cllm.cli.talk import (
@@ -21,6 +21,7 @@ from cllm.cli.talk import (
 )
 from cllm.errors import CLLMError
 
+MAX_SHOWN = 20  # messages of a loaded conversation
 LEAVE = "Ctrl-C once more, Ctrl-D or /bye leaves."
 
 
@@ -66,13 +67,17 @@ def converse(talker: Talker, system: str = "", *, hides_reasoning: bool = False)
         if text is None:
             return
         try:
-            printed = commands.run(text)
-            if printed is not None:
-                print(printed, end="\n" if printed else "")
-            elif text:
-                answer(talker, conversation, text, hides_reasoning=hides_reasoning)
-                if reader.is_interactive and commands.is_verbose:
-                    print_dim(str(talker.last))
+            with silence_keyboard():
+                printed = commands.run(text)
+                if commands.has_loaded:
+                    commands.has_loaded = False
+                    print_messages(conversation.messages)
+                if printed is not None:
+                    print(printed, end="\n" if printed else "")
+                elif text:
+                    answer(talker, conversation, text, hides_reasoning=hides_reasoning)
+                    if reader.is_interactive and commands.is_verbose:
+                        print_dim(str(talker.last))
         except KeyboardInterrupt:
             if not reader.is_interactive:
                 raise
@@ -82,6 +87,18 @@ def converse(talker: Talker, system: str = "", *, hides_reasoning: bool = False)
             if not reader.is_interactive:
                 raise
             print("cllm:", error, file=sys.stderr)
+
+
+def print_messages(messages: Messages) -> None:
+    """Print the last messages of a loaded conversation as they were shown."""
+    shown = messages[-MAX_SHOWN:]
+    if len(shown) < len(messages):
+        print_dim(f"... {len(messages) - len(shown)} earlier messages")
+    for message in shown:
+        if message["role"] == "user":
+            print(PROMPT + message["content"].translate(CONTROL).replace("\n", f"\n{CONTINUED}"))
+        else:
+            print_answer((part for part in [Part(message["content"])]), open_printer(), [])
 
 
 def answer(talker: Talker, conversation: Conversation, text: str, *, hides_reasoning: bool) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from cllm.cli.answers import Answer, Messages, Options, Part, Parts
 from cllm.cli.models import list_entries, resolve_model
+from cllm.cli.printer import silence_keyboard
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remark_on_base, remarks
 from cllm.cli.remote import CONTINUATION
@@ -51,7 +52,7 @@ class Local:
         path = None if model.chat_template_file or not self._chats else model.path
         if path and find_task(Path(path).expanduser()) == "completion":
             print("cllm:", remark_on_base(path), file=sys.stderr)
-        with closing(open_bar("loading the model")) as bar:
+        with silence_keyboard(), closing(open_bar("loading the model")) as bar:
             self._llm = LLM.from_settings(loaded.settings, bar.update)
         for line in remarks(loaded, self._llm.info):
             print("cllm:", line, file=sys.stderr)

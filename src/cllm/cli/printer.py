@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from cllm.cli.answers import Part, Parts
 
@@ -41,12 +42,44 @@ def print_answer(parts: Parts, printer: Printer, collected: list[Part]) -> None:
     However it ends, the generation is ended and the last line is complete.
     """
     try:
-        with closing(parts):
+        with silence_keyboard(), closing(parts):
             for part in parts:
                 collected.append(part)
                 printer.add(part)
     finally:
         printer.close()
+
+
+@contextmanager
+def silence_keyboard() -> Iterator[None]:
+    """Do not echo what is typed. The next prompt gets it; Ctrl-C still interrupts."""
+    settings = read_terminal()
+    if settings is None:
+        yield
+        return
+    import termios
+
+    quiet = [*settings]
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
+
+
+def read_terminal() -> list[Any] | None:
+    """Return the settings of the terminal, None if this process does not own one."""
+    try:
+        import termios
+    except ImportError:  # on Windows
+        return None
+    try:
+        number = sys.stdin.fileno()
+        is_own = os.isatty(number) and os.tcgetpgrp(number) == os.getpgrp()
+        return termios.tcgetattr(number) if is_own else None
+    except (OSError, ValueError, AttributeError, termios.error):
+        return None
 
 
 def text_of(parts: list[Part]) -> str:

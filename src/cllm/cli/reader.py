@@ -119,6 +119,8 @@ class PromptReader:
                 for found in complete(text):
                     yield Completion(found, -len(word))
 
+        from cllm.cli.word_wrap import WordWrap
+
         keys = KeyBindings()
 
         @keys.add("escape", "enter")
@@ -140,6 +142,7 @@ class PromptReader:
             complete_in_thread=True,  # it may ask the server
             history=open_history(history_file()),
             key_bindings=keys,
+            input_processors=[WordWrap(len(PROMPT))],
             placeholder=[("ansibrightblack", "Send a message (/? for help)")],
             input=keyboard,
             output=screen,

@@ -47,14 +47,16 @@ HELP_TEXT = "\n".join(f"  {words:<24}{text}" for words, text in HELP)
 
 
 class SlashCommands:
-    """is_verbose: timings are shown after each answer. has_ended: the user wants to leave."""
+    """is_verbose: timings are shown after each answer. has_ended: the user wants to leave.
+    has_loaded: /load has replaced the conversation.
+    """
 
     def __init__(
         self, talker: Talker, conversation: Conversation, *, is_verbose: bool = True
     ) -> None:
         self._talker, self._conversation = talker, conversation
         self.is_verbose = is_verbose
-        self.has_ended = False
+        self.has_ended = self.has_loaded = False
         self._commands: dict[str, Callable[[str], str]] = {
             "/help": lambda _: HELP_TEXT,
             "/?": lambda _: HELP_TEXT,
@@ -183,6 +185,7 @@ class SlashCommands:
         if not name:
             return f"/load needs a name; saved are: {', '.join(list_saved()) or 'none'}"
         saved = self._conversation.load(name)
+        self.has_loaded = True
         sampling = {key: value for key, value in saved.sampling.items() if key in SAMPLING}
         SamplingParams(**sampling)
         self._talker.options.sampling = sampling
