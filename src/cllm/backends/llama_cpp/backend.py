@@ -35,7 +35,7 @@ from cllm.backends.llama_cpp.fit import (
     max_samples,
     pad_context,
 )
-from cllm.backends.llama_cpp.ggml_memory import KVAddresses, is_supported
+from cllm.backends.llama_cpp.ggml_memory import KVAddresses, NewPages, intercept, is_supported
 from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
     check_pointer,
@@ -129,6 +129,7 @@ class LlamaCppBackend:
         self.load_adapter = self._adapters.load
         self._context: Any = None
         self._addresses: KVAddresses | None = None
+        self._new_pages = NewPages()
         self._pages: PagedMemory | None = None
         self._open(params)
 
@@ -244,13 +245,13 @@ class LlamaCppBackend:
             num_tokens = pad_context(sizes.context_length) * sizes.max_num_seqs
             num_bytes = num_tokens * params.kv_bytes_per_token
             self._addresses = KVAddresses(sizes.max_num_seqs, num_bytes, params.kv_memory)
-            with self._addresses.intercept():
-                try:
-                    self._context = self._make_context(sizes)
-                except StartupError as error:
-                    raise NotPaged(str(error)) from None
-        else:
-            self._context = self._make_context(sizes)
+        with intercept(self._addresses or self._new_pages):
+            try:
+                self._context = self._make_context(sizes)
+            except StartupError as error:
+                if self._addresses is None:
+                    raise
+                raise NotPaged(str(error)) from None
         self._memory = lib.llama_get_memory(self._context)
         self._logits_address = 0
         if not self._memory:

@@ -1,7 +1,7 @@
-"""Gives llama.cpp addresses for its KV cache instead of memory.
+"""Gives llama.cpp addresses for its KV cache instead of memory, or memory that it does not fill.
 
-llama.cpp has no parameter for the memory of its KV cache. ``KVAddresses.intercept`` therefore
-replaces, while a context is being created, the function with which ggml allocates memory on CPUs.
+llama.cpp has no parameter for the memory of its KV cache. ``intercept`` therefore replaces, while a
+context is being created, the function with which ggml allocates memory on CPUs.
 It uses private structures of the version that library.py requires, and checks them.
 """
 
@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from llama_cpp import llama_cpp as lib
 
@@ -32,6 +32,8 @@ InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer)
 SetTensor = ctypes.CFUNCTYPE(None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t)
 Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 
+# From this size on, glibc takes new pages from the system for each allocation. They are zero.
+NEW_PAGES_BYTES = 32 << 20
 # llama.cpp may allocate less than this for other purposes; it writes all of a KV cache
 SMALL_BYTES = 1 << 30
 
@@ -64,7 +66,7 @@ class KVAddresses:
     def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:
         """``num_bytes``: what llama.cpp will ask for. ``max_bytes``: of memory that can be spent.
 
-        Call ``intercept``, then ``find_rows``.
+        Use it with ``intercept``, then call ``find_rows``.
         """
         self._num_streams = num_streams
         self._num_bytes = num_bytes
@@ -77,21 +79,6 @@ class KVAddresses:
             BUFFER_SET: SetTensor(do_nothing),
             BUFFER_CLEAR: Clear(do_nothing),  # its memory is zero already
         }
-
-    @contextmanager
-    def intercept(self) -> Iterator[None]:
-        """Inside the ``with`` block, let ggml use these addresses when this thread asks for
-        ``num_bytes``.
-        """
-        global _interceptor  # noqa: PLW0603  # ggml has one function for all threads
-        with _lock:
-            _interceptor = self, threading.get_ident()
-            _functions[BUFT_ALLOC] = ctypes.cast(_alloc, Pointer).value
-            try:
-                yield
-            finally:
-                _functions[BUFT_ALLOC] = _original
-                _interceptor = None
 
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
@@ -142,8 +129,52 @@ class KVAddresses:
         self._base = 0
 
 
+class NewPages:
+    """Memory that is zero already, and that llama.cpp therefore need not fill with zeros.
+
+    The system provides a page when it is first used. So a KV cache takes memory only for the tokens
+    that it has had.
+    """
+
+    def __init__(self) -> None:
+        self._clear = Clear(do_nothing)  # kept as long as ggml's buffers have pointers to it
+
+    def allocate(self, buffer_type: int, size: int) -> int | None:
+        """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
+        buffer = _allocate(buffer_type, size)
+        if buffer is not None and size >= NEW_PAGES_BYTES:
+            functions = (Pointer * 11).from_address(buffer)
+            functions[BUFFER_CLEAR] = ctypes.cast(self._clear, Pointer).value
+        return buffer
+
+
 def do_nothing(*_: object) -> None:
     pass
+
+
+class Allocator(Protocol):
+    def allocate(self, buffer_type: int, size: int) -> int | None:
+        """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
+        ...
+
+
+@contextmanager
+def intercept(allocator: Allocator) -> Iterator[None]:
+    """Inside the ``with`` block, let ggml get memory on CPUs for this thread from ``allocator``, if
+    that is supported.
+    """
+    global _interceptor  # noqa: PLW0603  # ggml has one function for all threads
+    if not is_supported():
+        yield
+        return
+    with _lock:
+        _interceptor = allocator, threading.get_ident()
+        _functions[BUFT_ALLOC] = ctypes.cast(_alloc, Pointer).value
+        try:
+            yield
+        finally:
+            _functions[BUFT_ALLOC] = _original
+            _interceptor = None
 
 
 def is_supported() -> bool:
@@ -190,7 +221,7 @@ def _allocate(buffer_type: int, size: int) -> int | None:
 
 
 _lock = threading.Lock()
-_interceptor: tuple[KVAddresses, int] | None = None
+_interceptor: tuple[Allocator, int] | None = None
 ggml: Any = None
 if libc is not None and (ggml := _load_ggml()) is not None:
     _functions = (Pointer * 6).from_address(ggml.ggml_backend_cpu_buffer_type())
