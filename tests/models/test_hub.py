@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import PATIENCE
 from fake_hub import LARGE, SMALL, TOKEN, FakeHub
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
 from cllm.errors import StartupError
 from cllm.models import hub
@@ -160,3 +160,12 @@ def test_hub_variables_are_read_from_the_environment(fake_hub: FakeHub, tmp_path
     assert path.is_relative_to(tmp_path / "home" / "hub")
     assert path.read_bytes() == LARGE
     assert "Downloading m-Q8_0.gguf: 1.0 MB of 1.0 MB" in done.stderr
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "http://127.0.0.1:9", "nonsense://x"])
+def test_hub_on_this_machine_is_reached_without_proxy(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    close_session()  # it would go on as it began
+    monkeypatch.setenv("all_proxy", proxy)
+    assert hub.download("o/models", "latest").is_file()
