@@ -4,7 +4,7 @@ import asyncio
 import calendar
 import random
 import sqlite3
-from datetime import date
+from datetime import UTC, date, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +48,37 @@ def refused(ledger, *arguments):
     with pytest.raises(RateLimited) as caught:
         ledger.admit(*arguments)
     return caught.value
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_budget_of_a_month_never_grows_by_jumps_of_the_clock(tmp_path, seed):
+    """Back and forth, and over restarts: only a month later than all before begins a new one."""
+    generator, clock = random.Random(seed), Clock()
+    ann, latest, used = account(tokens_per_month=100), "", 0
+
+    async def serve():
+        nonlocal latest, used
+        ledger = Ledger(clock)
+        await ledger.open(tmp_path)
+        for _ in range(generator.randint(1, 8)):
+            clock.now = NOON + generator.randint(-3, 3) * 30 * 86_400 + generator.random() * 9e5
+            month = datetime.fromtimestamp(clock.now, UTC).date().isoformat()[:7]
+            tokens = generator.randint(1, 60)
+            fresh = max(month, latest)
+            try:
+                charge = ledger.admit(ann, tokens, 0, counts(tokens))
+            except RateLimited:
+                assert fresh == latest
+                assert used + tokens > 100
+                continue
+            charge.settle(finished=True)
+            used = tokens if fresh != latest else used + tokens
+            latest = fresh
+            assert used <= 100
+        await ledger.close()
+
+    for _ in range(6):
+        asyncio.run(serve())
 
 
 def test_requests_per_minute_are_counted_in_any_minute(ledger, clock):

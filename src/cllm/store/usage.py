@@ -50,7 +50,7 @@ class Entry:
         self.charges: set[Charge] = set()
         self.num_reserved = 0
         self.latest: deque[list[int]] = deque()
-        self.month = ""
+        self.day = self.month = ""  # the latest that the clock has shown
         self.of_month = Used()
         self.total = Used()  # since the start; requests that were taken back too
         self.unsaved: dict[str, Used] = {}  # by day
@@ -82,11 +82,13 @@ class Entry:
         return self.latest[-1]
 
     def begin_month(self, now: float) -> str:
-        """Return the day of ``now``, and forget the tokens of an earlier month."""
-        day = datetime.fromtimestamp(now, UTC).date().isoformat()
-        if day[:7] != self.month:
-            self.month, self.of_month = day[:7], Used()
-        return day
+        """Return the day of ``now``, or of an earlier call if the clock has been set back since
+        then. Forget the tokens of an earlier month.
+        """
+        self.day = max(self.day, datetime.fromtimestamp(now, UTC).date().isoformat())
+        if self.day[:7] != self.month:
+            self.month, self.of_month = self.day[:7], Used()
+        return self.day
 
     def seconds_until(self, now: float, index: int, excess: int) -> float:
         """Return the time until ``excess`` requests (index 1) or tokens (2) are a minute old."""
@@ -267,10 +269,13 @@ class Ledger:
             await self._run(lambda: found.extend(self._read(folder.expanduser())))
             self._database, month, latest = found
         now = self.now()
-        for name, *counts in month:
+        for name, day, *counts in month:
             entry = self._entry(name)
+            # the clock may have been set back since then; what was used meanwhile has been added
+            used = entry.of_month if entry.month == day[:7] else Used()
+            used.add(Used(*counts))
+            entry.day, entry.month, entry.of_month = max(entry.day, day), day[:7], used
             entry.begin_month(now)
-            entry.of_month.add(Used(*counts))
         for name, *one in latest:
             self._entry(name).latest.append(one)
         for entry in self._entries.values():
@@ -282,15 +287,17 @@ class Ledger:
         return self._database is not None
 
     def _read(self, folder: Path) -> tuple[Database, list[Any], list[Any]]:
-        """Open the database. Return it, the usage of this month and that of the last minute."""
+        """Open the database. Return it, the usage of each account's last month and that of the last
+        minute.
+        """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
         now = self.now()
-        today = datetime.fromtimestamp(now, UTC).date()
         month = database.rows(
-            "SELECT account, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), "
-            "SUM(completion_tokens) FROM usage WHERE day >= ? GROUP BY account",
-            today.replace(day=1).isoformat(),
+            "SELECT account, MAX(day), SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), "
+            "SUM(completion_tokens) FROM usage AS one WHERE substr(day, 1, 7) = "
+            "(SELECT substr(MAX(day), 1, 7) FROM usage WHERE account = one.account) "
+            "GROUP BY account"
         )
         latest = database.rows(
             "SELECT account, second, requests, tokens FROM latest WHERE second >= ? "
@@ -324,7 +331,7 @@ class Ledger:
                 entry.forget_old(self.now())
             if self._database is None:
                 return
-            changed = [entry for entry in self._entries.values() if entry.changed]
+            changed = [one for one in self._entries.values() if one.changed or one.unsaved]
             usage = [
                 (entry.name, day, *msgspec.structs.astuple(used))
                 for entry in changed
