@@ -16,6 +16,7 @@ COMPUTE = """
 import sys
 from cllm.engine.shared_cores import SharedCores
 cores = SharedCores(sys.argv[1])
+print("ready", flush=True)
 for line in sys.stdin:
     print(cores.begin(3), flush=True)
 """
@@ -29,12 +30,15 @@ def path():
 
 
 def start(path):
-    return subprocess.Popen(
+    """Return an engine that has started, because its start may take longer than a step counts."""
+    process = subprocess.Popen(
         [sys.executable, "-c", COMPUTE, path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 def step(process):
@@ -46,13 +50,15 @@ def step(process):
 def test_engines_that_compute_are_counted(path):
     """Each has a slot of its own; one that has ended leaves its slot to the next one."""
     cores = SharedCores(path)
-    assert cores.begin(0) == 1
     others = [start(path) for _ in range(2)]
+    assert cores.begin(3) == 1
     assert [step(process) for process in others] == [2, 3]
     assert cores.begin(0) == 3
     others[0].kill()
     others[0].communicate()
     others.append(start(path))
+    cores.begin(3)
+    step(others[1])
     assert step(others[2]) == 3
     for process in others[1:]:
         process.communicate(timeout=PATIENCE)

@@ -523,11 +523,10 @@ def test_files_are_off_without_a_folder(start_server):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "storage_off")
 
 
-def test_second_server_on_a_folder_runs_without_files(start_server, tmp_path):
-    """It answers 503 for files and serves everything else."""
+def test_second_server_on_a_folder_keeps_its_files_in_one_of_its_own(start_server, tmp_path):
     environment = {"CLLM_STORAGE_FOLDER": str(tmp_path)}
     first, second = start_server(*FAKE, **environment), start_server(*FAKE, **environment)
     assert first.client.get("/v1/files").status_code == 200
-    answer = second.client.get("/v1/files")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
-    assert second.client.get("/v1/models").status_code == 200
+    assert second.client.get("/v1/files").status_code == 200
+    port = second.client.base_url.port
+    assert (tmp_path / f"port-{port}" / "files").is_dir()

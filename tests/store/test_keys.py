@@ -3,12 +3,14 @@
 import os
 import stat
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from cllm.core.account import Limits
 from cllm.core.request import Priority
 from cllm.errors import StartupError
+from cllm.store import keys
 from cllm.store.keys import (
     OPERATOR,
     AccountRecord,
@@ -197,7 +199,7 @@ def test_file_that_becomes_readable_again_is_followed(path, monkeypatch, caplog)
     keyring = Keyring(path)
     store(path, ann=record())
     with monkeypatch.context() as patched:
-        patched.setattr(type(path), "read_bytes", lambda _: (_ for _ in ()).throw(PermissionError))
+        patched.setattr(keys, "read_input", Mock(side_effect=PermissionError))
         for _ in range(5):
             assert not keyring.reload()
     assert keyring.find("a") is not None
