@@ -640,6 +640,29 @@ def test_requests_get_an_error_if_no_engine_can_be_started(monkeypatch):
     run(test)
 
 
+def test_new_requests_do_not_wait_for_suspects_that_got_an_error(monkeypatch):
+    """Engines that cannot be started end a search for what kills them."""
+    monkeypatch.setattr("cllm.process.supervisor.LONGEST_BACKOFF", 0.01)
+
+    async def test(pool):
+        streams = [ask(pool, name, max_tokens=900, ignore_eos=True) for name in ("a", "b")]
+        for stream in streams:
+            await receive(stream)
+        for _ in range(2):
+            pool.members[0]._suspects.record_death(["a", "b"])
+        pool.members[0]._has_suspects = True
+        with failing_starts(monkeypatch):
+            os.kill(pool.pid, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(EngineError, match="cannot be started"):
+                    await tokens(stream)
+        assert not pool.members[0].is_searching
+        await until(lambda: pool.ready)
+        assert len(await tokens(ask(pool, "c", max_tokens=5, ignore_eos=True))) == 5
+
+    run(test)
+
+
 def test_kills_from_outside_blame_nobody(monkeypatch):
     monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 0.01)
 

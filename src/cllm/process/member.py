@@ -261,6 +261,11 @@ class Member:
         if num_ends:
             self._ends[request_id] = num_ends
 
+    def forget_suspects(self, request_ids: Iterable[str]) -> None:
+        """Let no request wait for these, which have got an error, in the next engine."""
+        for request_id in request_ids:
+            self._suspects.forget(request_id)
+
     def list_harmless(self) -> list[str]:
         """Return the requests that no death makes a suspect."""
         return [name for name in self.bookings if not self._suspects.is_suspect(name)]
@@ -395,6 +400,7 @@ class Member:
         self.forget_step(error)
         for request_id in [*self.bookings]:
             self.remove(request_id)
+        self._has_suspects, self._suspects = False, Suspects(self._ends)
 
 
 def without_work(stats: Stats) -> Stats:

@@ -329,6 +329,7 @@ class Pool:
         for request_id in request_ids:
             self._in_flight.fail_one(request_id, error)
             self._embeddings.fail_one(request_id, error)
+        member.forget_suspects(request_ids)
         self._texts.fail(error, member)
 
     def fill(self, member: Member) -> None:
