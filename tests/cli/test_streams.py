@@ -12,6 +12,8 @@ import urllib.request
 
 import pytest
 
+from cllm.cli.streams import LossyFile
+
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
 
 
@@ -76,3 +78,14 @@ def test_server_serves_with_closed_streams(redirections: str) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_messages_are_dropped_while_nobody_reads_a_pipe_that_does_not_block() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with LossyFile(write, "wb", closefd=False) as file:
+        data = bytes(1 << 20)  # more than a pipe takes
+        assert 0 < file.write(data) < len(data)
+        assert file.write(b"more") == 4  # 0 would be tried again for ever
+    os.close(read)
+    os.close(write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,13 +33,16 @@ def open_closed_streams() -> None:
 
 
 class LossyFile(io.FileIO):
-    """A file that drops what cannot be written, because its disk is full or its reader has gone."""
+    """A file that drops what cannot be written, because its disk is full, its reader has gone, or
+    it does not block and its reader is slow.
+    """
 
     def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError:
-            return len(memoryview(data).cast("B"))
+        written = None
+        with suppress(OSError):
+            written = super().write(data)
+        # BufferedWriter would repeat a call that writes nothing, forever
+        return len(memoryview(data).cast("B")) if written is None else written
 
 
 def set_error_handling() -> None:
