@@ -321,3 +321,14 @@ def said(*messages: str) -> list[dict[str, str]]:
 def test_system_message_that_the_template_omits_joins_its_neighbour(name, messages, prompt):
     """Claude Code sends one after the user's message. Templates reject it or silently omit it."""
     assert ChatTemplate(FakeVocabulary(), SYSTEMS[name]).render(messages, []) == prompt
+
+
+@pytest.mark.parametrize(
+    "odd", [{"required": True}, {"type": "object", "required": True}, {"enum": 5}, {"enum": "a"}]
+)
+def test_keywords_that_are_no_lists_do_not_fail_templates_that_need_types(odd):
+    source = "{% for tool in tools %}{{ tool.function.parameters.properties.x.type.upper() }}{% endfor %}"
+    parameters = {"type": "object", "properties": {"x": odd}, "required": True}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = ChatTemplate(FakeVocabulary(), source).render([{"role": "user", "content": "a"}], tools)
+    assert text in ("STRING", "OBJECT")

@@ -54,11 +54,11 @@ def complete(schema: Any, depth: int) -> Schema:
         whole["properties"] = {
             name: complete(value, depth + 1) for name, value in properties.items()
         }
-        whole["required"] = list(schema.get("required") or [])
+        whole["required"] = list_of(schema, "required")
     if kind == "array":
         whole["items"] = complete(schema.get("items"), depth + 1)
     if "enum" in schema:
-        whole["enum"] = [as_text(value) for value in schema["enum"] or []]
+        whole["enum"] = [as_text(value) for value in list_of(schema, "enum")]
         if not whole["enum"]:
             del whole["enum"]
     if "default" in schema:
@@ -76,9 +76,15 @@ def type_of(schema: Schema) -> str:
     for key, implied in (("properties", "object"), ("items", "array")):
         if key in schema:
             return implied
-    values = [*(schema.get("enum") or []), schema.get("const"), schema.get("default")]
+    values = [*list_of(schema, "enum"), schema.get("const"), schema.get("default")]
     first = next((value for value in values if value is not None), "")
     return next((name for python, name in TYPES if isinstance(first, python)), "string")
+
+
+def list_of(schema: Schema, keyword: str) -> list[Any]:
+    """Return the value of ``keyword``; clients also send ``"required": true``, which is no list."""
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def as_text(value: Any) -> str:
