@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import subprocess
 import sys
 
@@ -52,3 +54,21 @@ def test_kv_cache_takes_memory_only_for_the_tokens_it_had(builtin_path, tiny_mod
     assert used_layout == layout
     assert num_bytes > 200_000_000
     assert max(loaded, used) < num_bytes / 4
+
+
+def test_memory_that_was_used_before_is_zero_again(monkeypatch):
+    """Allocators such as jemalloc, or glibc with MALLOC_MMAP_THRESHOLD_, return freed memory."""
+    from cllm.backends.llama_cpp import ggml_memory
+
+    if not ggml_memory.is_supported():
+        pytest.skip("ggml's structures are not as known")
+    size = ggml_memory.NEW_PAGES_BYTES + 64  # not whole pages
+    memory = mmap.mmap(-1, size + 8192, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = b"\xff" * len(memory)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 64
+    buffer = ggml_memory.ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
+    monkeypatch.setattr(ggml_memory, "_allocate", lambda *_: buffer)
+    assert ggml_memory.NewPages().allocate(0, size) == buffer
+    assert memory[64 : 64 + size].count(0) == size
+    assert memory[:64] + memory[64 + size :] == b"\xff" * (len(memory) - size)
+    ggml_memory.ggml.ggml_backend_buffer_free(buffer)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.llama_cpp.mappings import PAGE, libc, release, reserve
+from cllm.backends.llama_cpp.mappings import PAGE, libc, release, renew_pages, reserve
 from cllm.backends.llama_cpp.paged_memory import NotPaged, Rows
 
 # positions of pointers in ggml's private structures, see ggml-backend-impl.h
@@ -32,8 +32,7 @@ InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer)
 SetTensor = ctypes.CFUNCTYPE(None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t)
 Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 
-# From this size on, glibc takes new pages from the system for each allocation. They are zero.
-NEW_PAGES_BYTES = 32 << 20
+NEW_PAGES_BYTES = 32 << 20  # smaller buffers are filled in a few milliseconds
 # llama.cpp may allocate less than this for other purposes; it writes all of a KV cache
 SMALL_BYTES = 1 << 30
 
@@ -133,7 +132,7 @@ class NewPages:
     """Memory that is zero already, and that llama.cpp therefore need not fill with zeros.
 
     The system provides a page when it is first used. So a KV cache takes memory only for the tokens
-    that it has had.
+    that it has had. An allocator may return memory that was used before, which is renewed.
     """
 
     def __init__(self) -> None:
@@ -144,7 +143,9 @@ class NewPages:
         buffer = _allocate(buffer_type, size)
         if buffer is not None and size >= NEW_PAGES_BYTES:
             functions = (Pointer * 11).from_address(buffer)
-            functions[BUFFER_CLEAR] = ctypes.cast(self._clear, Pointer).value
+            address = GetBase(functions[BUFFER_GET_BASE] or 0)(buffer)
+            if renew_pages(address, size):
+                functions[BUFFER_CLEAR] = ctypes.cast(self._clear, Pointer).value
         return buffer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
-MADV_NOHUGEPAGE = 15
+MADV_DONTNEED, MADV_NOHUGEPAGE = 4, 15
 PUNCH_HOLE, KEEP_SIZE = 2, 1
 MFD_CLOEXEC = 1
 FAILED = ctypes.c_void_p(-1).value
@@ -63,6 +63,19 @@ def punch(file: int, begin: int, size: int) -> None:
     """Free the pages of a part of ``file``; it reads as zeros afterwards. Raises OSError."""
     if libc.fallocate(file, PUNCH_HOLE | KEEP_SIZE, begin, size):
         raise _error()
+
+
+def renew_pages(address: int, size: int) -> bool:
+    """Fill private memory with zeros by giving its pages back to the system, which provides new
+    ones when they are used. Return False if the system refuses that, as for locked memory.
+    """
+    end = address + size
+    first, last = -(-address // PAGE) * PAGE, end // PAGE * PAGE  # whole pages
+    if libc.madvise(first, last - first, MADV_DONTNEED):
+        return False
+    ctypes.memset(address, 0, first - address)
+    ctypes.memset(last, 0, end - last)
+    return True
 
 
 def max_mappings() -> int:
