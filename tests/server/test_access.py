@@ -211,7 +211,7 @@ def test_second_tenant_walks_all_routes(server, operations, objects):
             if path != "/openapi.json":
                 for value in (*objects.values(), "ann", "key of"):
                     assert f'"{value}' not in answer.text, (method, path)
-    assert seen == {"object": 9, "admin": len(ADMIN)}
+    assert seen == {"object": 13, "admin": len(ADMIN)}
 
 
 def test_owner_finds_its_objects(server, objects):

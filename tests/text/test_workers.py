@@ -352,7 +352,8 @@ def test_worker_ends_with_its_parent():
         "prepare",
         "1",
     ]
-    begin = encode_frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
+    texts = {"chat_template": "x", "tool_template": None, "special_texts": {}}
+    begin = encode_frame(to_json({**texts, "control_tokens": []}))
     done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == (encode_frame(READY), b"")
 

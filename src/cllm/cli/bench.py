@@ -39,11 +39,7 @@ else:
     Shape = Literal[tuple(SHAPES)]
     Quant = Literal[tuple(QUANTS)]
 
-HELP = """Measure servers and compare them; make stand-in models.
-
-Start with a running server and cllm bench load, which needs no more.
-"""
-app = App(name="bench", help=HELP)
+app = App(name="bench")
 
 
 @Parameter(name="*")

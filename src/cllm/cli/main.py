@@ -40,6 +40,18 @@ GENERATE = """Complete one prompt and print the text.
 With --url, use a running server. Otherwise load the model here. With --chat, the model answers the
 prompt. Otherwise it continues the text, by 256 tokens unless --max-tokens is given.
 """
+# The list of commands shows the first paragraph, and --help of the command all of it.
+BENCH = """Measure servers and compare them; make stand-in models.
+
+Start with a running server and cllm bench load, which needs no more.
+"""
+SIMULATE = """Replay a trace through the scheduler in simulated time.
+
+1. cllm simulate synth trace.jsonl  writes a trace; a server's own trace does too.
+
+2. cllm simulate trace.jsonl  replays it, and prints waiting times and rates.
+"""
+
 COMMANDS = {
     "serve": ("cllm.cli.serve:serve", SERVE),
     "chat": ("cllm.cli.chat:chat", CHAT),
@@ -65,10 +77,10 @@ COMMANDS = {
         "cllm.cli.doctor:doctor",
         "Check whether cLLM works on this machine, and how llama.cpp was built.",
     ),
-    "bench": ("cllm.cli.bench:app", "Measure servers and compare them; make stand-in models."),
+    "bench": ("cllm.cli.bench:app", BENCH),
     "simulate": (
         "cllm.cli.simulate:app",
-        "Replay a trace through the scheduler in simulated time.",
+        SIMULATE,
     ),
     "explain": (
         "cllm.cli.explain:explain",

@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 else:
     Workload = Literal[tuple(WORKLOADS)]
 
-HELP = """Replay a trace through the scheduler in simulated time, in two steps:
-
-1. cllm simulate synth trace.jsonl  writes a trace; a server's own trace does too.
-
-2. cllm simulate trace.jsonl  replays it, and prints waiting times and rates.
-"""
-app = App(name="simulate", help=HELP)
+app = App(name="simulate")
 
 DEFAULTS = Settings()
 
