@@ -125,3 +125,8 @@ def test_closing_mark_of_a_forced_call_is_not_shown():
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call'
     text, _, arguments = read(load_families()["hermes"], call.encode())
     assert (text, json.loads(arguments)) == ("", {})
+
+
+@pytest.mark.parametrize("name", ["seed", "think"])
+def test_cut_text_without_tools_keeps_its_last_character(name):
+    assert read(load_families()[name], b"if a <", tools={})[0] == "if a <"

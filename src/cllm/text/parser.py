@@ -353,12 +353,20 @@ class Parser:
 
     def _emit_certain(self, begun: re.Pattern[str]) -> None:
         """Emit the buffer, except the beginning of a mark at its end."""
-        match = None if self._is_last and not self._is_cut else begun.search(self._buffer)
+        is_whole = self._is_last and not (self._is_cut and self._may_begin_mark)
+        match = None if is_whole else begun.search(self._buffer)
         at = match.start() if match else len(self._buffer)
         self._emit_text(self._buffer[:at])
         self._buffer = self._buffer[at:]
         if self._is_cut and match:
             self._drop()
+
+    @property
+    def _may_begin_mark(self) -> bool:
+        """Whether a mark can follow here: without tools, text is only preceded by reasoning."""
+        is_only_text = self.channel == Channel.TEXT and self._has_text and not self._header
+        is_anywhere = self._reasoning is not None and self._reasoning.anywhere
+        return not is_only_text or is_anywhere or self._calls is not NO_CALLS
 
     def _emit_text(self, text: str) -> None:
         """Emit ``text``, but hold back white space at its end, which may precede a mark."""
