@@ -1012,6 +1012,21 @@ def test_request_for_an_unloaded_engine_waits_for_the_next_one():
     run(test, on_wanted=lambda: wanted.append(1))
 
 
+def test_request_that_arrives_while_the_engine_is_unloaded_calls_for_the_next_one():
+    wanted = []
+
+    async def test(pool):
+        unloading = asyncio.create_task(pool.unload())
+        await asyncio.sleep(0)  # as few turns of the loop as there can be
+        stream = ask(pool, "meanwhile", range(60, 80), max_tokens=2)
+        assert wanted == [1]
+        await unloading
+        await pool.start()
+        assert await tokens(stream) == [80, 81]
+
+    run(test, on_wanted=lambda: wanted.append(1))
+
+
 def test_running_stream_continues_after_the_engine_was_unloaded():
     async def test(pool):
         stream = ask(pool, "long", [1], max_tokens=14, ignore_eos=True)

@@ -220,6 +220,7 @@ class Pool:
         Requests in flight, and those that arrive meanwhile, continue in the next engines;
         ``on_wanted`` is called for each that arrives.
         """
+        self.set_unloaded()  # before anything else can arrive
         for member in self.members:
             member.forget_step(EngineError("The model was unloaded; please retry."))
             self._balancer.cancel(member)
