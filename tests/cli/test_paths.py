@@ -18,6 +18,7 @@ COMMANDS = [
     ("show", "{}"),
     ("tune", "{}"),
     ("simulate", "{}"),
+    ("serve", "{}", "--model.sha256", "0" * 64),
     ("keys", "list", "--file", "{}"),
     ("keys", "add", "bob", "--file", "{}"),
     ("list", "--config", "{}"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cllm.errors import ModelFileError, StartupError
 from cllm.models import hub
+from cllm.models.file_start import measure_regular_file
 from cllm.models.hub import SPLIT, Progress
 from cllm.models.model_file import is_model, list_parts
 
@@ -124,6 +125,7 @@ def check_sha256(path: Path, expected: str) -> None:
     """
     if SPLIT.search(path.name):
         raise StartupError(f"model.sha256 needs a model in one file, not {path.name}")
+    measure_regular_file(path)
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

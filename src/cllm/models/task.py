@@ -7,6 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from cllm.errors import StartupError
+from cllm.models.file_start import measure_regular_file
+
 Task = Literal["chat", "completion", "embedding"]
 
 MAX_BYTES = 1 << 25  # of a file; no known header is longer
@@ -20,9 +23,9 @@ def find_task(path: Path) -> Task:
     and "chat" if the file cannot be read.
     """
     try:
-        status = path.stat()
-        return _find_task(path, status.st_size, status.st_mtime_ns)
-    except (OSError, ValueError):
+        size = measure_regular_file(path)
+        return _find_task(path, size, path.stat().st_mtime_ns)
+    except (StartupError, OSError, ValueError):
         return "chat"
 
 
