@@ -125,6 +125,14 @@ def test_budget_that_cannot_be_enforced_is_rejected() -> None:
     assert read(THINKING, "<think>", Chat([], effort=Effort.LOW), special={})[1].thinking is None
 
 
+@pytest.mark.parametrize(("special", "said"), [(SPECIAL, "if a <"), ({}, "if a")])
+def test_cut_text_keeps_what_the_control_tokens_of_the_model_cannot_complete(special, said):
+    """Without control tokens, the model may have begun to write a mark."""
+    parser = read(THINKING, "", Chat([], TOOLS), special)[0].parser()
+    parts = parser.feed("if a <") + parser.flush(is_cut=True)
+    assert "".join(part.text for part in parts) == said
+
+
 def test_template_variables_of_the_client_come_first() -> None:
     chat_format = chat_format_of(Vocabulary(THINKING, SPECIAL))
     assert chat_format.variables(Chat([])) == {}

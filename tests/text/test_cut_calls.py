@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from call_texts import CALLING, THINK, TOOLS, WEATHER, with_thoughts
+from call_texts import CALLING, FAMILIES, THINK, TOOLS, WEATHER, with_thoughts
 
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
@@ -19,11 +19,13 @@ from cllm.text.parser import Parser
 BYTES = Pieces.of([bytes([i]) for i in range(256)])
 
 
-def read(family: ModelFamily, text: bytes, finish=FinishReason.LENGTH, tools=TOOLS, size=1):
+def read(
+    family: ModelFamily, text: bytes, finish=FinishReason.LENGTH, tools=TOOLS, size=1, **options
+):
     """Return the text, the reasoning and the calls' arguments of an answer with a token a byte."""
     pieces = BYTES if size == 1 else Pieces.of([text])
     tokens = list(text) if size == 1 else [0]
-    choice = Choice(0, pieces, SamplingParams(), Parser(family, tools))
+    choice = Choice(0, pieces, SamplingParams(), Parser(family, tools, **options))
     found: dict[str, str] = dict.fromkeys(Channel, "")
     for i, token in enumerate(tokens):
         end = str(finish) if i == len(tokens) - 1 else ""
@@ -130,3 +132,28 @@ def test_closing_mark_of_a_forced_call_is_not_shown():
 @pytest.mark.parametrize("name", ["seed", "think"])
 def test_cut_text_without_tools_keeps_its_last_character(name):
     assert read(load_families()[name], b"if a <", tools={})[0] == "if a <"
+
+
+@pytest.mark.parametrize("size", [1, 0], ids=["streamed", "whole"])
+@pytest.mark.parametrize("tools", [TOOLS, {}], ids=["tools", "none"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cut_text_keeps_what_a_control_token_cannot_complete(name, tools, size):
+    family = with_thoughts(name)
+    begin = "<|channel|>final<|message|>" if family.header else ""
+    for mark in family.marks:
+        for length in range(1, len(mark)):
+            text = f"{begin}if a {mark[:length]}".encode()
+            said = read(family, text, tools=tools, size=size, control=family.marks)[0]
+            assert said == f"if a {mark[:length]}", mark
+
+
+def test_cut_mark_of_a_control_token_and_letters_is_not_shown():
+    family = load_families()["gemma4"]
+    for begun, shown in [
+        (b"if a <", "if a <"),
+        (b"if a <|chan", "if a <|chan"),
+        (b"if a <|channel>", "if a"),
+        (b"if a <|channel>tho", "if a"),
+    ]:
+        said = read(family, begun, control={"<|channel>", "<|tool_call>", "<channel|>"})[0]
+        assert said.rstrip() == shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, product
 from typing import Any
 
@@ -93,8 +93,12 @@ class ChatFormat:
         }
 
     @cached_property
+    def _control_in_marks(self) -> dict[str, int]:
+        return self._special_tokens_in([*self.family.marks])
+
+    @cached_property
     def _pieces(self) -> Pieces:
-        marks = self._special_tokens_in([*self.family.marks])
+        marks = self._control_in_marks
         return self._vocabulary.pieces.with_marks(
             {token: text.encode() for text, token in marks.items()}
         )
@@ -259,12 +263,16 @@ class ChatFormat:
             params = params.replace_unchecked(thinking=budget)
         if not (may_call or inside or thinks or family.header):
             return None, params, bound
-        begun = bool(chat.continued)
-        plan = OutputPlan(
-            self._pieces,
-            lambda: Parser(family, tools, inside=inside, begun=begun, max_calls=chat.max_calls),
+        parser = partial(
+            Parser,
+            family,
+            tools,
+            inside=inside,
+            begun=bool(chat.continued),
+            max_calls=chat.max_calls,
+            control=self._control_in_marks,
         )
-        return plan, params, bound
+        return OutputPlan(self._pieces, parser), params, bound
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
         """Return whether the message begins in the middle of reasoning, and whether it may begin

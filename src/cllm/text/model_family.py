@@ -5,7 +5,9 @@ text.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,17 +142,37 @@ class ModelFamily(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Marks(NamedTuple):
     """``whole`` finds one of some marks; ``begun`` finds the beginning of one at the end of a
-    text.
+    text; ``cut`` finds one that no control token was to complete.
     """
 
     whole: re.Pattern[str]
     begun: re.Pattern[str]
+    cut: re.Pattern[str]
 
 
 @cache
-def compile_marks(marks: tuple[str, ...]) -> Marks:
+def compile_marks(marks: tuple[str, ...], control: frozenset[str] = frozenset()) -> Marks:
+    """``control``: the texts of control tokens, which a model never writes in parts."""
     begun = {mark[:length] for mark in marks for length in range(1, len(mark))}
-    return Marks(re.compile(one_of_texts(set(marks))), re.compile(f"(?:{one_of_texts(begun)})\\Z"))
+    parts = {
+        mark[:length]
+        for mark in marks
+        for start, end in pairwise(sorted({0, len(mark), *edges_of(mark, control)}))
+        for length in ([end] if mark[start:end] in control else range(start + 1, end + 1))
+        if length < len(mark)
+    }
+    return Marks(re.compile(one_of_texts(set(marks))), at_end(begun), at_end(parts))
+
+
+def edges_of(mark: str, control: Collection[str]) -> Iterator[int]:
+    """Yield where the control tokens in ``mark`` begin and end, the longest first."""
+    if control:
+        for found in re.finditer(one_of_texts(set(control)), mark):
+            yield from found.span()
+
+
+def at_end(texts: set[str]) -> re.Pattern[str]:
+    return re.compile(f"(?:{one_of_texts(texts)})\\Z")
 
 
 def one_of_texts(texts: set[str]) -> str:

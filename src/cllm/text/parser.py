@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from cllm.text.chat import Channel, Part
 from cllm.text.model_family import (
     MAX_HEAD,
     Calls,
+    Marks,
     ModelFamily,
     compile_head,
     compile_marks,
@@ -56,11 +57,13 @@ class Parser:
         inside: bool = False,
         begun: bool = False,
         max_calls: int | None = None,
+        control: Collection[str] = (),
     ) -> None:
         """``tools``: the argument schemas of the functions that may be called; if {}, calls are
         text. ``inside``: the text begins in the middle of reasoning. ``begun``: it continues
         reasoning or text from the prompt. After ``max_calls`` calls the parser is ``done`` and
-        drops the rest.
+        drops the rest. ``control``: the texts of control tokens, which the model never writes in
+        parts.
         """
         self._reasoning = family.reasoning
         self._header = family.header
@@ -95,7 +98,9 @@ class Parser:
             ends = (family.reasoning.close,)
             if self._calls.ends_reasoning:
                 ends += self._calls.open + self._calls.skip
-        self._openers, self._ends = compile_marks(tuple(openers)), compile_marks(ends)
+        self._openers, self._ends = (
+            compile_marks(marks, frozenset(control)) for marks in (tuple(openers), ends)
+        )
         if inside:
             self.channel, self._state = Channel.REASONING, self._in_region
 
@@ -144,7 +149,7 @@ class Parser:
                 return self._drop()
         found = self._openers.whole.search(self._buffer)
         if not found:
-            self._emit_certain(self._openers.begun)
+            self._emit_certain(self._openers)
             return False
         self._emit_text(self._buffer[: found.start()])
         self._buffer = self._buffer[found.end() :]
@@ -166,7 +171,7 @@ class Parser:
         """Consume reasoning, or a call that ends with a mark."""
         found = self._ends.whole.search(self._buffer)
         if not found:
-            self._emit_certain(self._ends.begun)
+            self._emit_certain(self._ends)
             return False
         self._emit_text(self._buffer[: found.start()])
         is_opener = self._header is not None and found[0] in self._header.open
@@ -351,9 +356,10 @@ class Parser:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _emit_certain(self, begun: re.Pattern[str]) -> None:
+    def _emit_certain(self, marks: Marks) -> None:
         """Emit the buffer, except the beginning of a mark at its end."""
         is_whole = self._is_last and not (self._is_cut and self._may_begin_mark)
+        begun = marks.cut if self._is_cut else marks.begun
         match = None if is_whole else begun.search(self._buffer)
         at = match.start() if match else len(self._buffer)
         self._emit_text(self._buffer[:at])
