@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -160,11 +160,11 @@ class Remote:
             if response.status_code != 200:
                 response.read()
                 raise CLLMError(error_message(response))
-            for line in response.iter_lines():
-                name, _, data = line.partition(":")
-                if name != "data":
+            for line in read_lines(response.iter_bytes()):
+                name, _, data = line.partition(b":")
+                if name != b"data":
                     continue
-                if data.strip() == "[DONE]":
+                if data.strip() == b"[DONE]":
                     return
                 chunk = json.loads(data)
                 if fault := chunk.get("error"):
@@ -180,6 +180,20 @@ class Remote:
                     yield choice
         if not self.last.finish_reason:
             raise CLLMError("lost the connection to the server before the answer was complete")
+
+
+def read_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a stream. httpx also ends lines at characters that JSON may contain, such
+    as U+2028.
+    """
+    growing = bytearray()
+    for piece in pieces:
+        growing += piece
+        if b"\n" in piece:
+            *lines, rest = growing.split(b"\n")
+            yield from map(bytes, lines)
+            growing = rest
+    yield bytes(growing)
 
 
 def lost(error: Exception) -> CLLMError:
