@@ -102,6 +102,21 @@ def test_tables_show_all_cells(show):
     assert r"\(|x|\) $a_1 * b_1$" in lines
 
 
+def test_lines_of_a_text_stay_lines(show):
+    """Such as those of a poem, of an address, and of a table whose head has another width."""
+    for text in ("Roses are red,\nviolets\nare blue.", "| a | b|c |\n|---|---|\n| 1 | 2 |"):
+        lines = [line.strip() for line in show([text]).split("\n")]
+        assert "\n".join(lines).strip() == text
+    assert "   and more" in show(["* one\n  and more"])
+
+
+def test_images_are_links_at_their_place(show):
+    printed = " ".join(
+        show(["See ![a *cat*](http://a/c.png) and ![](http://a/d.png), please."]).split()
+    )
+    assert printed == "See [image: a *cat*] and [image: http://a/d.png], please."
+
+
 def test_markup_is_still_formatted(show):
     text = "**bold** *em* ~~gone~~ `code` \\*star\\* [text](http://a) &lt;b&gt;\n\n* item\n\n```\n<b>\n```\n"
     assert visible(show([text])) == "boldemgonecode*star*text<b>•item<b>"

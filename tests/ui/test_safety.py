@@ -143,7 +143,10 @@ def test_text_that_the_parser_cannot_take_is_shown_as_it_is(visit, server, text)
     expect(chat.answers()).to_have_text(text)
 
 
-WRITTEN = r"""Use map<std::string, int>, `List<int>` and List<String>. <br> Paths: C:\Users\new, \d+\.\d.
+WRITTEN = r"""Roses are red,
+violets are blue.
+
+Use map<std::string, int>, `List<int>` and List<String>. <br> Paths: C:\Users\new, \d+\.\d.
 
 <div>
   <p>one</p>
@@ -177,6 +180,7 @@ def test_types_tags_and_formulas_are_shown_as_written(visit, server):
     chat.wait_until_answered()
     shown = chat.answers().last.inner_text()
     for line in (
+        "Roses are red,\nviolets are blue.",
         r"Use map<std::string, int>, List<int> and List<String>. <br> Paths: C:\Users\new, \d+\.\d.",
         "<div>\n  <p>one</p>\n</div>",
         r"A sum \(a_1 * b_2 * c\) or $x_1 * y_2 * z$, and $5 is not $6.",

@@ -1,5 +1,5 @@
-"""Markdown as models write it, for a terminal: HTML, LaTeX and types such as vector<int> are shown
-as written.
+"""Markdown as models write it, for a terminal: HTML, LaTeX, types such as vector<int> and the ends
+of lines are shown as written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_block.table import escapedSplit, table
 from markdown_it.rules_inline import StateInline
+from markdown_it.token import Token
 from rich.markdown import Markdown, MarkdownElement, Paragraph
 
 # they would hide <br>, the marks of <std::string>, and [1]: followed by a word
@@ -118,6 +119,22 @@ def read_inline(state: StateInline, silent: bool) -> bool:
     return True
 
 
+def show(token: Token) -> list[Token]:
+    """Return what is shown of a part of a paragraph: a link in place of an image, and the ends of
+    lines.
+    """
+    if token.type == "softbreak":
+        return [Token("hardbreak", "br", 0)]
+    if token.type != "image":
+        return [token]
+    address = token.attrs["src"]
+    return [
+        Token("link_open", "a", 1, {"href": address}),
+        Token("text", "", 0, content=f"[image: {token.content or address}]"),
+        Token("link_close", "a", -1),
+    ]
+
+
 class AnswerMarkdown(Markdown):
     """A text of a model, formatted by rich."""
 
@@ -133,3 +150,4 @@ class AnswerMarkdown(Markdown):
         for token in self.parsed:
             if token.type == "html_block":
                 token.content = token.content.rstrip("\n")
+            token.children = [part for child in token.children or () for part in show(child)]

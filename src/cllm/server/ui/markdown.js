@@ -132,6 +132,7 @@ const tokenizer = {
 
 const marked = new Marked({
   gfm: true,
+  breaks: true, // lines of a poem or an address stay lines
   extensions: [formulaLines, formula],
   tokenizer,
   renderer: {
