@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.backends.fake.backend import Costs, FakeBackend
+from cllm.cli.printer import print_dim
 from cllm.cli.slash_commands import HELP_TEXT
 
 FAKE = ("--backend.name", "fake")
@@ -308,6 +310,30 @@ def test_generate_uses_server(cllm, monkeypatch, stub):
     assert body == {"prompt": "Dear", "max_tokens": 256, **common}
     question = [{"role": "user", "content": "Dear"}]
     assert chat_body == {"messages": question, "max_tokens": 9, "temperature": 0.0, **common}
+
+
+def test_help_of_a_conversation_fits_a_terminal():
+    assert max(map(len, HELP_TEXT.splitlines())) < 80
+
+
+def test_remarks_are_wrapped_between_words(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    print_dim("5 of 9 prompt tokens cached")
+    assert "5 of 9 prompt tokens\ncached" in screen.getvalue()
+
+
+def test_json_of_servers_may_contain_unicode_ends_of_lines(cllm, monkeypatch, stub):
+    """llama-server writes all characters but those of ASCII as they are."""
+    text = "a\u2028b\x85c\u2029d\u001ee"
+    end = {"choices": [{"text": "", "finish_reason": "stop"}]}
+    monkeypatch.setattr(OpenAIStub, "pieces", [text, end])
+    monkeypatch.setattr(json, "dumps", partial(json.dumps, ensure_ascii=False))
+    done = cllm("generate", "Dear", "--url", stub.url)
+    assert (done.code, done.out, done.err) == (0, f"{text}\n", "")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from cllm.cli.answers import Part, Parts
@@ -94,7 +96,9 @@ def is_capable(stream: TextIO) -> bool:
 
 def print_dim(text: str) -> None:
     """Print a remark about an answer on stderr."""
-    print(f"{DIM}{text}{RESET}" if is_capable(sys.stderr) else text, file=sys.stderr, flush=True)
+    if is_capable(sys.stderr):
+        text = DIM + fill(text, max(1, get_terminal_size().columns)) + RESET
+    print(text, file=sys.stderr, flush=True)
 
 
 class PlainPrinter:

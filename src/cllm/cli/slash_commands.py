@@ -30,10 +30,10 @@ HELP = (
     Help("/new, /clear", "start a new conversation"),
     Help("/system [TEXT]", "show or set the system message"),
     Help("/set NAME VALUE", "set a sampling parameter, such as temperature"),
-    Help("/set format json", "answer with JSON; or a schema, or a file with one; /set noformat"),
-    Help(
-        "/set think, nothink", "let the model reason, perhaps at low, medium or high effort, or not"
-    ),
+    Help("/set format json", "answer with JSON, a schema or that of a file"),
+    Help("/set noformat", "answer freely again"),
+    Help("/set think, nothink", "let the model reason, or not"),
+    Help("/set think low", "choose the effort: low, medium or high"),
     Help("/set verbose, quiet", "show timings after each answer, or not"),
     Help("/show", "show the model and the settings"),
     Help("/model [NAME]", "list the models, or use another one"),
