@@ -41,7 +41,7 @@ def clock():
 
 @pytest.fixture
 def ledger(clock):
-    return Ledger(clock)
+    return Ledger(clock, clock)
 
 
 def refused(ledger, *arguments):
@@ -96,7 +96,7 @@ def test_requests_per_minute_are_counted_in_any_minute(ledger, clock):
 @pytest.mark.parametrize("seed", range(20))
 def test_no_minute_ever_exceeds_its_limits(seed, clock):
     """Whatever arrives, ends, is aborted or fails, at any time."""
-    ledger, chance = Ledger(clock), random.Random(seed)
+    ledger, chance = Ledger(clock, clock), random.Random(seed)
     ann = account(requests_per_minute=5, tokens_per_minute=100, concurrent_requests=3)
     admitted, paid, open_charges = [], [], []
     for _ in range(2000):
@@ -178,8 +178,8 @@ def test_running_requests_are_ended(ledger):
     assert ended == [("ann", error)]
 
 
-async def reopen(folder, clock):
-    ledger = Ledger(clock)
+async def reopen(folder, clock, monotonic=None):
+    ledger = Ledger(clock, monotonic or clock)
     await ledger.open(folder)
     return ledger
 
@@ -295,14 +295,79 @@ def test_request_whose_key_was_revoked_meanwhile_is_not_admitted(ledger):
     ledger.admit(account("bob"), 1, 0, counts())
 
 
-def test_limits_hold_while_the_clock_is_set_back(ledger, clock):
-    ann = account(requests_per_minute=2, tokens_per_minute=100)
-    for _ in range(2):
-        ledger.admit(ann, 10, 0, counts(5, 5)).settle(finished=True)
-    clock.now -= 3600
-    assert refused(ledger, ann, 1, 0, counts()).retry_after <= WINDOW + 1
-    clock.now += WINDOW + 2
-    ledger.admit(ann, 10, 0, counts())
+@pytest.mark.parametrize("seed", range(10))
+def test_limits_per_minute_never_grow_by_jumps_of_the_clock(tmp_path, seed):
+    """Ahead and back again, also while no server runs, and over restarts of the machine."""
+    chance, clock, monotonic, boot = random.Random(seed), Clock(), Clock(), "first boot"
+    monotonic.now = 5.0
+    ann, times, now = account(requests_per_minute=3, tokens_per_minute=100), [], 0.0
+
+    def wait(seconds):
+        nonlocal now
+        now += seconds
+        clock.now += seconds
+        monotonic.now += seconds
+
+    async def serve():
+        ledger = Ledger(clock, monotonic)
+        ledger._boot_id = boot
+        await ledger.open(tmp_path)
+        for _ in range(chance.randint(1, 8)):
+            wait(chance.choice([0.0, 0.4, 3.0, 30.0]))
+            clock.now += chance.choice([0, 0, 3600, -3600, 86_400, -90])
+            recent = [time for time in times if time > now - WINDOW]
+            try:
+                charge = ledger.admit(ann, 10, 0, counts(5, 5))
+            except RateLimited as error:
+                assert len([time for time in times if time > now - WINDOW - 6]) >= 3
+                assert 1 <= error.retry_after <= WINDOW + 1
+                continue
+            assert len(recent) < 3
+            charge.settle(finished=True)
+            times.append(now)
+        await ledger.close()
+
+    for number in range(8):
+        asyncio.run(serve())
+        if chance.random() < 0.3:
+            wait(10.0)
+            boot, monotonic.now = f"boot {number}", chance.choice([5.0, 1e6])
+        else:
+            wait(1.0)
+            clock.now += chance.choice([0, 3600, -3600])
+
+
+def test_limits_per_minute_continue_after_an_update(tmp_path, clock):
+    """Earlier versions wrote the Unix times of the last minute."""
+    database = Database(tmp_path / "usage.db", USAGE_SCHEMA, SHARED)
+    with database.transaction() as connection:
+        for seconds_ago in (3000, 50, 40, -20):
+            row = ("ann", int(NOON) - seconds_ago, 1, 10)
+            connection.execute("INSERT INTO latest VALUES (?, ?, ?, ?)", row)
+        connection.execute("DROP TABLE clocks")
+    database.close()
+    monotonic = Clock()
+    monotonic.now = 30.0
+
+    async def run():
+        ledger = await reopen(tmp_path, clock, monotonic)
+        ann = account(requests_per_minute=3)
+        assert 10 <= refused(ledger, ann, 1, 0, counts()).retry_after <= 12
+        monotonic.now += 12
+        ledger.admit(ann, 1, 0, counts())
+        refused(ledger, ann, 1, 0, counts())
+        await ledger.close()
+
+    asyncio.run(run())
+
+
+def test_failed_request_is_taken_back_from_the_day_on_which_it_was_booked(ledger, clock):
+    charge = ledger.admit(account(), 1, 0, counts(5))
+    clock.now -= 10 * 86_400
+    ledger.admit(account(), 1, 0, counts(5)).settle(failed=True)
+    charge.settle(failed=True)
+    days = asyncio.run(ledger.list_days(date.min, date.max))
+    assert [(day, used.requests) for _, day, used in days] == [("2027-01-15", 0)]
 
 
 def test_usage_without_a_disk_takes_bounded_memory(ledger, clock):
@@ -324,7 +389,7 @@ def test_database_is_opened_once_while_requests_are_counted(tmp_path, clock):
         first = await reopen(tmp_path, clock)
         first.admit(account(), 30, 0, counts(20, 10)).settle(finished=True)
         await first.close()
-        second = Ledger(clock)
+        second = Ledger(clock, clock)
         opening = [asyncio.create_task(second.open(tmp_path)) for _ in range(3)]
         for _ in range(50):
             second.admit(account(), 3, 0, counts(1, 1)).settle(finished=True)

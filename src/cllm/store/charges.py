@@ -91,15 +91,17 @@ class Charge:
         self._entry = entry
         self._counts = counts
         self._paid = Used()
-        self._bucket = entry.count_used(Used(requests=1), ledger.now())  # that counts the request
+        one = Used(requests=1)
+        self._bucket = entry.count_used(one, ledger.seconds())  # that counts the request
         self._is_open = True
         self._is_finished = False
+        self._day: str | None = None  # on which the request was booked
         held = _held.get()
         self._is_held = held is not None
         if held is not None:
             held.add(self)
         else:
-            entry.book(Used(requests=1), ledger.now())
+            self._day = entry.book(one, ledger.now())
         self._left = reserved  # of the reserved tokens, those that have not been paid
         entry.num_reserved += reserved
         self.end: Callable[[CLLMError], None] | None = None  # ends the request with an error
@@ -126,7 +128,7 @@ class Charge:
         if used != Used():
             paid.add(used)
             self._release(used.tokens)
-            self._entry.count_used(used, self._ledger.now())
+            self._entry.count_used(used, self._ledger.seconds())
             self._entry.book(used, self._ledger.now())
 
     def settle(self, *, finished: bool = False, failed: bool = False) -> None:
@@ -147,7 +149,7 @@ class Charge:
             and self._paid == Used()
             and not (self._is_held and self._counts.completion_tokens)
         ):
-            self._entry.take_back(self._bucket, is_booked=not self._is_held)
+            self._entry.take_back(self._bucket, self._day)
             self._is_held = False
             self._release(self._left)
 
@@ -156,7 +158,7 @@ class Charge:
         if not self._is_held:
             return
         self._is_held = False
-        self._entry.book(Used(requests=1), self._ledger.now())
+        self._day = self._entry.book(Used(requests=1), self._ledger.now())
         self.pay(finished=self._is_finished)
         self._release(self._left)
 

@@ -36,6 +36,9 @@ CREATE TABLE IF NOT EXISTS latest (
     account TEXT NOT NULL, second INTEGER NOT NULL, requests INTEGER NOT NULL,
     tokens INTEGER NOT NULL, PRIMARY KEY (account, second)
 );
+CREATE TABLE IF NOT EXISTS clocks (
+    boot_id TEXT NOT NULL, seconds REAL NOT NULL, unix_time REAL NOT NULL
+);
 """
 # The folder's lock excludes other processes. Without shared memory, SQLite needs no third file.
 ALONE = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")

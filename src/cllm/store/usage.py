@@ -5,16 +5,22 @@ Both happen in the thread of the event loop without waiting, so parallel request
 limit together. What has been delivered is written to disk every 0.8 seconds, also that of requests
 that still run, so a crash loses at most that. A request of a batch pays once its answer is on disk:
 a server that ends before that has delivered nothing, and the next one computes the answer again.
+
+The limits per minute are counted in seconds of the monotonic clock, which runs on while no server
+does. So no change of the wall clock ends a minute early.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,7 @@ from cllm.store.charges import Charge, Counts, Used
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
 WINDOW = 60  # seconds of the limits per minute
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # names what the monotonic clock counts from
 EXPECTED_OUTPUT = 512  # tokens that are reserved for a request that does not limit its output
 NAMES = {
     "requests_per_minute": "requests per minute",
@@ -41,8 +48,8 @@ log = logging.getLogger("cllm.access")
 class Entry:
     """The usage of one account.
 
-    latest: a bucket for each second of the last minute, [second, requests, tokens]. num_reserved:
-    tokens that running requests have reserved and not paid.
+    latest: a bucket for each second of the last minute, [second, requests, tokens], by the
+    monotonic clock. num_reserved: tokens that running requests have reserved and not paid.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,23 +63,11 @@ class Entry:
         self.unsaved: dict[str, Used] = {}  # by day
         self.changed: dict[int, list[int]] = {}  # buckets of ``latest`` to write
 
-    def count_latest(self, now: float) -> tuple[int, int]:
+    def count_latest(self, seconds: float) -> tuple[int, int]:
         """Return the requests and the paid tokens of the last minute, at least."""
-        self._clamp(now)
-        while self.latest and self.latest[0][0] <= now - WINDOW - 1:
+        while self.latest and self.latest[0][0] <= seconds - WINDOW - 1:
             self.latest.popleft()
         return sum(one[1] for one in self.latest), sum(one[2] for one in self.latest)
-
-    def _clamp(self, now: float) -> None:
-        """Move buckets of the future to now: the clock has been set back."""
-        moved = [0, 0]
-        while self.latest and self.latest[-1][0] > now:
-            _, requests, tokens = self.latest.pop()
-            moved = [moved[0] + requests, moved[1] + tokens]
-        if any(moved):
-            bucket = self._bucket_of(int(now))
-            bucket[1] += moved[0]
-            bucket[2] += moved[1]
 
     def _bucket_of(self, second: int) -> list[int]:
         """Return the bucket of a second that is not before the last one."""
@@ -90,43 +85,44 @@ class Entry:
             self.month, self.of_month = self.day[:7], Used()
         return self.day
 
-    def seconds_until(self, now: float, index: int, excess: int) -> float:
+    def seconds_until(self, seconds: float, index: int, excess: int) -> float:
         """Return the time until ``excess`` requests (index 1) or tokens (2) are a minute old."""
         for one in self.latest:
             excess -= one[index]
             if excess <= 0:
-                return max(1.0, one[0] + WINDOW + 1 - now)
+                return max(1.0, one[0] + WINDOW + 1 - seconds)
         return float(WINDOW)
 
-    def book(self, used: Used, now: float) -> None:
-        """Add ``used`` to the day and the month."""
+    def book(self, used: Used, now: float) -> str:
+        """Add ``used`` to the day and the month. Returns the day."""
         day = self.begin_month(now)
         for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
             one.add(used)
+        return day
 
-    def count_used(self, used: Used, now: float) -> list[int]:
+    def count_used(self, used: Used, seconds: float) -> list[int]:
         """Count ``used`` in the last minute. Returns its bucket."""
-        self._clamp(now)
-        bucket = self._bucket_of(int(now))
+        bucket = self._bucket_of(int(seconds))
         bucket[1] += used.requests
         bucket[2] += used.tokens
         return bucket
 
-    def forget_old(self, now: float) -> None:
+    def forget_old(self, seconds: float) -> None:
         """Forget to write buckets that no longer matter."""
-        if self.changed and next(iter(self.changed)) < now - 2 * WINDOW:
-            first = now - WINDOW - 1
+        if self.changed and next(iter(self.changed)) < seconds - 2 * WINDOW:
+            first = seconds - WINDOW - 1
             self.changed = {
                 second: bucket for second, bucket in self.changed.items() if second >= first
             }
 
-    def take_back(self, bucket: list[int], *, is_booked: bool) -> None:
-        """Do not count a request any more that was counted in ``bucket``."""
+    def take_back(self, bucket: list[int], day: str | None) -> None:
+        """Do not count a request any more that was counted in ``bucket``, and booked on ``day``
+        unless that is None.
+        """
         bucket[1] -= 1
         self.changed[bucket[0]] = bucket
-        if not is_booked:
+        if day is None:
             return
-        day = datetime.fromtimestamp(bucket[0], UTC).date().isoformat()
         self.unsaved.setdefault(day, Used()).requests -= 1
         if day[:7] == self.month:
             self.of_month.requests -= 1
@@ -135,9 +131,15 @@ class Entry:
 class Ledger:
     """The usage of all accounts, in memory and, once ``open`` has been called, on disk."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """``clock`` returns Unix times."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` returns Unix times, ``monotonic`` the seconds since the machine was started."""
         self._clock = clock
+        self.seconds = monotonic
+        self._boot_id = read_boot_id()
         self._entries: dict[str, Entry] = {}
         self._thread = ThreadPoolExecutor(1, "cllm-usage")
         self._database: Database | None = None
@@ -155,9 +157,9 @@ class Ledger:
         Raises RateLimited; then nothing has changed.
         """
         self.check(account)
-        now, limits = self.now(), account.limits
+        seconds_now, limits = self.seconds(), account.limits
         entry = self._entry(account.name)
-        _, tokens = entry.count_latest(now)
+        _, tokens = entry.count_latest(seconds_now)
         for name, paid in (("tokens_per_minute", tokens), ("tokens_per_month", self._month(entry))):
             if (most := getattr(limits, name)) is None:
                 continue
@@ -165,7 +167,7 @@ class Ledger:
             if num_tokens > left:
                 seconds: float | None = None
                 if name == "tokens_per_minute" and num_tokens <= most:
-                    seconds = entry.seconds_until(now, 2, num_tokens - left)
+                    seconds = entry.seconds_until(seconds_now, 2, num_tokens - left)
                 elif num_tokens <= most - paid:
                     seconds = 1.0  # until a running request has cost less than it has reserved
                 raise self._limited(account, name, most, seconds, num_tokens)
@@ -181,16 +183,16 @@ class Ledger:
         """
         if not self.is_valid(account.name):
             raise Unauthorized("The API key has been revoked.")
-        now, limits = self.now(), account.limits
+        seconds, limits = self.seconds(), account.limits
         entry = self._find(account.name)
-        requests, tokens = entry.count_latest(now)
+        requests, tokens = entry.count_latest(seconds)
         if (most := limits.concurrent_requests) is not None and len(entry.charges) >= most:
             raise self._limited(account, "concurrent_requests", most, 1.0)
         if (most := limits.requests_per_minute) is not None and requests >= most:
-            until = entry.seconds_until(now, 1, requests - most + 1)
+            until = entry.seconds_until(seconds, 1, requests - most + 1)
             raise self._limited(account, "requests_per_minute", most, until)
         if (most := limits.tokens_per_minute) is not None and tokens >= most:
-            until = entry.seconds_until(now, 2, tokens - most + 1)
+            until = entry.seconds_until(seconds, 2, tokens - most + 1)
             raise self._limited(account, "tokens_per_minute", most, until)
         if (most := limits.tokens_per_month) is not None and self._month(entry) >= most:
             raise self._limited(account, "tokens_per_month", most, None)
@@ -228,7 +230,7 @@ class Ledger:
         """Return for "requests" and "tokens", if they are limited per minute, the limit, what is
         left of it, and the seconds until all of it is available again.
         """
-        now, entry = self.now(), self._find(account.name)
+        now, entry = self.seconds(), self._find(account.name)
         requests, tokens = entry.count_latest(now)
         seconds = max(0.0, entry.latest[-1][0] + WINDOW + 1 - now) if entry.latest else 0.0
         found = {}
@@ -292,19 +294,47 @@ class Ledger:
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
-        now = self.now()
         month = database.rows(
             "SELECT account, MAX(day), SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), "
             "SUM(completion_tokens) FROM usage AS one WHERE substr(day, 1, 7) = "
             "(SELECT substr(MAX(day), 1, 7) FROM usage WHERE account = one.account) "
             "GROUP BY account"
         )
-        latest = database.rows(
-            "SELECT account, second, requests, tokens FROM latest WHERE second >= ? "
-            "ORDER BY second",
-            int(now) - WINDOW - 1,
-        )
-        return database, month, latest
+        return database, month, self._read_latest(database)
+
+    def _read_latest(self, database: Database) -> list[Any]:
+        """Return the buckets of the last minute, in seconds of this monotonic clock."""
+        shift, last = self._compute_shift(database), int(self.seconds())
+        rows = database.rows("SELECT account, second, requests, tokens FROM latest ORDER BY second")
+        if shift:
+            merged: dict[tuple[str, int], list[int]] = {}
+            for name, second, requests, tokens in rows:
+                one = merged.setdefault((name, min(last, second + shift)), [0, 0])
+                one[:] = one[0] + requests, one[1] + tokens
+            rows = [(*key, *one) for key, one in merged.items()]
+            with database.transaction() as connection:
+                connection.execute("DELETE FROM latest")
+                connection.executemany("INSERT INTO latest VALUES (?, ?, ?, ?)", rows)
+                self._write_clocks(connection)
+        return [row for row in rows if row[1] >= last - WINDOW - 1]
+
+    def _compute_shift(self, database: Database) -> int:
+        """Return what to add to the seconds on disk, 0 if they are of this monotonic clock.
+
+        Otherwise the wall clock says how long the last server has been gone.
+        """
+        seconds, now = self.seconds(), self.now()
+        clocks = database.rows("SELECT boot_id, seconds, unix_time FROM clocks")
+        # earlier versions wrote no clocks, and Unix times
+        boot_id, then, unix_time = clocks[0] if clocks else ("", now, now)
+        if clocks and boot_id == self._boot_id != "" and then <= seconds:
+            return 0
+        return math.ceil(seconds - max(0.0, now - unix_time) - then)
+
+    def _write_clocks(self, connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM clocks")
+        row = self._boot_id, self.seconds(), self.now()
+        connection.execute("INSERT INTO clocks VALUES (?, ?, ?)", row)
 
     async def _run(self, work: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -328,7 +358,7 @@ class Ledger:
                 for charge in entry.charges:
                     charge.pay()
             for entry in self._entries.values():
-                entry.forget_old(self.now())
+                entry.forget_old(self.seconds())
             if self._database is None:
                 return
             changed = [one for one in self._entries.values() if one.changed or one.unsaved]
@@ -371,8 +401,9 @@ class Ledger:
             )
             connection.executemany("INSERT OR REPLACE INTO latest VALUES (?, ?, ?, ?)", latest)
             connection.execute(
-                "DELETE FROM latest WHERE second < ?", (int(self.now()) - 10 * WINDOW,)
+                "DELETE FROM latest WHERE second < ?", (int(self.seconds()) - 10 * WINDOW,)
             )
+            self._write_clocks(connection)
 
     async def list_days(
         self, begin: date, end: date, accounts: Container[str] | None = None
@@ -401,9 +432,19 @@ class Ledger:
         """Write the rest. Nothing can be admitted afterwards."""
         await self.save()
         if self._database is not None:
+            with suppress(OSError):  # the clocks: the wall clock may have jumped since the last use
+                await self._run(self._write, self._database, (), ())
             await self._run(self._database.close)
             self._database = None
         await asyncio.to_thread(self._thread.shutdown)
+
+
+def read_boot_id() -> str:
+    """Return what distinguishes this start of the machine from others, "" if that is unknown."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def first_of_month(now: float) -> date:
