@@ -67,6 +67,22 @@ def test_pulled_models_are_listed_and_removed(cllm, tmp_path):
     assert names(cllm) == ["cllm-builtin"]
 
 
+PAGE = "https://huggingface.co/o/models/blob/main"
+
+
+def test_what_pull_understands_is_understood_by_show_and_rm(cllm):
+    """Also if the cache has other files of the repository."""
+    cllm("pull", f"{PAGE}/big/m-F16-00002-of-00002.gguf")
+    cllm("pull", "hf:o/models/resolve/main/m-Q8_0.gguf?download=true")
+    cllm("pull", "hf.co/o/models:latest")
+    assert names(cllm) == ["cllm-builtin", "o/models:F16", "o/models:Q4_0", "o/models:Q8_0"]
+    assert "m-Q8_0.gguf is not a GGUF file" in cllm("show", f"{PAGE}/m-Q8_0.gguf", code=2)
+    assert "there is no model" in cllm("rm", f"{PAGE}/other-Q8_0.gguf", code=2)
+    assert cllm("rm", "hf:o/models:fp16").startswith("removed o/models:F16, ")
+    assert cllm("rm", "o/models:latest").startswith("removed o/models:Q4_0, ")
+    assert cllm("rm", f"{PAGE}/m-Q8_0.gguf").startswith("removed o/models:Q8_0, ")
+
+
 def test_damaged_download_is_noticed_and_removed(cllm, tmp_path):
     """The cache names the files by their SHA-256 where the hub tells it."""
     cllm("pull", "hf:o/models:Q8_0")

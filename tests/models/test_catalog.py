@@ -12,6 +12,8 @@ from cllm.models import catalog, hub
 from cllm.models.catalog import BUILTIN, check_sha256, derive_model_name, resolve
 from cllm.models.hub import Progress, choose_files, parse_quantization
 
+SITE = "https://huggingface.co"
+
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
@@ -39,6 +41,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
         ("hf.co/owner/repo:Q4_0", None, ("owner/repo", "Q4_0")),
         ("https://huggingface.co/owner/repo/", None, ("owner/repo", None)),
         ("hf:owner/repo:sub/file-Q4_0.gguf", None, ("owner/repo", "sub/file-Q4_0.gguf")),
+        ("hf:owner/repo/blob/main/m-Q4_0.gguf", None, ("owner/repo", "m-Q4_0.gguf")),
+        ("hf:owner/repo/m-Q4_0.gguf", None, ("owner/repo", "m-Q4_0.gguf")),
+        ("hf://owner/repo/sub/m.gguf", None, ("owner/repo", "sub/m.gguf")),
+        (f"{SITE}/owner/repo/blob/main/m-Q4_0.gguf", None, ("owner/repo", "m-Q4_0.gguf")),
+        (f"{SITE}/owner/repo/resolve/main/m.gguf?download=true", None, ("owner/repo", "m.gguf")),
+        (
+            f"{SITE}/owner/repo/blob/main/sub/m%20(1).gguf#L3",
+            None,
+            ("owner/repo", "sub/m (1).gguf"),
+        ),
+        (f"{SITE}/owner/repo?show_file_info=m-Q4_0.gguf", None, ("owner/repo", "m-Q4_0.gguf")),
+        (f"{SITE}/owner/repo?local-app=llama.cpp", None, ("owner/repo", None)),
+        (f"{SITE}/owner/repo/tree/main", None, ("owner/repo", None)),
+        (f"{SITE}/owner/repo/tree/main/Q8_0/", None, ("owner/repo", "Q8_0")),
+        ("HTTPS://HF.co/owner/repo/blob/main/m.GGUF", None, ("owner/repo", "m.GGUF")),
+        ("huggingface.co/owner/repo/resolve/main/m.gguf", None, ("owner/repo", "m.gguf")),
     ],
 )
 def test_hub_name_is_split_into_repository_and_quantization(
@@ -58,6 +76,8 @@ def test_hub_name_is_split_into_repository_and_quantization(
         ("hf:a/b/c", "write hf:owner/repo"),
         ("hf:", "write hf:owner/repo"),
         ("hf:owner/repo:q4_0", "drop one"),
+        (f"{SITE}/owner/repo/blob/v2/m.gguf", "only main can be downloaded"),
+        (f"{SITE}/owner/repo/discussions/3", "write hf:owner/repo"),
         ("owner/repo", "did you mean hf:owner/repo?"),
         ("llama3", "a path to a .gguf file, hf:owner/repo[:quantization], or cllm-builtin"),
         ("", "a path to a .gguf file"),
@@ -199,3 +219,8 @@ def test_file_with_another_sha256_is_refused(tmp_path):
 @pytest.mark.parametrize("file", ["m-fp16.gguf", "m.FP16.gguf", "m-fp16-00001-of-00001.gguf"])
 def test_fp16_and_f16_are_the_same(wanted: str, file: str) -> None:
     assert choose_files("o/r", ["m-bf16.gguf", "m-q8_0.gguf", file], wanted) == [file]
+
+
+def test_any_part_of_a_split_model_names_it() -> None:
+    files = [f"big/m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert choose_files("o/r", files, "big/m-00002-of-00002.gguf") == files

@@ -76,6 +76,8 @@ def ask(server, model, **more):
 def test_cached_models_are_served_by_all_their_names(server):
     assert {"o/r:Q8_0", "o/r:Q4_0", "base:latest"} <= names(server)
     assert ask(server, "o/r:Q8_0") == ask(server, "hf.co/o/r:Q8_0") == ask(server, "o/r") == "72"
+    for tag in ("latest", "q8_0", "m-Q8_0.gguf"):  # as after ``cllm run --url`` of such a name
+        assert server.client.get(f"/v1/models/o/r:{tag}").status_code == 200
     body = {"model": "hf:o/r:Q8_0", "messages": QUESTION, "max_tokens": 1}
     assert server.client.post("/v1/chat/completions", json=body).status_code == 200
 

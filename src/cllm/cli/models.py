@@ -21,6 +21,7 @@ from cllm.errors import CLLMError, StartupError
 from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
 from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
+from cllm.models.hub import SPLIT
 from cllm.models.model_file import list_parts
 from cllm.store.created import CreatedModel, CreatedModels
 
@@ -283,14 +284,26 @@ def list_entries(loaded: LoadedConfig) -> list[Entry]:
 
 
 def find(entries: list[Entry], name: str) -> Entry | None:
-    """Return the model ``name``, or the only one in the repository ``name``."""
-    name = catalog.strip_hub(name).removesuffix(":latest")
-    exact = [entry for entry in entries if entry.name.lower() == name.lower()]
-    in_repo = [entry for entry in entries if entry.name.lower().startswith(f"{name.lower()}:")]
-    if not exact and len(in_repo) > 1:
-        there = ", ".join(entry.name for entry in in_repo)
+    """Return the model ``name``, the only one in the repository ``name``, or the one that
+    ``cllm pull`` gets for ``name``. Raises StartupError if there are several.
+    """
+    name = catalog.strip_hub(name).lower()
+    names = (name, name.removesuffix(":latest"))
+    found = [entry for entry in entries if entry.name.lower() in names][:1]
+    repo, _, tag = name.partition(":")
+    if not found and tag:
+        cached = {
+            SPLIT.sub(".gguf", hub.name_in_repo(entry.files[0])): entry
+            for entry in entries
+            if entry.kind == "hub" and entry.name.lower().startswith(f"{repo}:")
+        }
+        found = [cached[file] for file in hub.find_matching({file: [] for file in cached}, tag)]
+    elif not found:
+        found = [entry for entry in entries if entry.name.lower().startswith(f"{name}:")]
+    if len(found) > 1:
+        there = ", ".join(entry.name for entry in found)
         raise StartupError(f"{name} has several models; name one: {there}")
-    return next(iter([*exact, *in_repo]), None)
+    return next(iter(found), None)
 
 
 def created_models(loaded: LoadedConfig) -> CreatedModels:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from cllm.errors import ModelFileError, StartupError
 from cllm.models import hub
@@ -24,8 +25,16 @@ BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
 FORMS = "a path to a .gguf file, hf:owner/repo[:quantization], or cllm-builtin"
 
 # hf:owner/repo:quant, or an address copied from a browser: https://huggingface.co/owner/repo
-HUB = re.compile(r"(?:hf:|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?P<rest>.*)")
-REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quantization>[\w./-]+))?/?")
+HUB = re.compile(
+    r"(?:hf:(?://)?|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?P<rest>.*)",
+    re.IGNORECASE,
+)
+# what follows: a tag, a file, or the page of a file or folder
+REPO = re.compile(
+    r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<tag>[^:\s][^:\n]*?)|"
+    r"/(?:blob|resolve|raw|tree)/(?P<revision>[^/]+)(?:/(?P<path>.+?))?|/(?P<file>.+\.gguf))?/?",
+    re.IGNORECASE,
+)
 
 
 def resolve(
@@ -39,8 +48,8 @@ def resolve(
     """
     if name is None or name == BUILTIN_NAME:
         return _find_builtin()
-    if match := HUB.fullmatch(name):
-        return _resolve_hub_name(name, match["rest"], quantization, progress)
+    if is_on_hub(name):
+        return _resolve_hub_name(name, quantization, progress)
     path = Path(name).expanduser()
     try:
         if _looks_like_path(name) or (name and path.exists()):
@@ -61,7 +70,33 @@ def is_on_hub(name: str | None) -> bool:
 def strip_hub(name: str) -> str:
     """Return ``name`` without the prefix of names on the hub: owner/repo[:quantization]."""
     match = HUB.fullmatch(name)
-    return match["rest"] if match else name
+    if match is None:
+        return name
+    try:
+        return ":".join(filter(None, split_hub_name(name)))
+    except StartupError:
+        return match["rest"]
+
+
+def split_hub_name(name: str) -> tuple[str, str | None]:
+    """Return the repository in a name on the hub, and the quantization or file that it names.
+
+    Raises StartupError if the name has no known form.
+    """
+    found = HUB.fullmatch(name)
+    address = urlsplit(found["rest"].strip()) if found else urlsplit("")
+    match = REPO.fullmatch(unquote(address.path))
+    if match is None:
+        raise StartupError(
+            f"{name!r} does not name a repository; write hf:owner/repo or hf:owner/repo:Q4_K_M"
+        )
+    if match["revision"] not in (None, "main"):
+        raise StartupError(
+            f"{name!r} names the revision {match['revision']}; only main can be downloaded"
+        )
+    repo, *files = match.group("repo", "tag", "path")
+    files += [match["file"], *parse_qs(address.query).get("show_file_info", [])]
+    return repo, next(filter(None, files), None)
 
 
 def list_folder(folder: Path) -> dict[str, Path]:
@@ -160,22 +195,15 @@ def _find_builtin() -> Path:
     return BUILTIN
 
 
-def _resolve_hub_name(
-    name: str, rest: str, quantization: str | None, progress: Progress | None
-) -> Path:
-    match = REPO.fullmatch(rest)
-    if match is None:
-        raise StartupError(
-            f"{name!r} does not name a repository; write hf:owner/repo or hf:owner/repo:Q4_K_M"
-        )
-    named = match["quantization"]
+def _resolve_hub_name(name: str, quantization: str | None, progress: Progress | None) -> Path:
+    repo, named = split_hub_name(name)
     if quantization and named and named.lower() in hub.DEFAULT_TAGS:
         named = None
     if named and quantization and named.casefold() != quantization.casefold():
         raise StartupError(
             f"{name!r} asks for {named}, but the requested quantization is {quantization}; drop one"
         )
-    return hub.download(match["repo"], named or quantization, progress)
+    return hub.download(repo, named or quantization, progress)
 
 
 def _looks_like_path(name: str) -> bool:

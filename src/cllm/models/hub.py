@@ -79,17 +79,20 @@ def choose_files(where: str, files: Iterable[str], quantization: str | None) -> 
 
     Raises StartupError, which names the alternatives.
     """
-    models = _group_files(files)
+    models = group_files(files)
     if not models:
         raise StartupError(
             f"{where} has no complete GGUF model; look for a repository of the same name that ends "
             "in -GGUF"
         )
-    return models[
-        _choose_default(models)
-        if quantization is None or quantization.lower() in DEFAULT_TAGS
-        else _choose_matching(where, models, quantization)
-    ]
+    found = find_matching(models, quantization)
+    if len(found) == 1:
+        return models[found[0]]
+    if found:
+        names = ", ".join(found)
+        raise StartupError(f"{where} has several files for {quantization}; name one: {names}")
+    there = ", ".join(sorted({_find_quantization(name).upper() or name for name in models}))
+    raise StartupError(f"{where} has no {quantization}; it has {there}")
 
 
 def parse_quantization(file: str) -> str | None:
@@ -202,12 +205,18 @@ def list_cached() -> dict[str, list[Path]]:
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         cached = _find_cached_files(repo)
-        for name, files in _group_files(cached).items():
+        for name, files in group_files(cached).items():
             own = f"{repo}:{parse_quantization(name) or name}"
             if own in found:  # several files have this quantization
                 own = f"{repo}:{name}"
             found[own] = [cached[file] for file in files]
     return found
+
+
+def name_in_repo(file: Path) -> str:
+    """Return the name that a file of the cache has in its repository."""
+    after = file.as_posix().partition("/snapshots/")[2]
+    return after.partition("/")[2]
 
 
 def verify(files: Iterable[Path]) -> None:
@@ -304,7 +313,7 @@ class _Meter:
     set_transfer_postfix_str = set_postfix_str
 
 
-def _group_files(files: Iterable[str]) -> dict[str, list[str]]:
+def group_files(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the complete models: the name without its part number -> its files in order."""
     parts: dict[str, dict[int, str]] = {}
     wanted: dict[str, int] = {}
@@ -333,8 +342,13 @@ def _choose_default(models: Mapping[str, list[str]]) -> str:
     )
 
 
-def _choose_matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
-    lower = wanted.lower()
+def find_matching(models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
+    """Return the models among those of ``group_files`` that ``wanted`` names: a quantization, a
+    file, or None and ``latest`` for the usual one.
+    """
+    if wanted is None or wanted.lower() in DEFAULT_TAGS:
+        return [_choose_default(models)] if models else []
+    lower = SPLIT.sub(".gguf", wanted.lower())
     named = [name for name in models if lower in (name.lower(), Path(name).name.lower())]
     lower = FLOAT.sub(r"f\1", lower.removesuffix(".gguf"))
     quantizations = {name: _find_quantization(name) for name in models}
@@ -342,13 +356,7 @@ def _choose_matching(where: str, models: Mapping[str, list[str]], wanted: str) -
     dynamic = [
         name for name, quantization in quantizations.items() if quantization == f"ud-{lower}"
     ]
-    found = named or exact or dynamic
-    if len(found) > 1:
-        raise StartupError(f"{where} has several files for {wanted}; name one: {', '.join(found)}")
-    if found:
-        return found[0]
-    there = ", ".join(sorted({quantizations[name].upper() or name for name in models}))
-    raise StartupError(f"{where} has no {wanted}; it has {there}")
+    return named or exact or dynamic
 
 
 def _find_quantization(file: str) -> str:

@@ -26,7 +26,7 @@ from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.gguf import read_header
-from cllm.models.hub import Progress
+from cllm.models.hub import SPLIT, Progress
 from cllm.models.model_file import is_model
 from cllm.models.task import Task, find_task
 from cllm.models.template_file import read_template
@@ -239,8 +239,7 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
         cached = {name: files[0] for name, files in hub.list_cached().items() if is_model(files[0])}
         repos = {name.partition(":")[0]: name for name in reversed(cached)}
         for source in make_found(settings, cached):
-            repo = source.name.partition(":")[0]
-            names = [source.name, *([repo] if repos[repo] == source.name else [])]
+            names = [source.name, *list_tags(source, is_default=source.name in repos.values())]
             forms = [prefix + each for prefix in ("hf.co/", "hf:") for each in names]
             model = source.settings.model.model_copy(update={"aliases": [*names[1:], *forms]})
             own = source.settings.model_copy(update={"model": model})
@@ -252,6 +251,19 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
         for source in found
         if source.name not in taken and source.path and source.path.resolve() not in files
     ]
+
+
+def list_tags(source: Source, *, is_default: bool) -> list[str]:
+    """Return the other names of a model in the hub's cache: its tag in small letters, f16 as fp16,
+    its file; and if it ``is_default``, its repository.
+    """
+    assert source.path
+    repo, _, tag = source.name.partition(":")
+    small = tag.lower()
+    tags = {small, f"fp{small[1:]}" if small in ("f16", "f32") else small}
+    tags.add(SPLIT.sub(".gguf", hub.name_in_repo(source.path)))
+    whole = [repo, f"{repo}:latest"] if is_default else []
+    return [*whole, *(f"{repo}:{each}" for each in sorted(tags - {tag}))]
 
 
 def make_found(settings: Settings, paths: Mapping[str, Path]) -> Iterator[Source]:
