@@ -1,15 +1,20 @@
 """The folder of a server, and the thread that works on it."""
 
 import asyncio
+import errno
 import sqlite3
 import threading
 from contextlib import closing
 
 import pytest
+from store_parts import OWN, put
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError
+from cllm.store import imports
+from cllm.store.batches import BatchRecord
 from cllm.store.database import STORE_SCHEMA, VERSION
+from cllm.store.imports import place
 from cllm.store.store import Store
 
 
@@ -29,27 +34,94 @@ def test_folder_belongs_to_one_server(tmp_path):
     asyncio.run(main())
 
 
-def test_second_server_has_a_folder_of_its_own(tmp_path):
-    """It keeps it, in whichever order the servers start again."""
+def make_store(folder, port):
+    store = Store(folder, 9, 1000)
+    store.port = port
+    return store
 
-    def make(port):
-        store = Store(tmp_path, 1, 1)
-        store.port = port
-        return store
+
+async def add_file(store):
+    return await store.run(put, store, b"{}")
+
+
+def test_second_server_has_a_folder_of_its_own_while_another_one_runs(tmp_path):
+    """It keeps it as long as the first one starts before it."""
 
     async def main():
-        for _ in range(2):
-            first, second = make(8000), make(8001)
+        for round_ in range(2):
+            first, second = make_store(tmp_path, 8000), make_store(tmp_path, 8001)
             await first.open()
             await second.open()
             assert (first.folder, second.folder) == (tmp_path, tmp_path / "port-8001")
-            await second.run(second.files.of_account, Account("ann"))
+            assert len(await second.run(second.files.of_account, OWN)) == round_
+            await add_file(second)
             await first.close()
             await second.close()
-        second = make(8001)
+
+    asyncio.run(main())
+
+
+def test_single_later_server_has_the_files_and_batches_of_both_folders(tmp_path):
+    async def main():
+        first, second = make_store(tmp_path, 8000), make_store(tmp_path, 8001)
+        await first.open()
         await second.open()
-        assert second.folder == tmp_path / "port-8001"
+        added = [await add_file(store) for store in (first, second)]
+        batch = BatchRecord("batch_1", "o", "m", "/v1/completions", added[1].id, "24h", 1, 2)
+        await second.run(second.batches.add, batch, OWN)
+        second.batches.answers(batch.id).add(b"{}\n", succeeded=True)
+        second.batches.answers(batch.id).flush()
+        await first.close()
+        waiting = make_store(tmp_path, 8001)
+        with pytest.raises(BadRequest, match="another server"):  # the earlier one is still there
+            await waiting.open()
         await second.close()
+        await waiting.open()
+        assert waiting.folder == tmp_path
+        found = await waiting.run(waiting.files.of_account, OWN)
+        assert {file.id for file in found} == {file.id for file in added}
+        for file in added:
+            _, content = await waiting.run(waiting.files.open, file.id, OWN)
+            with content:
+                assert content.read() == b"{}"
+        assert await waiting.run(waiting.batches.get, batch.id, OWN) == batch
+        assert (tmp_path / "batches" / f"{batch.id}.output").read_bytes() == b"{}\n"
+        assert not (tmp_path / "port-8001").exists()
+        await waiting.close()
+
+    asyncio.run(main())
+
+
+def test_interrupted_move_of_files_is_finished_later(tmp_path, monkeypatch, caplog):
+    """The folder works meanwhile."""
+
+    async def main():
+        first, second = make_store(tmp_path, 8000), make_store(tmp_path, 8001)
+        await first.open()
+        await second.open()
+        added = [await add_file(second) for _ in range(3)]
+        await first.close()
+        await second.close()
+        with monkeypatch.context() as patch:
+            contents = []
+
+            def fail(content, target):
+                contents.append(content)
+                if len(contents) == 2:
+                    raise OSError(errno.EIO, "broken")
+                place(content, target)
+
+            patch.setattr(imports, "place", fail)
+            third = make_store(tmp_path, 8001)
+            await third.open()
+            assert f"files and batches stay in {tmp_path / 'port-8001'}: broken" in caplog.text
+            assert await third.run(third.files.of_account, OWN) == []
+            await third.close()
+        fourth = make_store(tmp_path, 8001)
+        await fourth.open()
+        found = await fourth.run(fourth.files.of_account, OWN)
+        assert {file.id for file in found} == {file.id for file in added}
+        await fourth.close()
 
     asyncio.run(main())
 

@@ -1,8 +1,11 @@
-"""Imports the records of earlier versions, which were JSON files beside the contents."""
+"""Imports records: those of earlier versions, which were JSON files beside the contents, and those
+of another folder.
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -10,10 +13,15 @@ from typing import TypeVar
 import msgspec
 
 from cllm.store.batches import BatchRecord, import_batch
-from cllm.store.database import Database
+from cllm.store.database import ALONE, STORE_SCHEMA, Database
 from cllm.store.files import StoredFile, insert_file
 
 T = TypeVar("T", StoredFile, BatchRecord)
+READ = {"files": "SELECT * FROM files", "batches": "SELECT * FROM batches"}
+COPY = {
+    "files": "INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+    "batches": "INSERT OR IGNORE INTO batches VALUES (?, ?, ?, ?, ?, ?)",
+}
 
 log = logging.getLogger("cllm.store")
 
@@ -36,6 +44,37 @@ def import_records(files: Path, batches: Path, database: Database) -> None:
         path.unlink()
     if imported:
         log.info("imported %d records of an earlier version", len(imported))
+
+
+def move_records(source: Path, folder: Path, database: Database) -> None:
+    """Move the files and batches of the folder ``source`` to ``folder``, and remove ``source``.
+
+    After a crash this can be repeated: a content is there before its record, and removed last.
+    Raises OSError; then nothing has changed.
+    """
+    there = Database(source / "store.db", STORE_SCHEMA, ALONE)
+    try:
+        tables = {name: there.rows(query) for name, query in READ.items()}
+    finally:
+        there.close()
+    for name in tables:
+        for path in (source / name).glob("*"):
+            place(path, folder / name / path.name)
+    with database.transaction() as connection:
+        for name, rows in tables.items():
+            connection.executemany(COPY[name], rows)
+    shutil.rmtree(source)
+    log.info("moved the files and batches of %s to %s", source, folder)
+
+
+def place(content: Path, target: Path) -> None:
+    """Let ``target`` have the content of a file too. Raises OSError."""
+    try:
+        target.hardlink_to(content)
+    except FileExistsError:  # of an earlier attempt
+        pass
+    except OSError:  # no such links there
+        shutil.copy2(content, target)
 
 
 def records_in(folder: Path, kind: type[T]) -> Iterator[tuple[Path, T]]:

@@ -15,7 +15,7 @@ from cllm.errors import BadRequest, EngineError
 from cllm.store.batches import BatchStore
 from cllm.store.database import ALONE, STORE_SCHEMA, Database
 from cllm.store.files import FileStore, Room
-from cllm.store.imports import import_records
+from cllm.store.imports import import_records, move_records
 
 T = TypeVar("T")
 LOCK = "lock"  # the name of the file that is locked, with the port of the server
@@ -33,7 +33,7 @@ class Store:
     is open. Their methods are called by ``run``.
 
     A server that finds the folder in use has one of its own inside it, which is named after its
-    ``port``, and which it uses from then on.
+    ``port``. When it finds the folder free, it moves what is in its own one there.
     """
 
     files: FileStore
@@ -86,23 +86,28 @@ class Store:
         self._is_open = True
 
     def _lock_folder(self) -> int:
-        """Lock the folder, or the server's own one inside it. Raises OSError."""
-        own = self._shared / f"port-{self.port}"
-        self.folder = own if own.exists() else self._shared
+        """Lock the folder, or if another server uses it, this server's own one inside it. Raises
+        OSError.
+        """
+        self.folder = self._shared
         try:
             return lock_folder(self.folder, self.port)
         except BlockingIOError:
             holder = (self.folder / LOCK).read_text()
             # an earlier server of the same port is about to end
-            if not self.port or self.folder == own or holder == str(self.port):
+            if not self.port or holder == str(self.port):
                 raise
         log.warning(
             "another server uses %s, so this one keeps its files and batches in %s; "
             "storage.folder names another folder",
-            *(self.folder, own),
+            *(self.folder, self._own_folder),
         )
-        self.folder = own
-        return lock_folder(own, self.port)
+        self.folder = self._own_folder
+        return lock_folder(self.folder, self.port)
+
+    @property
+    def _own_folder(self) -> Path:
+        return self._shared / f"port-{self.port}"
 
     def _load(self) -> None:
         files, batches = self.folder / "files", self.folder / "batches"
@@ -111,9 +116,25 @@ class Store:
         self.room.clear()
         self._database = Database(self.folder / "store.db", STORE_SCHEMA, ALONE)
         import_records(files, batches, self._database)
+        if self.folder == self._shared and self.port and self._own_folder.exists():
+            self._take_over(self._own_folder)
         self.files = FileStore(files, self._database, self.room)
         self.batches = BatchStore(batches, self._database, self.files, self.room)
         self.files.load(self.batches.load())
+
+    def _take_over(self, own: Path) -> None:
+        """Move what this server kept in its own folder while another one used the shared one.
+
+        Raises BlockingIOError while an earlier server of the same port uses it.
+        """
+        assert self._database is not None
+        lock = lock_folder(own, self.port)
+        try:
+            move_records(own, self.folder, self._database)
+        except OSError as error:
+            log.warning("files and batches stay in %s: %s", own, error.strerror)
+        finally:
+            os.close(lock)
 
     async def close(self) -> None:
         """Finish what the thread has to do, and unlock the folder."""
