@@ -1,6 +1,7 @@
 """Message batches with Anthropic's own client: results, errors, cancellation, and recovery."""
 
 import contextlib
+import io
 import json
 import signal
 import sqlite3
@@ -12,7 +13,10 @@ import pydantic
 import pytest
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 from conftest import PATIENCE
+from store_parts import OWN, opened, put
 
+from cllm.errors import BadRequest
+from cllm.server.anthropic.batches import chunks_of, open_all
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 pytestmark = pytest.mark.slow
@@ -336,3 +340,26 @@ def test_expired_requests_are_reported(start_server, tmp_path):
         assert batch.archived_at is not None
         assert batch.results_url is None
         assert third.client.get(f"{PATH}/{batch.id}/results", headers=KEY).status_code == 404
+
+
+def test_no_file_of_results_stays_open_if_another_one_is_gone(tmp_path, monkeypatch):
+    with opened(tmp_path) as store:
+        file, contents, open_file = put(store, b"x"), [], store.files.open
+
+        def spy(file_id, account):
+            found = open_file(file_id, account)
+            contents.append(found[1])
+            return found
+
+        monkeypatch.setattr(store.files, "open", spy)
+        with pytest.raises(BadRequest, match="no file"):
+            open_all(store.files, [file.id, "file-gone"], OWN)
+        assert [content.closed for content in contents] == [True]
+
+
+def test_files_of_results_are_closed_if_the_client_reads_no_further():
+    contents = [io.BytesIO(b"ab"), io.BytesIO(b"cd")]
+    chunks = chunks_of(contents)
+    assert next(chunks) == b"ab"
+    chunks.close()
+    assert all(content.closed for content in contents)

@@ -6,7 +6,8 @@ import datetime
 import io
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import ExitStack
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cllm.batches import Batches
+from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.anthropic.answers import DeletedBatch, Error, MessageBatch, MessageBatchList
 from cllm.server.anthropic.batch_lines import (
@@ -33,7 +35,7 @@ from cllm.server.call import call_of
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.resolve import check_route, model_for
 from cllm.store.batches import BatchRecord
-from cllm.store.files import new_file
+from cllm.store.files import FileStore, StoredFile, new_file
 
 router = APIRouter(prefix="/v1/messages/batches", tags=["Anthropic"])
 
@@ -166,9 +168,7 @@ async def results(request: Request, batch_id: str) -> Response:
         message = f"The results of the batch {record.id} are no longer available."
         raise BadRequest(message, param="batch_id", code="file_not_found", status=404)
     account, files = call_of(request).account(), batches.store.files
-    found = [
-        await batches.store.run(files.open, file_id, account) for file_id in result_files(record)
-    ]
+    found = await batches.store.run(open_all, files, result_files(record), account)
     headers = {"content-length": str(sum(file.bytes for file, _ in found))}
     contents = [content for _, content in found]
     return StreamingResponse(chunks_of(contents), headers=headers, media_type="application/x-jsonl")
@@ -210,9 +210,26 @@ def result_files(record: BatchRecord) -> list[str]:
     return [one for one in (record.output_file_id, record.error_file_id) if one]
 
 
-def chunks_of(contents: list[BinaryIO]) -> Iterator[bytes]:
-    for content in contents:
-        yield from chunks(content)
+def open_all(
+    files: FileStore, file_ids: list[str], account: Account
+) -> list[tuple[StoredFile, BinaryIO]]:
+    """Return the records and the contents of files. Raises BadRequest; then no content is open."""
+    found = []
+    with ExitStack() as opened:
+        for file_id in file_ids:
+            found.append(files.open(file_id, account))
+            opened.enter_context(found[-1][1])
+        opened.pop_all()
+    return found
+
+
+def chunks_of(contents: list[BinaryIO]) -> Generator[bytes, None, None]:
+    """Yield the contents, and close all of them, also if no more is read."""
+    with ExitStack() as opened:
+        for content in contents:
+            opened.enter_context(content)
+        for content in contents:
+            yield from chunks(content)
 
 
 def is_archived(record: BatchRecord) -> bool:
