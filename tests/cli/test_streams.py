@@ -32,6 +32,18 @@ def test_command_works_with_closed_streams(closed: str) -> None:
     assert ("port" in done.stdout) == (closed == "2>&-")
 
 
+def test_closed_streams_cause_no_warning_about_unclosed_files() -> None:
+    done = subprocess.run(
+        shell("<&- >&-", "config", "show"),
+        stderr=-1,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONWARNINGS": "always::ResourceWarning"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @FULL
 @pytest.mark.parametrize("command", [("config", "show"), ("--help",), ("nonsense",)])
 def test_full_stdout_gives_one_line(command: tuple[str, ...]) -> None:

@@ -18,18 +18,13 @@ def open_closed_streams() -> None:
     """Connect closed standard streams with the null device. Otherwise the next file or socket
     would get such a stream's number, and what a library or a child process prints would go there.
     """
-    for number, (name, mode) in enumerate(MODES.items()):
+    for name, mode in MODES.items():
         if getattr(sys, name) is not None:
             continue
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)
-        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+        number = os.open(os.devnull, os.O_RDWR)  # the lowest free one, which is the stream's
+        os.set_inheritable(number, True)
+        # without closefd, because the interpreter never closes it, and would warn about that
+        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class LossyFile(io.FileIO):
