@@ -72,24 +72,28 @@ TEMPLATES = {
 }
 
 
-def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
+def render(source: str, chat: Chat) -> str:
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = source
-    message = {
-        "role": "assistant",
-        "content": content,
-        **({"reasoning_content": thought} if thought else {}),
-    }
 
     async def render() -> str:
         engine = SimpleNamespace(vocabulary=VocabularyTable.of(vocabulary))
         service = Service(engine, Metrics("m"), "m")
         try:
-            return await service.render_chat(Chat([ASKED, message], **options).continuing())
+            return await service.render_chat(chat)
         finally:
             await service.close()
 
     return asyncio.run(render())
+
+
+def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
+    message = {
+        "role": "assistant",
+        "content": content,
+        **({"reasoning_content": thought} if thought else {}),
+    }
+    return render(source, Chat([ASKED, message], **options).continuing())
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,20 @@ def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
 def test_prompt_ends_where_the_text_ends(name, prompt):
     """Including its trailing blanks; reasoning is closed before."""
     assert rendered(TEMPLATES[name], " The sum ") == prompt
+
+
+ALTERNATING = (
+    "{% for m in messages %}{{ raise_exception('alternate') if (m.role == 'user') != "
+    "(loop.index0 % 2 == 0) }}[{{ m.role[0] | upper }}]{{ m.content }}</s>{% endfor %}" + ASK
+)
+
+
+def test_repaired_conversation_ends_with_the_message_that_is_continued():
+    """Empty messages are left out before it, and an empty one at the end is a new message."""
+    begun, empty = ({"role": "assistant", "content": content} for content in ("The sum", ""))
+    chat = Chat([ASKED, empty, begun]).continuing()
+    assert render(ALTERNATING, chat) == "[U]Q</s>[A]The sum"
+    assert render(ALTERNATING, Chat([ASKED, empty]).continuing()) == "[U]Q</s>[A]"
 
 
 @pytest.mark.parametrize(
