@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ahocorasick_rs import AhoCorasick, Implementation, MatchKind
+
 from cllm.core.segments import Segment
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
@@ -19,7 +21,7 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
 # that a user has written. CUT marks where the field that a prompt continues begins and ends.
 OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
-MAX_DEPTH = 64  # characters; the endings of longer tokens are alternatives without a common prefix
+SURROGATES = re.compile("[\ud800-\udfff]")  # not text: they are refused after rendering
 
 
 class Fences:
@@ -29,7 +31,10 @@ class Fences:
 
     def __init__(self, vocabulary: VocabularyFacts) -> None:
         tokens = vocabulary.control_tokens
-        self._whole = re.compile(f"({prefix_tree_pattern(tokens)})")
+        self._fenced = {token: f"{OPEN}{token}{CLOSE}" for token in tokens}
+        self._whole = AhoCorasick(
+            tokens, matchkind=MatchKind.LeftmostLongest, implementation=Implementation.DFA
+        )
         self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
         self._longest = max(map(len, self._beginnings), default=0)
         self._begins_blank = any(text.isspace() for text in self._beginnings)
@@ -49,20 +54,22 @@ class Fences:
         """Fence control tokens, the leftmost and longest ones, and a beginning of one at the text's
         end that the next text could complete.
         """
-        parts = self._whole.split(text)  # plain texts and control tokens take turns
+        parts, end = [], 0  # plain texts and fenced control tokens take turns
+        for plain in SURROGATES.split(text):
+            for token in self._whole.find_matches_as_strings(plain):
+                begin = text.find(token, end)  # no other token lies before it
+                parts.append(text[end:begin])
+                parts.append(self._fenced[token])
+                end = begin + len(token)
+        parts.append(text[end:])
         ends: list[int] = []
         for at in self._find_beginnings(text):
-            ends = ends or list(accumulate(map(len, parts)))
+            ends = ends or list(accumulate(len(p) - 2 * (i % 2) for i, p in enumerate(parts)))
             i = bisect_right(ends, at)
             if i % 2 == 0:  # not within a control token
-                parts[i:] = [text[ends[i] - len(parts[i]) : at], text[at:], ""]
+                parts[i:] = [text[ends[i] - len(parts[i]) : at], OPEN, text[at:], CLOSE]
                 break
-        if len(parts) == 1:
-            return text
-        fenced = [OPEN] * (2 * len(parts) - 1)
-        fenced[::4], fenced[2::4] = parts[::2], parts[1::2]
-        fenced[3::4] = [CLOSE] * (len(parts) // 2)
-        return "".join(fenced)
+        return "".join(parts)
 
     def _find_beginnings(self, text: str) -> Iterable[int]:
         """Yield where ``text`` ends with the beginning of a control token and white space."""
@@ -94,28 +101,3 @@ def replace_marks(text: str, substitute: str) -> str:
     for mark in (OPEN, CLOSE, CUT):  # much faster than one regular expression
         text = text.replace(mark, substitute)
     return text
-
-
-def prefix_tree_pattern(texts: Iterable[str], depth: int = 0) -> str:
-    """Return a pattern for the longest of ``texts`` that begins at a place.
-
-    Texts with the same beginning share it, so that a place costs a few steps, however many texts
-    there are.
-    """
-    endings: dict[str, list[str]] = {}
-    for text in texts:
-        endings.setdefault(text[:1], []).append(text[1:])
-    is_optional = endings.pop("", None) is not None
-    if depth == MAX_DEPTH:
-        rests = sorted((a + rest for a in endings for rest in endings[a]), key=len, reverse=True)
-        options = [re.escape(rest) for rest in rests]
-    else:
-        options = [
-            re.escape(first) + prefix_tree_pattern(endings[first], depth + 1)
-            for first in sorted(endings)
-        ]
-    if not options:
-        return "" if is_optional else "(?!)"
-    if len(options) == 1 and not is_optional:
-        return options[0]
-    return f"(?:{'|'.join(options)})" + "?" * is_optional
