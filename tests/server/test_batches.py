@@ -506,11 +506,11 @@ def test_batch_requests_have_the_lowest_class(start_server):
     """The class in the lines is ignored: a request that arrives later is computed before them."""
     server = start_server("--backend.name", "fake", "--max-num-seqs", "1")
     lines = [
-        line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True, priority="interactive")
+        line(f"r{i}", prompt=f"{i:04}", max_tokens=400, ignore_eos=True, priority="interactive")
         for i in range(30)
     ]
     with client_of(server) as client:
-        batch = wait(client, begin(client, lines), ["in_progress"])
+        batch = wait(client, begin(client, lines), ["in_progress", "completed"])
         client.completions.create(model=None, prompt="a", max_tokens=4)
         assert client.batches.retrieve(batch.id).request_counts.completed < 15
         client.batches.cancel(batch.id)
