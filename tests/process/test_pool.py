@@ -1027,6 +1027,19 @@ def test_request_that_arrives_while_the_engine_is_unloaded_calls_for_the_next_on
     run(test, on_wanted=lambda: wanted.append(1))
 
 
+def test_explanation_wanted_while_the_engine_is_unloaded_gets_an_error():
+    async def test(pool):
+        os.kill(pool.pid, signal.SIGSTOP)  # it answers nothing any more
+        unloading = asyncio.create_task(pool.unload())
+        await asyncio.sleep(0)
+        explaining = asyncio.create_task(pool.explain(1))
+        await unloading
+        with pytest.raises(EngineError, match="please retry"):
+            await asyncio.wait_for(explaining, 1)
+
+    run(test)
+
+
 def test_running_stream_continues_after_the_engine_was_unloaded():
     async def test(pool):
         stream = ask(pool, "long", [1], max_tokens=14, ignore_eos=True)

@@ -221,12 +221,15 @@ class Pool:
         ``on_wanted`` is called for each that arrives.
         """
         self.set_unloaded()  # before anything else can arrive
+        error = EngineError("The model was unloaded; please retry.")
         for member in self.members:
-            member.forget_step(EngineError("The model was unloaded; please retry."))
+            member.forget_step(error)
             self._balancer.cancel(member)
             self._homes.forget_prefixes(member)
         self._in_flight.backlog.pause()
         await asyncio.gather(*(member.supervisor.unload() for member in self.members))
+        for member in self.members:
+            member.forget_step(error)  # what the engines were asked before they were to end
 
     async def close(self) -> None:
         """End the engine processes, and everything that waits for them. They have ended when this
@@ -269,8 +272,7 @@ class Pool:
 
     def make_command(self, request_id: str) -> Add | Resume | Embed | None:
         """See Owner."""
-        own = self._in_flight.make_command(request_id)
-        return own or self._embeddings.make_command(request_id)
+        return self._in_flight.make_command(request_id) or self._embeddings.make_command(request_id)
 
     def yields(self, request_id: str) -> bool:
         """See Owner."""
@@ -458,8 +460,7 @@ class Pool:
 
         Raises EngineError if no engine is ready, or if one dies meanwhile.
         """
-        ready = self._homes.list_ready()
-        if not ready:
+        if not (ready := self._homes.list_ready()):
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
         self.more_adapters[name] = path
         for error in await asyncio.gather(*(one.load_adapter(name, path) for one in ready)):
