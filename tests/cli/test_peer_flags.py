@@ -47,6 +47,12 @@ def test_values_that_mean_the_default_of_a_peer_mean_the_default(cllm) -> None:
     assert cllm("config", "show", "-c", "1").err.startswith("cllm: -c must be")
 
 
+@pytest.mark.parametrize("name", ["--n_ctx", "--n-ctx", "--num_ctx", "--num-ctx"])
+def test_names_of_the_context_length_in_files_and_libraries_are_explained(cllm, name) -> None:
+    for command in ("serve", "chat", "generate"):
+        assert cllm(command, f"{name}=4096").err.endswith(f"{name}. Use --context.\n")
+
+
 def test_familiar_command_line_is_understood(cllm) -> None:
     words = "-m q.gguf -c 4096 -ngl 99 -np 4 -t 2 -fa on -b 256 -ub 128 --host 0.0.0.0 --port 1"
     settings = json.loads(cllm("config", "show", "--json", *words.split()).out)["settings"]

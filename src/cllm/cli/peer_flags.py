@@ -108,6 +108,7 @@ HINTS = {
     ("--no-cache-prompt", "-sps", "--slot-prompt-similarity"): (
         f"Prefixes are always cached. {AUTOMATIC}"
     ),
+    ("--n_ctx", "--n-ctx", "--num_ctx", "--num-ctx"): "Use --context.",
     ("--list-devices",): "Use cllm doctor, which lists them.",
     ("--rope-freq-scale",): "Use --rope-scale, whose value is 1 divided by it.",
     ("--chat-template-kwargs",): "Requests set it: chat_template_kwargs.",
@@ -120,7 +121,7 @@ HINTS = {
     ("--jinja", "--no-jinja"): "Chat templates are always rendered as Jinja.",
     ("--chat-template",): "Use --chat-template-file FILE; the default is the model's own.",
     ("--reasoning-format", "--reasoning-parser", "--enable-reasoning"): FOUND,
-    ("--tool-call-parser", "--enable-auto-tool-choice"): FOUND,
+    ("--tool-call-parser", "--enable-auto-tool-choice", "--chat_format", "--chat-format"): FOUND,
     ("--reasoning-budget",): "Requests set it: thinking_token_budget, or thinking.budget_tokens.",
     ("-to", "--timeout"): "Use --scheduler.request-timeout.",
     ("--max-num-queued-reqs",): "Use --scheduler.max-queue-requests.",
@@ -143,6 +144,7 @@ HINTS = {
     ("--load-format", "--tokenizer", "--trust-remote-code", "--hf-config-path"): (
         "A GGUF file contains everything; nothing else is loaded."
     ),
+    ("--offline",): "Set the variable HF_HUB_OFFLINE to 1.",
     ("--download-dir",): "Set the variable HF_HOME.",
     ("--models-preset",): "Use --config FILE with a section models, see docs/models.md.",
     ("--models-max",): "Use --models.max-memory-mb, which limits the memory of all models.",
@@ -153,8 +155,10 @@ HINTS = {
     ("-f", "--file"): "Read the text from stdin: cllm generate - < FILE.",
     (
         *("--nowordwrap", "--experimental", "--insecure-registry", "--override-kv"),
-        *("--log-file", "--context-shift"),
+        *("--log-file", "--context-shift", "--swa-full", "--enforce-eager"),
     ): "There is no such option.",
+    ("--warmup", "--no-warmup"): "A few tokens are always computed while a model is loaded.",
+    ("--log-disable",): "Use --log.level error.",
     ("--no-context-shift",): "The context is never shifted.",
     ("--threads-http",): "One event loop serves all connections.",
     ("--block-size",): "Pages of the KV cache have the size of the system's pages.",
@@ -167,12 +171,12 @@ NOT_NEEDED = (
     *("--kv-unified", "--enable-prefix-caching", "--cache-prompt", "--enable-chunked-prefill"),
     *("--enable-auto-tool-choice", "--enable-reasoning", "--embedding", "--embeddings"),
     *("--rerank", "--reranking", "--webui", "--ui", "--trust-remote-code", "--no-context-shift"),
-    *("-cnv", "--conversation"),
+    *("-cnv", "--conversation", "--warmup", "--no-warmup"),
 )
 NOT_NEEDED_WITH_VALUE = (
     *("--cache-reuse", "--reasoning-format", "--reasoning-parser", "--tool-call-parser", "--dtype"),
     *("--load-format", "--tokenizer", "--hf-config-path", "-sps", "--slot-prompt-similarity"),
-    *("--runner", "--task", "--threads-http", "--block-size"),
+    *("--runner", "--task", "--threads-http", "--block-size", "--chat_format", "--chat-format"),
 )
 NOT_NEEDED_IF_ONE = (
     *("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp"),
