@@ -1,5 +1,5 @@
-"""Serves clients that write paths in another way: with repeated slashes, without /v1, or with /v1
-twice because the base URL contains it too.
+"""Serves clients that write paths in another way: with repeated slashes or one at the end, without
+/v1, or with /v1 twice because the base URL contains it too.
 """
 
 from __future__ import annotations
@@ -63,15 +63,18 @@ def install(app: FastAPI, known: KnownPaths) -> None:
 
 
 def with_single_slashes(app: ASGIApp, known: KnownPaths) -> ASGIApp:
-    """Return ``app`` with repeated slashes removed from paths that have no route: many clients join
-    a base URL that ends with a slash and a path that begins with one.
+    """Return ``app`` with repeated slashes and the last one removed from paths that have no route:
+    many clients join a base URL that ends with a slash and a path that begins with one.
 
     It must come before all checks of access, which depend on the path.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        if "//" in (path := scope.get("path", "")) and path not in known:
+        path: str = scope.get("path", "")
+        if ("//" in path or path.endswith("/")) and path not in known:
             single = re.sub("/+", "/", path)
+            if single not in known:
+                single = single.rstrip("/") or "/"
             if single not in PRIVATE:
                 scope = {**scope, "path": single}
         await app(scope, receive, send)
