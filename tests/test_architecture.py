@@ -43,7 +43,7 @@ GROUND = {
     "private_files": set(),
     "input_files": set(),
     "http_client": {"errors"},
-    "models": {"errors", "environment", "http_client"},
+    "models": {"errors", "environment", "http_client", "input_files"},
     "config": {"config_file", "config_options"},
     "config_options": set(),
     "config_sources": {"errors", "config", "config_file", "config_options"},

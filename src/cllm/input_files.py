@@ -9,16 +9,21 @@ import stat
 from codecs import BOM_UTF8
 from pathlib import Path
 
+MAX_DEVICE_BYTES = 1 << 24  # /dev/zero has no end
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def read_input(path: Path, limit: int = -1) -> bytes:
     """Return the content of a text file, or its first ``limit`` bytes, without a byte order mark.
 
-    Raises OSError, also for a pipe that no process writes to, which a plain read would wait for.
+    Of a device without ``limit``, the first 16 MB. Raises OSError, also for a pipe that no process
+    writes to, which a plain read would wait for.
     """
     with os.fdopen(os.open(path, FLAGS), "rb") as file:
-        is_pipe = stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+        mode = os.fstat(file.fileno()).st_mode
+        is_pipe = stat.S_ISFIFO(mode)
+        if limit < 0 and stat.S_ISCHR(mode):
+            limit = MAX_DEVICE_BYTES
         if is_pipe:
             os.set_blocking(file.fileno(), True)  # its writer may need time
         content = file.read(limit)

@@ -12,6 +12,8 @@ COMMANDS = [
     ("serve", "{}"),
     ("serve", "--config", "{}"),
     ("serve", "--models.folder", "{}"),
+    ("generate", "Hi", "--model.chat-template-file", "{}"),
+    ("chat", "{}"),
     ("generate", "Hi", "--model", "{}"),
     ("run", "{}", "Hi"),
     ("run", "cllm-builtin", "Hi", "--format", "{}"),
@@ -72,6 +74,24 @@ def test_pipe_that_nothing_writes_to_gives_one_line(
     path = tmp_path / "pipe"
     os.mkfifo(path)
     check_one_line(cllm(*(word.format(path) for word in command)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "cllm-builtin", "Hi", "--format", "{}"),
+        ("simulate", "{}"),
+        ("keys", "list", "--file", "{}"),
+        ("create", "new", "--file", "{}"),
+    ],
+    ids=" ".join,
+)
+def test_device_without_an_end_gives_one_line(cllm, command: tuple[str, ...]) -> None:
+    check_one_line(cllm(*(word.format("/dev/zero") for word in command)))
+
+
+def test_argument_that_is_not_utf8_gives_one_line(cllm) -> None:
+    assert "a\\udcff' is not UTF-8 text" in check_one_line(cllm("stop", "a\udcff"))
 
 
 def test_settings_are_read_from_a_pipe(cllm, tmp_path: Path) -> None:

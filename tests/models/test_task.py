@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from tiny_models import write_tiny_model
 
@@ -30,3 +32,11 @@ def test_file_that_cannot_be_read_is_not_a_base_model(tmp_path):
     (tmp_path / "empty.gguf").touch()
     assert find_task(tmp_path / "empty.gguf") == "chat"
     assert find_task(BUILTIN) == "chat"
+
+
+def test_other_files_and_pipes_are_not_base_models(tmp_path):
+    """Opening a pipe would wait for a process that writes to it."""
+    (tmp_path / "text.gguf").write_text("tokenizer")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert find_task(tmp_path / "text.gguf") == "chat"
+    assert find_task(tmp_path / "pipe.gguf") == "chat"

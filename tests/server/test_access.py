@@ -526,6 +526,13 @@ def test_settings_that_cannot_work_are_one_line(tmp_path, arguments, expected):
     assert "a key with spaces" not in line
 
 
+def test_certificate_cannot_be_a_pipe(tmp_path):
+    """It would be read twice, and reading waits for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    tls = ("--server.tls-certificate", tmp_path / "pipe", "--server.tls-key", tmp_path / "pipe")
+    assert "is a pipe" in start_fails(tmp_path, *map(str, tls))
+
+
 def test_single_key_from_the_environment(start_server):
     server = start_server(*FAKE, "--host", "0.0.0.0", CLLM_API_KEY="one,single-key")
     url = server.url

@@ -262,3 +262,10 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
         flush_stdout()
         print("cllm:", describe_os_error(error), file=sys.stderr)
         sys.exit(2)
+    except UnicodeEncodeError as error:
+        if error.reason != "surrogates not allowed":  # those of an argument that is not UTF-8
+            raise
+        flush_stdout()
+        text = error.object[max(0, error.start - 20) : error.end]
+        print(f"cllm: {text!a} is not UTF-8 text", file=sys.stderr)
+        sys.exit(2)

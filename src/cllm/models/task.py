@@ -20,7 +20,7 @@ POOLING = b".pooling_type"
 
 def find_task(path: Path) -> Task:
     """Return "completion" for a base model, which has no chat template and only continues texts,
-    and "chat" if the file cannot be read.
+    and "chat" if the file cannot be read or is no GGUF file.
     """
     try:
         size = measure_regular_file(path)
@@ -32,6 +32,8 @@ def find_task(path: Path) -> Task:
 @lru_cache(maxsize=1000)
 def _find_task(path: Path, _size: int, _changed: int) -> Task:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[:4] != b"GGUF":
+            return "chat"
         at = data.find(KEY, 0, MAX_BYTES)
         while at >= 0:
             if int.from_bytes(data[at - 8 : at], "little") in LENGTHS:

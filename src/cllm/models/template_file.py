@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cllm.errors import StartupError
+from cllm.input_files import read_input
 
 MAX_BYTES = 1 << 20
 
@@ -15,9 +16,8 @@ def read_template(name: str | None) -> str:
         return ""
     path = Path(name).expanduser()
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
+        data = read_input(path, MAX_BYTES + 1)
+        text = data.decode()
     except UnicodeDecodeError:
         raise StartupError(f"the chat template {path} is not UTF-8 text") from None
     except (OSError, ValueError) as error:

@@ -180,6 +180,9 @@ def check_certificate(certificate: str | None, key: str | None) -> None:
         return
     if certificate is None or key is None:
         raise StartupError("server.tls_certificate and server.tls_key need each other")
+    for path in (certificate, key):
+        if Path(path).is_fifo():
+            raise StartupError(f"{path} is a pipe; certificates and keys are read from files")
     import ssl
 
     try:
