@@ -157,6 +157,11 @@ def test_wrong_host_gives_a_line_about_the_address(cllm, host: str, words: str):
     assert "key" not in line
 
 
+@pytest.mark.parametrize("host", ["ex ample", " "])
+def test_host_with_spaces_is_not_recommended(cllm, host: str):
+    assert "use --host" not in one_line(cllm("serve", *FAKE, "--host", host))
+
+
 @pytest.mark.parametrize("host", ["[::1]", "::1", "127.0.0.1"])
 def test_host_may_have_the_brackets_of_a_url(host: str):
     settings = load_settings(None, {}, {"server.host": host}).settings

@@ -53,8 +53,9 @@ def check_host(host: str) -> None:
         name, port = url.hostname, url.port
     except ValueError:
         name, port = None, None
-    advice = f"; use --host {name}" if name else ""
-    advice += f" --port {port}" if name and port else ""
+    advice = ""
+    if name and (name := name.strip()) and " " not in name:
+        advice = f"; use --host {name} --port {port}" if port else f"; use --host {name}"
     raise StartupError(f"server.host is {host!r}, but it must be an address or a name{advice}")
 
 
