@@ -348,6 +348,17 @@ def test_closed_llm_raises_runtime_error():
             call()
 
 
+@pytest.mark.llama
+def test_closed_llm_leaves_its_prefixes_on_disk(builtin_path, tmp_path):
+    cached = []
+    for _ in range(2):
+        with LLM(str(builtin_path), kv_disk_cache=str(tmp_path)) as llm:
+            (done,) = llm.generate([[*range(20, 120)]], GREEDY)
+            cached.append(done.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] >= 64
+
+
 def test_close_waits_for_the_step_of_another_thread():
     """The model is freed when no thread uses it, and running generations end."""
     llm, freed = LLM(backend_name="fake"), []

@@ -82,10 +82,15 @@ class LocalModel:
         raise TypeError(NOT_COPIED)
 
     def close(self) -> None:
-        """Free the model, after the step that is being computed. Calls that wait for answers raise
-        RuntimeError; so does every later call of another method. May be called again.
+        """Free the model, after the step that is being computed. Prefixes are saved on disk if
+        ``kv.disk_cache`` is set. Calls that wait for answers raise RuntimeError; so does every
+        later call of another method. May be called again.
         """
-        self._shared.close(self._backend.close)
+        self._shared.close(self._end)
+
+    def _end(self) -> None:
+        self._engine.close()
+        self._backend.close()
 
     # --- texts and tokens ------------------------------------------------------------------------
 

@@ -125,8 +125,7 @@ class Engine:
             for command in inbox.drain(block=not self.has_work() and not self.idle()):
                 match command:
                     case Close(seconds):
-                        if self._disk is not None:
-                            self._attempt(self._disk.close, seconds)
+                        self.close(seconds)
                         return
                     case Explain():
                         outbox.send_explanation(
@@ -151,6 +150,11 @@ class Engine:
             outbox.send(outputs, self.stats())
             for request_id, done in withdrawn.items():
                 outbox.send_withdrawn(request_id, done)
+
+    def close(self, seconds: float = Close().seconds) -> None:
+        """Save prefixes on disk, as Close says."""
+        if self._disk is not None:
+            self._attempt(self._disk.close, seconds)
 
     def use_record(self, record: Record) -> None:
         """Note in ``record`` what is being computed."""
