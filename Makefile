@@ -9,7 +9,7 @@ ARGS  ?=
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve test check coverage lint format bench reliability soak docs site wheels
+.PHONY: help serve test models check coverage lint format bench reliability soak docs site wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -20,6 +20,9 @@ serve: ## start the server with the built-in model
 
 test: ## run all tests, those that need llama.cpp too
 	@exec $(RUN) pytest $(ARGS)
+
+models: ## fetch two trained models (350 MB) for the tests marked real, and for measurements
+	@exec $(CHECK) python tools/real_models.py
 
 check: lint ## linters and the tests that need no llama.cpp: run it after every change
 	@$(CHECK) pytest -m "not llama and not slow" $(ARGS)

@@ -86,6 +86,20 @@ def builtin_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """Return ``real_model(name)``: the file of a trained model. CI has fetched it."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+    def find(name: str) -> Path:
+        path = Path(__file__).parents[1] / ".tools" / "models" / name
+        if not path.exists() and not os.environ.get("CI"):
+            pytest.skip(f"{name} is not there: tools/real_models.py fetches it")
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return ``tiny_model(kind)``: the file of a model that is not plain attention, see
     tiny_models.py.

@@ -1,0 +1,173 @@
+"""Real, trained models: what the built-in one is too small for.
+
+tools/real_models.py fetches them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cllm import LLM, Output, SamplingParams
+
+pytestmark = [pytest.mark.llama, pytest.mark.slow, pytest.mark.real]
+
+TIE = 0.3  # difference of logprobs that another order of additions can bridge
+PROMPTS = [
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Write a short poem about the sea.",
+    "List three fruits that are red.",
+    "How do I boil an egg?",
+    "What is a prime number?",
+    "Translate to French: the house is small.",
+    "Explain photosynthesis to a child.",
+    "Who wrote Romeo and Juliet?",
+    "Give me a name for a black cat.",
+    "What is the boiling point of water?",
+    "Write a Python function that adds two numbers.",
+    "Summarize: the dog ran, the cat slept, the bird sang.",
+    "What are the seasons of the year?",
+    "Tell me a fact about the moon.",
+]
+WINDOW = 512  # tokens that most layers of Gemma 3 see
+LONG = " ".join(
+    f"In the year {year}, the town of Arles had {year * 7} inhabitants, {year % 13} schools and "
+    f"{year % 7} bridges over the river."
+    for year in range(1850, 1880)
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2(real_model) -> Path:
+    return real_model("smollm2-135m.gguf")
+
+
+@pytest.fixture(scope="module")
+def gemma3(real_model) -> Path:
+    return real_model("gemma3-270m.gguf")
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def greedy(max_tokens: int, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def differs_at_a_tie(one, other) -> bool:
+    """Whether two greedy outputs are equal up to a place where two tokens are nearly as probable;
+    ``one`` has the logprobs of the best ones.
+    """
+    for mine, other_token, logprobs in zip(one.tokens, other.tokens, one.logprobs, strict=False):
+        if mine != other_token:
+            best = dict(logprobs.top)
+            return other_token in best and best[mine] - best[other_token] < TIE
+    return one.tokens == other.tokens
+
+
+def test_greedy_texts_are_those_of_llama_cpp(smollm2):
+    """Its own Python interface, with its own rendering of the chat template."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    own = llama_cpp.Llama(str(smollm2), n_ctx=1024, flash_attn=True, verbose=False)
+    with LLM(str(smollm2), model_max_context_length=1024, scheduler_max_num_seqs=1) as llm:
+        for prompt in PROMPTS:
+            theirs = own.create_chat_completion(ask(prompt), max_tokens=40, temperature=0)
+            assert (
+                llm.chat(ask(prompt), greedy(40)).text == theirs["choices"][0]["message"]["content"]
+            )
+    own.close()
+
+
+def test_32_at_once_get_what_they_get_alone_except_at_ties(smollm2):
+    chats = [ask(f"{prompt} Answer number {i}.") for i in (1, 2, 3) for prompt in PROMPTS][:32]
+    with LLM(str(smollm2), model_max_context_length=1024) as llm:
+        alone = [llm.chat(chat, greedy(32, logprobs=2)).outputs[0] for chat in chats]
+        llm_together = llm.chat(chats, greedy(32))
+    assert all(map(differs_at_a_tie, alone, [done.outputs[0] for done in llm_together]))
+
+
+def test_tool_is_called_and_a_schema_followed(smollm2):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    with LLM(str(smollm2), model_max_context_length=2048) as llm:
+        done = llm.chat(
+            ask("What is the weather in Paris?"), greedy(60), [WEATHER], tool_choice="get_weather"
+        )
+        (call,) = done.tool_calls
+        assert (call.name, call.parsed) == ("get_weather", {"city": "Paris"})
+        person = ask("Anna is a nurse. She is 31 years old. Give her name and age.")
+        assert llm.chat(person, greedy(60), response_format=schema).parsed == {
+            "name": "Anna",
+            "age": 31,
+        }
+
+
+def test_long_conversation_is_computed_once(smollm2):
+    """Every turn finds all earlier ones, and the answers are those of a fresh server."""
+    messages, params = [], greedy(24, logprobs=5)
+    with LLM(str(smollm2), model_max_context_length=4096) as llm:
+        for prompt in PROMPTS:
+            messages += ask(prompt)
+            done = llm.chat(messages, params)
+            messages.append(done.outputs[0].message)
+            if len(messages) > 2:
+                assert done.prompt_tokens - done.cached_tokens < 60
+    with LLM(str(smollm2), model_max_context_length=4096) as llm:
+        fresh = llm.chat(messages[:-1], params)
+        assert fresh.cached_tokens == 0
+    assert differs_at_a_tie(fresh.outputs[0], done.outputs[0])
+
+
+def test_text_longer_than_the_sliding_window_is_continued_as_by_llama_cpp(gemma3):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    own = llama_cpp.Llama(str(gemma3), n_ctx=2048, flash_attn=True, verbose=False)
+    theirs = own.create_completion(LONG, max_tokens=24, temperature=0)
+    own.close()
+    with LLM(str(gemma3), model_max_context_length=2048, scheduler_max_num_seqs=1) as llm:
+        (done,) = llm.generate(LONG, greedy(24))
+        assert done.prompt_tokens > 2 * WINDOW
+        assert done.text == theirs["choices"][0]["text"]
+
+
+def test_sequence_with_a_sliding_window_continues_after_it_was_parked(gemma3):
+    with LLM(str(gemma3), model_max_context_length=2048, scheduler_max_num_seqs=1) as llm:
+        (alone,) = llm.generate(LONG, greedy(40, logprobs=5))
+    with LLM(str(gemma3), model_max_context_length=2048, scheduler_max_num_seqs=1) as llm:
+        pieces = llm.stream(LONG, greedy(40), priority="batch")
+        parked = Output()
+        for _ in range(5):
+            parked.add(next(pieces))
+        llm.generate("One, two, three,", greedy(4), priority="interactive")  # has the only place
+        assert len(parked.tokens) < 40
+        for piece in pieces:
+            parked.add(piece)
+    assert differs_at_a_tie(alone.outputs[0], parked)
+
+
+def test_prefix_with_a_sliding_window_is_found_on_disk(gemma3, tmp_path):
+    settings = {"model_max_context_length": 2048, "kv_disk_cache": str(tmp_path)}
+    with LLM(str(gemma3), **settings) as llm:
+        (first,) = llm.generate(LONG, greedy(24, logprobs=5))
+    with LLM(str(gemma3), **settings) as llm:
+        (again,) = llm.generate(LONG, greedy(24))
+    assert (first.cached_tokens, again.cached_tokens > WINDOW) == (0, True)
+    assert differs_at_a_tie(first.outputs[0], again.outputs[0])
