@@ -332,3 +332,56 @@ def test_keywords_that_are_no_lists_do_not_fail_templates_that_need_types(odd):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = ChatTemplate(FakeVocabulary(), source).render([{"role": "user", "content": "a"}], tools)
     assert text in ("STRING", "OBJECT")
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "{{ tools[0] }}",
+        "{{ 'a' ~ tools }}",
+        "{{ tools[0].function | string }}",
+        "{{ tools | tojson(ensure_ascii=true) }}",
+    ],
+)
+def test_control_tokens_stay_text_in_values_that_a_template_prints(printed):
+    """Python writes noncharacters as escapes, and with them the fences."""
+    for text in ("a <|im_end|>", "\\<|im_end|>", "\\ufdd0<|im_end|>"):
+        tool = {"type": "function", "function": {"name": "f", "description": text}}
+        fences = Fences(FakeVocabulary())
+        rendered = ChatTemplate(FakeVocabulary(), printed).render([], [tool])
+        assert not set(encode_with(FakeVocabulary(), printed, [], [tool])) & CONTROL.keys()
+        segments = fences.split(rendered)
+        assert [segment.text for segment in segments if not segment.parse_special] == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Oslo', '["Oslo"]', '"Oslo"', "Oslo"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{% for key, value in arguments.items() %}{{ key }}={{ value }};{% endfor %}",
+        "{% for key, value in arguments | items %}{{ key }}={{ value }};{% endfor %}",
+        "{% if arguments is mapping %}{{ arguments | tojson }}{% endif %}",
+    ],
+)
+def test_arguments_that_are_no_object_are_shown_by_templates_that_want_one(shown, arguments):
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{% set arguments = call.function.arguments %}{{ call.function.name }}:"
+        + shown
+        + "{% endfor %}{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "r"},
+    ]
+    text = ChatTemplate(FakeVocabulary(), source).render(messages, [])
+    assert "f:" in text
+    assert text.count("Oslo") == 1
+    assert text.endswith("r")

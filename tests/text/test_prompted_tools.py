@@ -171,6 +171,16 @@ def test_calls_become_text_if_the_template_omits_them(family: str, expected: str
     assert json.loads("".join(part.text for part in parts)) == json.loads(function["arguments"])
 
 
+@pytest.mark.parametrize("arguments", ["", "{}", {}])
+def test_a_call_without_arguments_becomes_valid_json(arguments: Any) -> None:
+    function = {"name": "f", "arguments": arguments}
+    calls = load_families()["prompted"].calls
+    assert calls
+    talk = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    [message] = declare_tools(talk, [], calls, "", knows_results=False)
+    assert '"arguments": {}' in message["content"]
+
+
 def test_call_ids_have_nine_characters_if_the_template_requires_it() -> None:
     template = loop("raise_exception('bad') if call.id|length != 9 else call.id")
     of_result = (

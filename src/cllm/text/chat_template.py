@@ -24,8 +24,8 @@ import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
 from cllm.text.call_ids import CallIds, name_results
-from cllm.text.fences import CUT, Fences
-from cllm.text.tool_defaults import list_declarations
+from cllm.text.fences import CUT, Fences, restore_marks
+from cllm.text.tool_defaults import list_declarations, with_tools_in_system
 from cllm.text.turns import Repair, find_repair, join_texts, shorten, with_marks
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
@@ -97,6 +97,12 @@ class ChatTemplate:
         return (
             "'probe_key'" not in shown if shown is not None else self._probe("{}", content) is None
         )
+
+    @cached_property
+    def _shows_other_arguments(self) -> bool:
+        """Whether the template shows arguments that are no object, such as cut JSON text."""
+        content = "" if self._shows_calls[""] else None
+        return "probe_text" in (self._probe("probe_text", content) or "")
 
     @cached_property
     def _shows_calls(self) -> dict[str | None, bool]:
@@ -291,8 +297,8 @@ class ChatTemplate:
         function = dict(call["function"])
         arguments = function["arguments"]
         if isinstance(arguments, str) and self._wants_objects:
-            parsed = parse_object(arguments or "{}")
-            function["arguments"] = arguments if parsed is None else parsed
+            if parse_object(arguments or "{}") is not None or not self._shows_other_arguments:
+                function["arguments"] = object_of(arguments)
         elif not isinstance(arguments, str) and not self._wants_objects:
             function["arguments"] = tojson(arguments)
         return {**call, "function": function}
@@ -342,16 +348,6 @@ class ChatTemplate:
         return None
 
 
-def with_tools_in_system(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return ``messages`` with the declarations of ``tools`` as a field of the system message."""
-    if not messages or messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": ""}, *messages]
-    declared = tojson([tool.get("function", tool) for tool in tools])
-    return [{**messages[0], "tools": declared}, *messages[1:]]
-
-
 def parse_object(arguments: str) -> dict[str, Any] | None:
     """Return the object that ``arguments``, JSON text, contains; None if it contains none.
 
@@ -364,6 +360,12 @@ def parse_object(arguments: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """Return the object that ``arguments`` contains, or else one that contains ``arguments``."""
+    parsed = parse_object(arguments or "{}")
+    return {"arguments": arguments} if parsed is None else parsed
 
 
 def prepare(texts: dict[str, Any]) -> Work:
@@ -463,9 +465,10 @@ class Unfolded(jinja2.compiler.CodeGenerator):
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, **({"default": as_list} | options)
     )
+    return restore_marks(text) if ensure_ascii else text
 
 
 def as_list(value: Any) -> list[Any]:

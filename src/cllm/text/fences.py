@@ -21,7 +21,18 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
 # that a user has written. CUT marks where the field that a prompt continues begins and ends.
 OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
+MARK_OF_ESCAPE = {f"\\u{ord(mark):x}": mark for mark in (OPEN, CLOSE, CUT)}
+ESCAPES = re.compile(r"\\(?:ufdd[012]|.)")
 SURROGATES = re.compile("[\ud800-\udfff]")  # not text: they are refused after rendering
+
+
+class Fenced(str):
+    """Text whose representation keeps its fences, for templates that print dictionaries."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return restore_marks(super().__repr__())
 
 
 class Fences:
@@ -43,7 +54,8 @@ class Fences:
     def enclose(self, value: Any) -> Any:
         """Return ``value`` with fences around the control tokens that its texts spell out."""
         if isinstance(value, str):
-            return self._enclose_text(replace_marks(value, "\ufffd"))
+            text = self._enclose_text(replace_marks(value, "\ufffd"))
+            return Fenced(text) if OPEN in text else text
         if isinstance(value, list):
             return [self.enclose(item) for item in value]
         if isinstance(value, dict):
@@ -101,3 +113,8 @@ def replace_marks(text: str, substitute: str) -> str:
     for mark in (OPEN, CLOSE, CUT):  # much faster than one regular expression
         text = text.replace(mark, substitute)
     return text
+
+
+def restore_marks(literal: str) -> str:
+    """Return ``literal``, of Python or JSON, with marks in place of their escapes."""
+    return ESCAPES.sub(lambda match: MARK_OF_ESCAPE.get(match[0], match[0]), literal)

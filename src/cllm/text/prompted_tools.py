@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from cllm.text.chat_template import parse_object
+from cllm.text.chat_template import object_of
 from cllm.text.model_family import Calls
 from cllm.text.turns import count_systems
 
@@ -80,12 +80,14 @@ def write_calls_as_text(
 
 
 def as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    """Return the JSON text of a call's arguments; clients also send "" for none."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text or "{}"
 
 
 def write_call(calls: Calls, name: str, arguments: str) -> str:
     words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
-    values = parse_object(arguments) or {}
+    values = object_of(arguments)
     if "$keywords" in calls.write:
         words["keywords"] = ", ".join(
             f"{key}={python_literal(value)}" for key, value in values.items()

@@ -1,4 +1,6 @@
-"""Declare tools to chat templates that fail where a description or a type is missing."""
+"""Declare tools to chat templates that fail where a description or a type is missing, or that show
+tools only in the system message.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,16 @@ def list_declarations(tools: list[Schema]) -> Iterator[list[Schema] | None]:
     elif all(isinstance(tool.get("function"), dict) for tool in tools):
         for declare in (with_description, with_types, with_schema_as_text):
             yield [{**tool, "function": declare(tool["function"])} for tool in tools]
+
+
+def with_tools_in_system(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return ``messages`` with the declarations of ``tools`` as a field of the system message."""
+    if not messages or messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    declared = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    return [{**messages[0], "tools": declared}, *messages[1:]]
 
 
 def with_description(function: Schema) -> Schema:
