@@ -157,3 +157,13 @@ def test_cut_mark_of_a_control_token_and_letters_is_not_shown():
     ]:
         said = read(family, begun, control={"<|channel>", "<|tool_call>", "<channel|>"})[0]
         assert said.rstrip() == shown
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name != "harmony"])
+def test_only_call_that_ends_with_the_last_token_is_not_cut(name):
+    call = WEATHER[name].encode()
+    for text, finish in ((call, "tool_calls"), (call[: call.index(b"Oslo") + 1], "length")):
+        parser = Parser(load_families()[name], TOOLS, max_calls=1)
+        choice = Choice(0, Pieces.of([text]), SamplingParams(), parser)
+        choice.parts(TokenOutput("r", 0, 0, str(FinishReason.LENGTH)))
+        assert choice.finish == finish

@@ -83,7 +83,7 @@ class Choice:
             is_cut = output.finish == FinishReason.LENGTH
             parts += self.parser.flush(self._detokenizer.flush(), is_cut=is_cut)
             self.finish = str(output.finish)
-        elif self.parser.done:
+        if self.parser.done:  # perhaps with the last token of max_tokens
             self.finish = FinishReason.STOP.value
         if self._stops:
             parts = self._is_stopped(parts)
