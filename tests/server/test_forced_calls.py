@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import httpx
 import pytest
+from conftest import PATIENCE
 
 from cllm.models.builtin.questions import TOOLS
 from cllm.server.anthropic.schema import CountBody
@@ -23,7 +27,7 @@ FLAT_NAME = {"type": "function", "name": "multiply"}
 @pytest.fixture(scope="module")
 def call(builtin_server):
     """Return the names of the calls, and the reason why the answer ended."""
-    with httpx.Client(base_url=builtin_server.url, timeout=60) as http:
+    with httpx.Client(base_url=builtin_server.url, timeout=PATIENCE) as http:
         end = http.post("/tokenize", json={"content": "<|im_end|>"}).json()["tokens"]
         never_ends = {str(token): -100 for token in end}
 
@@ -93,3 +97,80 @@ def test_tool_choice_of_anthropic_messages_limits_calls(choice, most):
         {"model": "m", "messages": ASK, "tools": SCHEMAS, "tool_choice": choice}
     )
     assert body.chat().max_calls == most
+
+
+def text_of_chat(answer):
+    (choice,) = answer["choices"]
+    said = choice.get("message") or choice["delta"]
+    return said.get("content") or "", choice["finish_reason"]
+
+
+def text_of_response(answer):
+    texts = [
+        part["text"]
+        for item in answer["output"]
+        if item["type"] == "message"
+        for part in item["content"]
+    ]
+    return "".join(texts), answer["status"]
+
+
+def text_of_message(answer):
+    blocks = [block["text"] for block in answer["content"] if block["type"] == "text"]
+    return "".join(blocks), answer["stop_reason"]
+
+
+def read_chat_stream(events):
+    parts = [text_of_chat(event) for event in events if event.get("choices")]
+    return "".join(text for text, _ in parts), parts[-1][1]
+
+
+def read_response_stream(events):
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    text, status = text_of_response(events[-1]["response"])
+    assert "".join(deltas) == text
+    return text, status
+
+
+def read_message_stream(events):
+    deltas = [event["delta"] for event in events if event["type"].endswith("_delta")]
+    return "".join(delta.get("text", "") for delta in deltas), deltas[-1]["stop_reason"]
+
+
+CUT = {
+    "/v1/chat/completions": ("max_tokens", NESTED, "required", "length"),
+    "/v1/responses": ("max_output_tokens", FLAT, "required", "incomplete"),
+    "/v1/messages": ("max_tokens", SCHEMAS, {"type": "any"}, "max_tokens"),
+}
+WHOLE = {
+    "/v1/chat/completions": text_of_chat,
+    "/v1/responses": text_of_response,
+    "/v1/messages": text_of_message,
+}
+STREAMED = {
+    "/v1/chat/completions": read_chat_stream,
+    "/v1/responses": read_response_stream,
+    "/v1/messages": read_message_stream,
+}
+
+
+@pytest.mark.parametrize("path", CUT)
+def test_cut_forced_call_says_so_and_shows_no_text(builtin_server, path):
+    """Wherever it is cut: in a mark, in its head, in the arguments or between two calls."""
+    limit, tools, choice, reason = CUT[path]
+    key = "input" if path == "/v1/responses" else "messages"
+    body: dict[str, Any] = {
+        "model": "cllm-builtin",
+        key: ASK,
+        "tools": tools,
+        "tool_choice": choice,
+    }
+    body["temperature"] = 0
+    with httpx.Client(base_url=builtin_server.url, timeout=PATIENCE) as http:
+        for count in (1, 2, 4, 8, 12, 16):
+            given = body | {limit: count}
+            answer = http.post(path, json=given).raise_for_status().json()
+            lines = http.post(path, json=given | {"stream": True}).raise_for_status().text
+            data = [line[6:] for line in lines.splitlines() if line.startswith("data: {")]
+            assert WHOLE[path](answer) == ("", reason), count
+            assert STREAMED[path](list(map(json.loads, data))) == ("", reason), count
