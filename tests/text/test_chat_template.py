@@ -385,3 +385,42 @@ def test_arguments_that_are_no_object_are_shown_by_templates_that_want_one(shown
     assert "f:" in text
     assert text.count("Oslo") == 1
     assert text.endswith("r")
+
+
+@pytest.mark.parametrize(
+    ("of_object", "shown"),
+    [
+        ("{% for k, v in a.items() %}<{{ k }}>{{ v }};{% endfor %}", "f:<city>Oslo;"),
+        ("{{ a | tojson }}", 'f:{"city":"Oslo"}'),
+    ],
+)
+def test_arguments_have_the_form_that_the_template_writes_for_objects(of_object, shown):
+    """Text is kept as it is where the template writes JSON for an object too."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{% set a = call.function.arguments %}{{ call.function.name }}:"
+        "{% set arguments = a %}{% if arguments is string %}{{ a }}{% else %}"
+        + of_object
+        + "{% endif %}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": '{"city":"Oslo"}'}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "r"},
+    ]
+    assert ChatTemplate(FakeVocabulary(), source).render(messages, []) == f"q{shown}r"
+
+
+@pytest.mark.parametrize("roles", [["system"], ["user", "system"], ["system", "system"]])
+def test_answer_is_opened_after_a_system_message(roles):
+    """Some templates open one only after a user's message."""
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role == 'user' %}<assistant>{% endif %}"
+    )
+    messages = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
+    text = ChatTemplate(FakeVocabulary(), source).render(messages, [])
+    assert text.endswith("<assistant>")
+    assert [text.count(message["content"]) for message in messages] == [1] * len(roles)

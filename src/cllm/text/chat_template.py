@@ -25,7 +25,12 @@ import jinja2.sandbox
 from cllm.errors import BadRequest, StartupError
 from cllm.text.call_ids import CallIds, name_results
 from cllm.text.fences import CUT, Fences, restore_marks
-from cllm.text.tool_defaults import list_declarations, with_tools_in_system
+from cllm.text.tool_defaults import (
+    list_declarations,
+    object_or_text,
+    parse_object,
+    with_tools_in_system,
+)
 from cllm.text.turns import Repair, find_repair, join_texts, shorten, with_marks
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
@@ -88,15 +93,17 @@ class ChatTemplate:
     def _wants_objects(self) -> bool:
         """Whether arguments must be an object.
 
-        Some templates want JSON text. Where both work, text is more exact.
+        Text is more exact where it is shown as JSON, but a template that shows the names and values
+        of an object in a form of its own does not do so with text.
         """
-        if "arguments is string" in self._source:
-            return False
+        takes_text = "arguments is string" in self._source
         content = "" if self._shows_calls[""] else None
         shown = self._probe({"probe_key": 1}, content)
-        return (
-            "'probe_key'" not in shown if shown is not None else self._probe("{}", content) is None
-        )
+        if shown is None:
+            return not takes_text and self._probe("{}", content) is None
+        if takes_text and ("probe_key" not in shown or '"probe_key"' in shown):
+            return False
+        return "'probe_key'" not in shown
 
     @cached_property
     def _shows_other_arguments(self) -> bool:
@@ -123,6 +130,12 @@ class ChatTemplate:
         given = self._try(messages, PROBED_TOOLS)
         inside = self._try(with_tools_in_system(messages, PROBED_TOOLS))
         return "probetool" not in (given or "") and "probetool" in (inside or "")
+
+    @cached_property
+    def _opens_answers(self) -> bool:
+        """Whether the template begins the next message after a user's."""
+        asked = [{"role": "user", "content": "a"}]
+        return self._try(asked) != self._try(asked, add_generation_prompt=False)
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -247,12 +260,20 @@ class ChatTemplate:
         key = hashlib.blake2b(form, digest_size=16).digest()
         if key not in self._repairs:
 
-            def show(repaired: list[dict[str, Any]]) -> str | None:
-                return self._try(self._in_parts(self._with_fields(repaired)), probed, **asked)
+            def show(repaired: list[dict[str, Any]], **more: bool) -> str | None:
+                adapted = self._in_parts(self._with_fields(repaired))
+                return self._try(adapted, probed, **asked, **more)
+
+            def show_opened(repaired: list[dict[str, Any]]) -> str | None:
+                text = show(repaired)
+                ends = repaired[-1:] and repaired[-1]["role"] == "system" and not asked
+                if ends and self._opens_answers:
+                    return None if text == show(repaired, add_generation_prompt=False) else text
+                return text
 
             if len(self._repairs) == MAX_FORMS:
                 del self._repairs[next(iter(self._repairs))]
-            self._repairs[key] = find_repair(marked, show, self._as_text)
+            self._repairs[key] = find_repair(marked, show_opened, self._as_text)
         return self._repairs[key]
 
     def _as_text(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -298,7 +319,7 @@ class ChatTemplate:
         arguments = function["arguments"]
         if isinstance(arguments, str) and self._wants_objects:
             if parse_object(arguments or "{}") is not None or not self._shows_other_arguments:
-                function["arguments"] = object_of(arguments)
+                function["arguments"] = object_or_text(arguments)
         elif not isinstance(arguments, str) and not self._wants_objects:
             function["arguments"] = tojson(arguments)
         return {**call, "function": function}
@@ -346,26 +367,6 @@ class ChatTemplate:
             except BadRequest:
                 continue
         return None
-
-
-def parse_object(arguments: str) -> dict[str, Any] | None:
-    """Return the object that ``arguments``, JSON text, contains; None if it contains none.
-
-    Lone surrogates, which are not text, become question marks.
-    """
-    try:
-        value = json.loads(arguments)
-        if "\\u" in arguments:
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def object_of(arguments: str) -> dict[str, Any]:
-    """Return the object that ``arguments`` contains, or else one that contains ``arguments``."""
-    parsed = parse_object(arguments or "{}")
-    return {"arguments": arguments} if parsed is None else parsed
 
 
 def prepare(texts: dict[str, Any]) -> Work:

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from cllm.text.chat_template import object_of
 from cllm.text.model_family import Calls
+from cllm.text.tool_defaults import object_or_text
 from cllm.text.turns import count_systems
 
 PLACE = re.compile(r"\$(\w+)")
@@ -87,7 +87,7 @@ def as_text(arguments: Any) -> str:
 
 def write_call(calls: Calls, name: str, arguments: str) -> str:
     words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
-    values = object_of(arguments)
+    values = object_or_text(arguments)
     if "$keywords" in calls.write:
         words["keywords"] = ", ".join(
             f"{key}={python_literal(value)}" for key, value in values.items()

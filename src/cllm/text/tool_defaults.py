@@ -1,5 +1,5 @@
 """Declare tools to chat templates that fail where a description or a type is missing, or that show
-tools only in the system message.
+tools only in the system message, and give them arguments as objects.
 """
 
 from __future__ import annotations
@@ -101,3 +101,23 @@ def list_of(schema: Schema, keyword: str) -> list[Any]:
 
 def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def parse_object(arguments: str) -> dict[str, Any] | None:
+    """Return the object that ``arguments``, JSON text, contains; None if it contains none.
+
+    Lone surrogates, which are not text, become question marks.
+    """
+    try:
+        value = json.loads(arguments)
+        if "\\u" in arguments:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def object_or_text(arguments: str) -> dict[str, Any]:
+    """Return the object that ``arguments`` contains, or else one that contains ``arguments``."""
+    parsed = parse_object(arguments or "{}")
+    return {"arguments": arguments} if parsed is None else parsed
