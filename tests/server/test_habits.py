@@ -532,3 +532,18 @@ def test_lone_surrogate_in_the_arguments_of_a_call_is_no_server_error(builtin_se
     for path in (CHAT, "/apply-template"):
         answer = builtin_server.client.post(path, json={"messages": messages, "max_tokens": 1})
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": 27, "b": "é"}])
+def test_arguments_of_an_earlier_call_may_be_an_object(builtin_server, arguments):
+    def render(given):
+        call = {"id": "c", "function": {"name": "add", **given}}
+        turns = [*ASK, {"role": "assistant", "tool_calls": [call]}]
+        turns.append({"role": "tool", "tool_call_id": "c", "content": "72"})
+        return builtin_server.client.post("/apply-template", json={"messages": turns}).json()
+
+    as_text = render({"arguments": json.dumps(arguments, ensure_ascii=False)})
+    assert render({"arguments": arguments}) == as_text
+    assert '"name"' in as_text["prompt"]
+    if not arguments:
+        assert render({}) == as_text

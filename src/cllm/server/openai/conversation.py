@@ -36,7 +36,9 @@ class TextPart(Body):
 
 class FunctionCall(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] = Field(
+        default="{}", description="A JSON text; an object, as some clients send it, is one too."
+    )
 
 
 class ToolCall(Body):
