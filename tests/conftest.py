@@ -115,6 +115,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
+def stop_process(pid: int) -> None:
+    """Stop a child process. None of its threads runs any more when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def is_right(done: Completion, question: Question) -> bool:
     """Whether ``done`` is the answer of ``question``, which may be a tool call."""
     if not question.answer.startswith("<tool_call>"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, stop_process
 
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request
@@ -741,6 +741,7 @@ def test_engine_stopped_while_idle_is_replaced(monkeypatch, send):
 
     async def test(pool):
         pid = pool.pid
+        await pool.explain(1)  # it has read all that it was sent at its start
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(1.5)
         assert pool.pid == pid, "nothing was sent"
@@ -1029,10 +1030,9 @@ def test_request_that_arrives_while_the_engine_is_unloaded_calls_for_the_next_on
 
 def test_explanation_wanted_while_the_engine_is_unloaded_gets_an_error():
     async def test(pool):
-        os.kill(pool.pid, signal.SIGSTOP)  # it answers nothing any more
+        stop_process(pool.pid)  # it answers nothing any more
         unloading = asyncio.create_task(pool.unload())
-        await asyncio.sleep(0)
-        explaining = asyncio.create_task(pool.explain(1))
+        explaining = asyncio.create_task(pool.explain(1))  # before the engine is told to end
         await unloading
         with pytest.raises(EngineError, match="please retry"):
             await asyncio.wait_for(explaining, 1)

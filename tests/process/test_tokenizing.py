@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, stop_process
 
 from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
 from cllm.core.segments import Segment
@@ -192,7 +192,7 @@ def test_next_engine_tokenizes_what_a_dead_one_has_not():
     """Also texts that arrive while there is none, and from the beginning."""
 
     async def test(pool):
-        os.kill(pool.pid, signal.SIGSTOP)
+        stop_process(pool.pid)
         asking = asyncio.create_task(pool.tokenize([[Segment("a")]]))
         await asyncio.sleep(0)
         [pending] = pool._texts.pending.values()
@@ -210,7 +210,7 @@ def test_shutdown_ends_tokenizing_and_explanations(how, monkeypatch):
     monkeypatch.setattr("cllm.process.supervisor.CLOSE_TIMEOUT", 0.1)
 
     async def test(pool):
-        os.kill(pool.pid, signal.SIGSTOP)
+        stop_process(pool.pid)
         asking = [
             asyncio.create_task(pool.tokenize([[Segment("a")]])),
             asyncio.create_task(pool.explain(1)),
@@ -233,7 +233,7 @@ def test_shutdown_ends_tokenizing_and_explanations(how, monkeypatch):
 
 def test_cancelled_caller_leaves_nothing_behind():
     async def test(pool):
-        os.kill(pool.pid, signal.SIGSTOP)
+        stop_process(pool.pid)
         (member,), written = pool.members, []
         write = member.write
         member.write = lambda data: (written.append(data), write(data))
