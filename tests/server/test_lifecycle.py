@@ -246,6 +246,18 @@ def test_hung_engine_times_out_and_the_server_still_ends(start_server):
 
 
 @pytest.mark.slow
+def test_request_to_an_idle_engine_that_was_stopped_is_answered_by_the_next_one(start_server):
+    """Without a time limit for the request."""
+    server = start_server(*FAKE)
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    answer = server.client.post("/v1/completions", json={"prompt": "b", "max_tokens": 3})
+    assert answer.status_code == 200, answer.text
+    assert not alive(engine)
+    assert "has read no message for" in server.log
+
+
+@pytest.mark.slow
 def test_engine_ends_when_the_api_process_dies(start_server):
     """No orphan keeps the model's memory or the port."""
     server = start_server(*FAKE)
