@@ -69,7 +69,7 @@ def greedy(max_tokens: int, **more) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
-def differs_at_a_tie(one, other) -> bool:
+def are_equal_except_at_a_tie(one, other) -> bool:
     """Whether two greedy outputs are equal up to a place where two tokens are nearly as probable;
     ``one`` has the logprobs of the best ones.
     """
@@ -97,8 +97,8 @@ def test_32_at_once_get_what_they_get_alone_except_at_ties(smollm2):
     chats = [ask(f"{prompt} Answer number {i}.") for i in (1, 2, 3) for prompt in PROMPTS][:32]
     with LLM(str(smollm2), model_max_context_length=1024) as llm:
         alone = [llm.chat(chat, greedy(32, logprobs=2)).outputs[0] for chat in chats]
-        llm_together = llm.chat(chats, greedy(32))
-    assert all(map(differs_at_a_tie, alone, [done.outputs[0] for done in llm_together]))
+        together = [done.outputs[0] for done in llm.chat(chats, greedy(32))]
+    assert all(map(are_equal_except_at_a_tie, alone, together))
 
 
 def test_tool_is_called_and_a_schema_followed(smollm2):
@@ -134,7 +134,7 @@ def test_long_conversation_is_computed_once(smollm2):
     with LLM(str(smollm2), model_max_context_length=4096) as llm:
         fresh = llm.chat(messages[:-1], params)
         assert fresh.cached_tokens == 0
-    assert differs_at_a_tie(fresh.outputs[0], done.outputs[0])
+    assert are_equal_except_at_a_tie(fresh.outputs[0], done.outputs[0])
 
 
 def test_text_longer_than_the_sliding_window_is_continued_as_by_llama_cpp(gemma3):
@@ -160,7 +160,7 @@ def test_sequence_with_a_sliding_window_continues_after_it_was_parked(gemma3):
         assert len(parked.tokens) < 40
         for piece in pieces:
             parked.add(piece)
-    assert differs_at_a_tie(alone.outputs[0], parked)
+    assert are_equal_except_at_a_tie(alone.outputs[0], parked)
 
 
 def test_prefix_with_a_sliding_window_is_found_on_disk(gemma3, tmp_path):
@@ -170,4 +170,4 @@ def test_prefix_with_a_sliding_window_is_found_on_disk(gemma3, tmp_path):
     with LLM(str(gemma3), **settings) as llm:
         (again,) = llm.generate(LONG, greedy(24))
     assert (first.cached_tokens, again.cached_tokens > WINDOW) == (0, True)
-    assert differs_at_a_tie(first.outputs[0], again.outputs[0])
+    assert are_equal_except_at_a_tie(first.outputs[0], again.outputs[0])

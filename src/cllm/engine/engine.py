@@ -152,7 +152,7 @@ class Engine:
                 outbox.send_withdrawn(request_id, done)
 
     def close(self, seconds: float = Close().seconds) -> None:
-        """Save prefixes on disk, as Close says."""
+        """Save prefixes on disk, and write them, each for up to ``seconds``."""
         if self._disk is not None:
             self._attempt(self._disk.close, seconds)
 

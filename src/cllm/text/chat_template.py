@@ -265,11 +265,12 @@ class ChatTemplate:
                 return self._try(adapted, probed, **asked, **more)
 
             def show_opened(repaired: list[dict[str, Any]]) -> str | None:
+                """Render messages; None also if the answer is not opened after a system message."""
                 text = show(repaired)
-                ends = repaired[-1:] and repaired[-1]["role"] == "system" and not asked
-                if ends and self._opens_answers:
-                    return None if text == show(repaired, add_generation_prompt=False) else text
-                return text
+                is_last = bool(repaired) and repaired[-1]["role"] == "system"
+                if not is_last or asked or not self._opens_answers:
+                    return text
+                return None if text == show(repaired, add_generation_prompt=False) else text
 
             if len(self._repairs) == MAX_FORMS:
                 del self._repairs[next(iter(self._repairs))]

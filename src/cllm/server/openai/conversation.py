@@ -37,7 +37,7 @@ class TextPart(Body):
 class FunctionCall(Body):
     name: str
     arguments: str | dict[str, Any] = Field(
-        default="{}", description="A JSON text; an object, as some clients send it, is one too."
+        default="{}", description="JSON text, or the object that it stands for."
     )
 
 
