@@ -76,7 +76,6 @@ def check_ollama(answer, status):
         ({"messages": [{"role": "system", "content": "x"}, *MESSAGES]}, "messages[0].role"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "The "}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_use_id"),
         (
             {
                 "messages": [

@@ -3,11 +3,14 @@
 import json
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
 
 from cllm.models.builtin.questions import TOOLS
+from cllm.server.openai.schema import ChatBody
+from cllm.text.call_ids import link_results
 
 pytestmark = pytest.mark.llama
 
@@ -385,15 +388,45 @@ def test_client_parses_typed_calls(client) -> None:
     assert call.function.parsed_arguments == Multiply(a=6, b=7)
 
 
-def test_tool_result_without_a_call_is_rejected(create) -> None:
-    call = {
-        "id": "a",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
-    }
-    message = {"role": "assistant", "tool_calls": [call]}
-    with pytest.raises(openai.BadRequestError) as caught:
-        create(
-            [*ASK, message, {"role": "tool", "tool_call_id": "b", "content": "1"}], tools=DECLARED
-        )
-    assert caught.value.param == "messages[2].tool_call_id"
+TEXT = "It is 21 degrees."
+QUESTION = {"role": "user", "content": "How is the weather?"}
+BLOCK = {"type": "tool_result", "tool_use_id": "a", "content": TEXT}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": TEXT}
+SHORT = {"model": "cllm-builtin", "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [QUESTION, {"role": "tool", "content": TEXT}]}),
+        ("/v1/messages", {"messages": [QUESTION, {"role": "user", "content": [BLOCK]}]}),
+        ("/api/chat", {"messages": [QUESTION, {"role": "tool", "content": TEXT}], "stream": False}),
+        ("/v1/responses", {"input": [QUESTION, OUTPUT]}),
+    ],
+)
+def test_tool_result_without_its_call_is_served(builtin_server, path, body) -> None:
+    """Clients that shorten a conversation drop the call first."""
+    answer = httpx.post(builtin_server.url + path, json={**SHORT, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("key", [{"tool_call_id": "b"}, {}])
+def test_tool_result_without_its_call_is_in_the_prompt(builtin_server, key) -> None:
+    messages = [QUESTION, {"role": "tool", "content": TEXT, **key}]
+    answer = httpx.post(
+        f"{builtin_server.url}/apply-template", json={"messages": messages}, timeout=60
+    )
+    assert TEXT in answer.json()["prompt"]
+
+
+def test_tool_results_without_ids_belong_to_the_calls_in_their_order() -> None:
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("f", "g")
+    ]
+    results = [{"role": "tool", "content": text} for text in ("first", "second")]
+    messages = [*ASK, {"role": "assistant", "tool_calls": calls}, *results]
+    chat = ChatBody(model="m", messages=messages).chat()
+    linked = link_results(chat.messages)[-2:]
+    assert [message["name"] for message in linked] == ["f", "g"]
+    made = [call["id"] for call in link_results(chat.messages)[-3]["tool_calls"]]
+    assert [message["tool_call_id"] for message in linked] == made

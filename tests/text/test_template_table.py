@@ -32,6 +32,7 @@ HISTORIES = (
     *("uct", "suctau", "uctu", "suctuau", "uctsu", "uctct", "uCtCtau", "uctctuct", "uctcxs"),
     *("upttau", "uptt", "upttu", "uPttau", "ucu", "ucuau", "ucx"),
     *("urau", "ur", "uRtau", "uBt", "uBtau"),
+    *("ut", "t", "utu", "tau", "sutau", "utt", "uctt", "uaut", "utct", "uxu", "uctautu"),
 )
 NAMES = ("get_weather", "get_time")
 TOOLS = [
@@ -66,7 +67,7 @@ def talk(form: str, *, first: str = "system") -> list[dict[str, Any]]:
             message.setdefault("tool_calls", []).append(call)
             num_calls += 1
         if kind in "tx":
-            message["tool_call_id"] = waiting.pop(0)
+            message["tool_call_id"] = waiting.pop(0) if waiting else f"lost_{i}"
         messages.append(message)
     return messages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -38,16 +39,54 @@ FORMS: tuple[MakeId, ...] = (
 )
 
 
-def name_results(messages: Messages) -> Messages:
-    """Return ``messages`` with the name of the function in each result of a call."""
-    named: Messages = []
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call.get("id", "")] = call["function"]["name"]
-        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
-        named.append({"name": name, **message} if name else message)
-    return named
+def link_results(messages: Messages) -> Messages:
+    """Return ``messages`` with ids in all calls and results, and the name of the function in each
+    result of a call.
+
+    A result without an id belongs to the first unanswered call of its name, or else to any
+    unanswered call. It need not belong to one.
+    """
+    linked: Messages = []
+    calls = Calls()
+    for i, message in enumerate(messages):
+        if made := message.get("tool_calls"):
+            made = [calls.add(call, f"call_{i}_{j}") for j, call in enumerate(made)]
+            message = {**message, "tool_calls": made}  # noqa: PLW2901
+        elif message["role"] == "tool":
+            name = message.get("name")
+            key = message.get("tool_call_id") or calls.first(name) or f"call_{i}"
+            name = name or calls.names.get(key)
+            message = {**message, "tool_call_id": key}  # noqa: PLW2901
+            message |= {"name": name} if name else {}  # noqa: PLW2901
+        linked.append(message)
+    return linked
+
+
+class Calls:
+    """The calls of a conversation: names by id, and ids of unanswered calls by name."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._open: dict[str, deque[str]] = {}
+
+    def add(self, call: dict[str, Any], key: str) -> dict[str, Any]:
+        """Return the call with an id. ``key``: the id for a call that has none."""
+        key, name = call.get("id") or key, call["function"]["name"]
+        self.names[key] = name
+        self._open.setdefault(name, deque()).append(key)
+        return {**call, "id": key}
+
+    def first(self, name: str | None) -> str | None:
+        """Return the id of the first unanswered call by ``name``, or else of any, and count it as
+        answered.
+        """
+        name = name if name in self._open else next(iter(self._open), "")
+        if name not in self._open:
+            return None
+        key = self._open[name].popleft()
+        if not self._open[name]:
+            del self._open[name]
+        return key
 
 
 class CallIds:

@@ -23,7 +23,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
-from cllm.text.call_ids import CallIds, name_results
+from cllm.text.call_ids import CallIds, link_results
 from cllm.text.fences import CUT, Fences, restore_marks
 from cllm.text.tool_defaults import (
     list_declarations,
@@ -240,7 +240,7 @@ class ChatTemplate:
         """Return ``messages`` as this template wants them: the order of roles, ids and the type of
         arguments, and its own field names.
         """
-        messages = name_results([{"content": "", **message} for message in messages])
+        messages = link_results([{"content": "", **message} for message in messages])
         messages = self._with_fields(self._repair(messages, tools, variables)(messages))
         if tools and self._wants_tools_in_system:
             return with_tools_in_system(messages, tools)

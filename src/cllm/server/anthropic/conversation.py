@@ -103,7 +103,7 @@ class Message(Body):
         )
 
 
-def assistant_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
+def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
     turn: dict[str, Any] = {
         "role": "assistant",
         "content": [],
@@ -119,41 +119,32 @@ def assistant_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[
                 "name": needed(block.name, at, "name"),
                 "arguments": needed(block.input, at, "input"),
             }
-            turn["tool_calls"].append(
-                {"id": needed(block.id, at, "id"), "type": "function", "function": function}
-            )
+            turn["tool_calls"].append({"id": block.id, "type": "function", "function": function})
         elif block.type != "redacted_thinking":  # only its author can read it
             turn["content"].append(text_of(block, at))
     return [turn]
 
 
-def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[str, Any]]:
+def user_turn(message: Message, path: str) -> list[dict[str, Any]]:
     """Return the chat messages of a user's turn. Raises BadRequest."""
     results: list[dict[str, Any]] = []
     texts = []
     for i, block in enumerate(message.blocks()):
         at = f"{path}[{i}]"
         if block.type == "tool_result":
-            key = needed(block.tool_use_id, at, "tool_use_id")
-            if key not in called:
-                raise invalid(
-                    f"{at}.tool_use_id", f"no tool_use block before it has the id {key[:100]!r}"
-                )
             parts = (
                 [Block(type="text", text=block.content)]
                 if isinstance(block.content, str)
                 else block.content or []
             )
             content = [text_of(part, f"{at}.content[{j}]") for j, part in enumerate(parts)]
-            results.append(
-                {"role": "tool", "tool_call_id": key, "name": called[key], "content": content}
-            )
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         else:
             texts.append(text_of(block, at))
     return [*results, {"role": "user", "content": texts}] if any(texts) or not results else results
 
 
-def system_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
+def system_turn(message: Message, path: str) -> list[dict[str, Any]]:
     return [
         {
             "role": "system",

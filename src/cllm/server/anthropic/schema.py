@@ -236,7 +236,6 @@ class CountBody(Body):
         messages: list[dict[str, Any]] = (
             [{"role": "system", "content": texts}] if any(texts) else []
         )
-        called: dict[str, str] = {}  # names by call id
         for i, message in enumerate(self.messages):
             path = f"messages[{i}].content"
             if not message.content and message.role != "assistant":
@@ -246,13 +245,7 @@ class CountBody(Body):
                     "messages[0].role",
                     "the first message must not be a system message; use the field 'system'",
                 )
-            new = TURNS[message.role](message, path, called)
-            called |= {
-                call["id"]: call["function"]["name"]
-                for turn in new
-                for call in turn.get("tool_calls", ())
-            }
-            for turn in new:
+            for turn in TURNS[message.role](message, path):
                 if messages and messages[-1]["role"] == turn["role"] != "tool":
                     for key in turn.keys() - {"role"}:
                         messages[-1][key] += turn[key]

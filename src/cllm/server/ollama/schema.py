@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -252,6 +251,11 @@ class ToolCall(Body):
     id: str | None = None
     function: CalledFunction
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the call in the format of chat templates."""
+        function = {"name": self.function.name, "arguments": self.function.arguments or {}}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class Message(Body):
     role: Literal["system", "user", "assistant", "tool"]
@@ -298,11 +302,7 @@ class ChatBody(GenerationBody):
         return chat.continuing() if is_begun else chat
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template. A tool result without an id belongs to the
-        first unanswered call with its name, or else to any unanswered call.
-        """
         messages = []
-        calls = Calls()
         for i, given in enumerate(self.messages or []):
             if given.images:
                 path = f"messages[{i}].images"
@@ -312,49 +312,12 @@ class ChatBody(GenerationBody):
             if given.thinking:
                 turn["reasoning_content"] = given.thinking
             if given.tool_calls:
-                turn["tool_calls"] = [
-                    calls.add(call, f"call_{i}_{j}") for j, call in enumerate(given.tool_calls)
-                ]
+                turn["tool_calls"] = [call.for_template() for call in given.tool_calls]
             if given.role == "tool":
-                key = given.tool_call_id or calls.first(given.tool_name) or f"call_{i}"
-                name = given.tool_name or calls.names.get(key)
-                turn |= {"tool_call_id": key, **({"name": name} if name else {})}
-            messages.append(turn)
+                turn["tool_call_id"] = given.tool_call_id
+                turn["name"] = given.tool_name
+            messages.append({key: value for key, value in turn.items() if value is not None})
         return messages
-
-
-class Calls:
-    """The calls of a conversation: names by id, and ids of unanswered calls by name."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, str] = {}
-        self._open: dict[str, deque[str]] = {}
-
-    def add(self, call: ToolCall, key: str) -> dict[str, Any]:
-        """Return the call in the format of chat templates.
-
-        ``key``: the id for a call that has none.
-        """
-        key, function = call.id or key, call.function
-        self.names[key] = function.name
-        self._open.setdefault(function.name, deque()).append(key)
-        return {
-            "id": key,
-            "type": "function",
-            "function": {"name": function.name, "arguments": function.arguments or {}},
-        }
-
-    def first(self, name: str | None) -> str | None:
-        """Return the id of the first unanswered call by ``name``, or else of any, and count it as
-        answered.
-        """
-        name = name if name in self._open else next(iter(self._open), "")
-        if name not in self._open:
-            return None
-        key = self._open[name].popleft()
-        if not self._open[name]:
-            del self._open[name]
-        return key
 
 
 class EmbedBody(LoadingBody):

@@ -42,7 +42,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -54,14 +54,15 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: str | None = Field(
+        default=None,
+        description="Of a tool's result. By default that of the first call without a result.",
+    )
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of the role '{self.role}' must have content")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of the role 'tool' must have a tool_call_id")
         return self
 
     def for_template(self, param: str) -> dict[str, Any]:

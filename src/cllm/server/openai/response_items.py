@@ -10,7 +10,6 @@ import pydantic
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 
-from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.openai.response_tools import flat_name
 
@@ -211,23 +210,12 @@ def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[d
     """Translate items to chat messages.
 
     Consecutive reasoning, text and calls become one assistant message.
-
-    Raises BadRequest for the output of a call that no item before it makes.
     """
     # the content of a system message at the beginning is a list until all of it is known
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": [instructions]}] if instructions else []
     )
-    made: set[str] = set()
     for item in items:
-        if item["type"].endswith("_call"):
-            made.add(item["call_id"])
-        elif item["type"].endswith("_call_output") and item["call_id"] not in made:
-            message = (
-                f"Invalid 'input': no tool call found for the output with the call_id "
-                f"'{item['call_id'][:64]}'."
-            )
-            raise BadRequest(message, param="input", code="invalid_value")
         PLACES[item["type"]](messages, item)
     if messages and messages[0]["role"] == "system":
         messages[0]["content"] = "\n\n".join(messages[0]["content"])

@@ -297,7 +297,6 @@ class ChatBody(GenerationBody):
     def chat(self) -> Chat:
         """Return the conversation. Raises BadRequest for messages that no template can render."""
         mode, allowed = self._tool_choice()
-        self._check_results()
         chat = Chat(
             [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
             [tool.model_dump(exclude_none=True) for tool in self.tools or []],
@@ -309,16 +308,6 @@ class ChatBody(GenerationBody):
             variables=drop_nulls(self.chat_template_kwargs),
         )
         return continuing(chat) if self.continue_final_message else chat
-
-    def _check_results(self) -> None:
-        """Raise BadRequest for the result of a call that no earlier message has made."""
-        made: set[str] = set()
-        for i, message in enumerate(self.messages):
-            made |= {call.id for call in message.tool_calls or []}
-            if message.role == "tool" and message.tool_call_id not in made:
-                param = f"messages[{i}].tool_call_id"
-                why = "no earlier message has a tool call with this id"
-                raise BadRequest(f"Invalid '{param}': {why}.", param=param, code="invalid_value")
 
     def _tool_choice(self) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
         match self.tool_choice:
