@@ -53,6 +53,7 @@ LONG_TEXT = 16_384
 MANY_MESSAGES = 100
 # messages and calls; a chat of this length or more is processed in another thread
 MANY_TURNS = 1000
+MAX_FENCES = 20_000  # in a text that is only counted; each one costs time
 MANY_FENCES = 1000  # a text with as many fenced parts or more is split in another thread
 # of all prompts of one request together; a longer context raises this limit
 MAX_PROMPT_TOKENS = 1_000_000
@@ -264,18 +265,29 @@ class Service:
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
             self._check_room(length, scheduling)
         text = await self.render_chat(chat)
-        self._check_length(len(text) - 2 * text.count(OPEN), param)
+        num_fenced = text.count(OPEN)  # each fenced part has at least one token
+        self._check_length(len(text) - 2 * num_fenced, param)
+        self._check_length(num_fenced * self.vocabulary.longest_piece, param)
         return await self.encode_rendered(text, param, scheduling)
+
+    async def count_chat(self, chat: Chat, param: str = "messages") -> int:
+        """Return the number of tokens of a conversation, which need not fit into the context.
+
+        Raises what ``encode_rendered`` raises.
+        """
+        self._check_generates()
+        return len(await self.encode_rendered(await self.render_chat(chat), param))
 
     async def encode_rendered(
         self, text: str, param: str, scheduling: SchedulingOptions | None = None
     ) -> list[int]:
         """Return the tokens of a conversation that has been rendered.
 
-        Raises BadRequest if it has too many fences for the context, and what ``tokenize`` raises.
+        Raises BadRequest if it has far too many fences, and what ``tokenize`` raises.
         """
-        num_fenced = text.count(OPEN)  # each fenced part has at least one token
-        self._check_length(num_fenced * self.vocabulary.longest_piece, param)
+        num_fenced = text.count(OPEN)
+        if num_fenced >= max(self.info.context_length, MAX_FENCES):
+            raise PromptTooLong(num_fenced, self.info.context_length, param, at_least=True)
         split = partial(self.fences.split, text)
         segments = split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
         [tokens] = await self.tokenize(segments, scheduling=scheduling)

@@ -308,9 +308,7 @@ def test_prompt_of_the_whole_context_is_too_long_and_one_less_is_answered(fake_s
 
 @pytest.mark.parametrize("length", [600, 900_000])
 def test_too_long_prompt_gets_400_with_its_length_and_the_limit(fake_server, length):
-    """Streams are rejected before the first byte. Counting the tokens of a prompt that is far too
-    long is rejected too.
-    """
+    """Streams are rejected before the first byte."""
     messages = [{"role": "user", "content": "a" * length}]
     for stream in (False, True):
         answer = fake_server.client.post(
@@ -324,18 +322,33 @@ def test_too_long_prompt_gets_400_with_its_length_and_the_limit(fake_server, len
             "/api/chat", json={**OLLAMA, "messages": messages, "stream": stream}
         )
         assert "512" in check_ollama(answer, 400)
-    answer = fake_server.client.post(
-        "/v1/messages/count_tokens", json={"model": "fake", "messages": messages}
-    )
-    if answer.status_code == 400:
-        message = check_anthropic(answer, 400, "invalid_request_error")
-        assert message.startswith("prompt is too long: ")
-    else:
-        assert answer.json()["input_tokens"] > 511
     assert "512" in check_ollama(
         fake_server.client.post("/api/generate", json={"model": "fake", "prompt": "a" * length}),
         400,
     )
+
+
+@pytest.mark.parametrize("text", ["a" * 600, "a" * 900_000, "<|im_end|>" * 600])
+def test_tokens_of_a_prompt_beyond_the_context_are_counted(fake_server, text):
+    messages = [{"role": "user", "content": text}]
+    counted = {
+        path: fake_server.client.post(path, json={"model": "fake", **body}).json()
+        for path, body in (
+            ("/v1/messages/count_tokens", {"messages": messages}),
+            ("/v1/responses/input_tokens", {"input": text}),
+        )
+    }
+    first, second = (answer["input_tokens"] for answer in counted.values())
+    assert len(text) < first == second < len(text) + 100
+
+
+def test_counting_so_many_control_tokens_that_it_takes_long_is_rejected(fake_server):
+    messages = [{"role": "user", "content": "<|im_end|>" * 20_000}]
+    answer = fake_server.client.post(
+        "/v1/messages/count_tokens", json={"model": "fake", "messages": messages}
+    )
+    message = check_anthropic(answer, 400, "invalid_request_error")
+    assert message.startswith("prompt is too long: ")
 
 
 def test_very_many_messages_are_rejected_in_linear_time(fake_server):

@@ -96,14 +96,13 @@ async def message_generation(call: Call, service: Service, body: MessagesBody) -
 )
 async def count_tokens(request: Request) -> dict[str, int]:
     """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
-    would use.
+    would use. The prompt may be longer than the context.
     """
     check_version(request)
     body = await read_body(request, CountBody)
     service = await service_for(request, body.model)
     chat = await off_loop(call_of(request), body.chat)
-    tokens = await until_disconnect(request, service.encode_chat(chat))
-    return {"input_tokens": len(tokens)}
+    return {"input_tokens": await until_disconnect(request, service.count_chat(chat))}
 
 
 @router.get("/models", include_in_schema=False)

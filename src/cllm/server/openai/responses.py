@@ -83,15 +83,17 @@ async def response_generation(
 
 @router.post("/input_tokens", openapi_extra=describe_route(ResponseBody, InputTokens))
 async def input_tokens(request: Request) -> Response:
-    """Count the prompt tokens of a response, without generating it."""
+    """Count the prompt tokens of a response, without generating it. The prompt may be longer than
+    the context.
+    """
     body = await read_body(request, ResponseBody)
     service = await service_for(request, body.model)
     call = call_of(request)
     chat, _, skipped = await translate(call, service, body)
     with rename_fields():
         asked = await off_loop(call, chat.chat)
-        prompt = await until_disconnect(request, service.encode_chat(asked, param="input"))
-    content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+        count = await until_disconnect(request, service.count_chat(asked, "input"))
+    content = {"object": "response.input_tokens", "input_tokens": count}
     return JSONResponse(content, headers=skipped)
 
 
