@@ -318,3 +318,27 @@ def test_reasoning_is_returned_under_both_names(builtin_server):
         turns[1] = {"role": "assistant", "content": "72", name: message["reasoning"]}
         lengths.add(len(post("/apply-template", json={"messages": turns}).json()["prompt"]))
     assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("length", [512, 900_000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/completion", "/v1/completion"])
+def test_completion_beyond_the_context_gets_llama_servers_error(fake_server, path, stream, length):
+    answer = fake_server.client.post(path, json={"prompt": "a" * length, "stream": stream})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    count = error["n_prompt_tokens"]
+    assert count == length if length < 10_000 else count > 10_000
+    assert error == {
+        "code": 400,
+        "type": "exceed_context_size_error",
+        "message": f"request ({count} tokens) exceeds the available context size (512 tokens), "
+        "try increasing it",
+        "n_prompt_tokens": count,
+        "n_ctx": 512,
+    }
+
+
+def test_other_errors_of_completion_name_the_field(fake_server):
+    error = fake_server.client.post("/completion", json={"prompt": 5}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "invalid_type")

@@ -73,6 +73,7 @@ PATHS = paths.KnownPaths(routes())
 DIALECTS = (
     anthropic_errors.DIALECT,
     ollama_errors.DIALECT,
+    llama_server.DIALECT,
     errors.Dialect(lambda path, _: path in PATHS, errors.openai_error),
     anthropic_errors.OF_UNKNOWN_PATHS,
 )

@@ -18,7 +18,7 @@ from cllm import __version__
 from cllm.answer import Answer, Generation
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
-from cllm.server.errors import error_event
+from cllm.server.errors import Dialect, Fault, error_event, openai_error
 from cllm.server.infill import Snippet, build_infill_prompt
 from cllm.server.openai.answers import Done, PlainAnswer, Props
 from cllm.server.openai.routes import headers_of, json_answer
@@ -39,6 +39,29 @@ router = APIRouter(tags=["llama-server"])
 
 MAX_SNIPPETS = 1000
 STOP_TYPES = {"length": "limit", "stop": "eos"}
+PATHS = ("/completion", "/infill")  # whose errors have llama-server's form
+
+
+def llama_server_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
+    """Build an error answer: OpenAI's, but for a prompt that is too long llama-server's, in which
+    its clients find both numbers.
+    """
+    if fault.prompt_tokens is None:
+        return openai_error(fault, request_id)
+    num_tokens, max_tokens = fault.prompt_tokens
+    context = max_tokens + 1  # one token must be left to generate
+    error = {
+        "code": fault.status,
+        "message": f"request ({num_tokens} tokens) exceeds the available context size ({context} "
+        "tokens), try increasing it",
+        "type": "exceed_context_size_error",
+        "n_prompt_tokens": num_tokens,
+        "n_ctx": context,
+    }
+    return fault.status, {"error": error}
+
+
+DIALECT = Dialect(lambda path, _: path in PATHS, llama_server_error)
 
 
 class Extra(Body):
