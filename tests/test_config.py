@@ -313,7 +313,7 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
             "model: {aliases: 7}",
             (
                 "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of "
-                "names, not 7"
+                "names, not 7; write it in quotes"
             ),
         ),
         (
@@ -417,7 +417,10 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ),
         (
             "server:\n\tport: 1",
-            "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token",
+            (
+                "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token; use "
+                "spaces instead of tabs"
+            ),
         ),
         ("log:\n  level: 'x", "c.yaml:2: not valid YAML: found unexpected end of stream"),
         ("log: {}\n---\nlog: {}", "c.yaml:2: not valid YAML: but found another document"),
@@ -444,6 +447,51 @@ def test_file_error_names_the_file_the_line_and_the_key(
     assert refusal(file(text)) == message
 
 
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("kv: {max-memory-mb: 1}", "did you mean kv.max_memory_mb?"),
+        ("sampling: {seed: 0}", "c.yaml:1: sampling.seed is not a setting"),
+        ("models: {m: {n_ctx: 5}}", "did you mean max_context_length?"),
+        ("models: {m: {path: a, path: b}}", "c.yaml:1: models.m: path is given twice"),
+        ("model: a.gguf", "did you mean model.path?"),
+        ("backend: fake", "did you mean backend.name?"),
+        ("server:\n  port:9000", "a space must follow a colon"),
+        ("model: {name: 7}", "not 7; write it in quotes"),
+        ("model: {name: no}", "not false; write it in quotes"),
+        ("server: {api_key: 1234}", "a key without spaces or null; write it in quotes"),
+        ("server:\n  port:\t9000", "use spaces instead of tabs"),
+        ("server: {port: 1}".encode("utf-16"), "c.yaml: is UTF-16 text; save it as UTF-8"),
+    ],
+)
+def test_file_error_says_what_to_write_instead(file, text: str | bytes, end: str) -> None:
+    assert refusal(file(text)).endswith(end)
+
+
+def test_number_with_exponent_is_read_from_yaml(file) -> None:
+    loaded = load_settings(
+        file(
+            "sampling: {temperature: 1e-1}\nscheduler: {weights: {a: 2E+1}, request_timeout: 1e3}\n"
+            "model: {name: 1e5}\nadapters: {a: {path: 1e6, scale: 5e-1}}"
+        ),
+        {},
+        {},
+    )
+    assert value_at(loaded.settings, "sampling.temperature") == 0.1
+    assert loaded.settings.scheduler.weights == {"a": 20}
+    assert loaded.settings.scheduler.request_timeout == 1000
+    assert loaded.settings.model.name == "1e5"
+    assert (loaded.adapters["a"].path, loaded.adapters["a"].scale) == ("1e6", 0.5)
+    message = refusal(file("sampling: {temperature: 1e..5}"))
+    assert message.endswith('must be a number from 0 up to 100, not "1e..5"')
+    assert refusal(file("scheduler: {weights: {a: 1e4}}")).endswith('not "1e4"')
+
+
+def test_name_of_the_file_may_begin_with_the_home_folder(file, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(file("server: {port: 9000}").absolute().parent))
+    assert load_settings(None, {"CLLM_CONFIG": "~/c.yaml"}, {}).settings.server.port == 9000
+
+
 def test_alias_bomb_is_rejected_without_expansion(file) -> None:
     levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     assert (
@@ -468,6 +516,7 @@ def test_unreadable_file_is_a_startup_error(tmp_path: Path) -> None:
     ("variable", "text", "value"),
     [
         ("CLLM_SERVER_PORT", "9000", 9000),
+        ("CLLM_SERVER_ALLOW_PULL", " true\n", True),
         ("CLLM_BACKEND_LLAMA_CPP_N_THREADS", "3", 3),
         ("CLLM_BACKEND_LLAMA_CPP_N_THREADS", "", None),
         ("CLLM_BACKEND_LLAMA_CPP_N_THREADS", "None", None),

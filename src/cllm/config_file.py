@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,13 +113,18 @@ def show(value: object, width: int = 80) -> str:
 
 def unknown(name: str, known: Collection[str]) -> str:
     """Return a message that no setting has this name, with up to three similar names."""
-    last = name.rpartition(".")[2].replace("-", "_")
-    tail, peer = f".{last}", PEER_KEYS.get(last.lower(), "")
-    near = [peer] if peer in known else []
+    section, _, last = name.rpartition(".")
+    plain = last.replace("-", "_")
+    sections = {key.rpartition(".")[0] for key in known}  # the one that it is in is no other name
+    candidates = [key for key in known if key not in sections or not name.startswith(f"{key}.")]
+    peer = PEER_KEYS.get(plain.lower(), "")
+    peers = [key for key in (peer, peer.removeprefix("model.")) if key in candidates]
+    same = f"{section}.{plain}".lstrip(".")
     near = (
-        near
-        or sorted(key for key in known if key.endswith(tail))
-        or difflib.get_close_matches(name, known, 1, 0.7)
+        [same] * (same in candidates)
+        or peers[:1]
+        or sorted(key for key in candidates if key.endswith(f".{plain}"))
+        or difflib.get_close_matches(name, candidates, 1, 0.7)
     )
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
     return f"{show(name)[1:-1]} is not a setting{hint}"
@@ -133,6 +139,22 @@ def strip_brackets(value: object) -> object:
     """Return an IPv6 address without a URL's brackets; any other value unchanged."""
     is_bracketed = isinstance(value, str) and re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", value)
     return str(value)[1:-1] if is_bracketed else value
+
+
+NUMBER = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+", re.ASCII)
+
+
+def read_exponents(value: object) -> object:
+    """Return numbers such as 1e-3, which PyYAML reads as text, also in a mapping; any other value
+    unchanged.
+    """
+    if isinstance(value, dict):
+        return {key: read_exponents(one) for key, one in value.items()}
+    is_number = isinstance(value, str) and NUMBER.fullmatch(value)
+    try:
+        return float(str(value)) if is_number else value
+    except ValueError:  # two points
+        return value
 
 
 def split_names(value: object) -> object:
@@ -182,7 +204,7 @@ def read_yaml(
             collector.collect(root, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise StartupError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+        raise StartupError(f"{path}:{line}: not valid YAML: {describe_problem(error)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise StartupError(
@@ -191,6 +213,12 @@ def read_yaml(
     except RecursionError:
         raise StartupError(f"{path}: nested too deeply") from None
     return collector.entries, collector.named
+
+
+def describe_problem(error: yaml.MarkedYAMLError) -> str:
+    """Return what is wrong, with what to do about a tab, for which YAML has several rules."""
+    tab = "; use spaces instead of tabs" if r"'\t'" in str(error.problem) else ""
+    return f"{error.problem}{tab}"
 
 
 def read_text(path: Path) -> str:
@@ -205,6 +233,8 @@ def read_text(path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise StartupError(f"{path}: is UTF-16 text; save it as UTF-8") from None
         line = content.count(b"\n", 0, error.start) + 1
         raise StartupError(f"{path}:{line}: not valid UTF-8") from None
 
@@ -242,9 +272,10 @@ class Collector:
         """
         place = self.place(node)
         if not isinstance(node, yaml.MappingNode):
+            value = value_of(node, place)
             raise StartupError(
-                f"{place}: {section or 'the file'} must be a mapping, not "
-                f"{show(value_of(node, place))}"
+                f"{place}: {section or 'the file'} must be a mapping, not {show(value)}"
+                f"{self.suggest_mapping(section, value)}"
             )
         for key_node, value_node in node.value:
             if section in self.named and f"{section}.{key_node.value}" not in self.keys:
@@ -264,6 +295,13 @@ class Collector:
                 self.entries[key] = Given(value, self.place(key_node))
             elif value is not None:  # null is a mapping whose keys are all commented out
                 self.collect(value_node, key)
+
+    def suggest_mapping(self, section: str, value: object) -> str:
+        """Return a hint for a value in place of a section's mapping."""
+        if isinstance(value, str) and re.match(r"\w+:\S", value):
+            return "; a space must follow a colon"
+        main = [key for key in (f"{section}.path", f"{section}.name") if key in self.keys]
+        return f"; did you mean {main[0]}?" if isinstance(value, str) and main else ""
 
     def collect_named(self, section: str, name_node: yaml.Node, node: yaml.Node) -> None:
         """Add what stands under a name that the user chose."""
@@ -305,7 +343,7 @@ class Collector:
             message = unknown(key, {*self.keys, *self.sections})
             raise StartupError(f"{place}: {self.title}{message}")
         if key in self.seen:
-            raise StartupError(f"{place}: {key} is given twice")
+            raise StartupError(f"{place}: {self.title}{key} is given twice")
         self.seen.add(key)
         return key
 

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cllm.config import MODEL_KEYS, OPTIONS, Adapter, Settings
-from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
+from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_exponents, read_yaml, show, unknown
 from cllm.config_options import Option, options_of
 from cllm.errors import StartupError
 
@@ -64,6 +64,7 @@ def load_settings(
     """
     named = environ.get("CLLM_CONFIG")
     path = Path(named) if config is None and named else config
+    path = path and path.expanduser()
     given, models, adapters, notes = from_file(path) if path is not None else ({}, {}, {}, [])
     from_variables, more_notes = from_environment(environ)
     given |= from_variables | from_flags(flags)
@@ -106,7 +107,7 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     uses for the option.
     """
     tree: dict[str, Any] = {}
-    plant(tree, option.key, given.value)
+    plant(tree, option.key, read_number(option, given.value))
     try:
         return Given(value_at(Settings.model_validate(tree), option.key), given.origin)
     except ValidationError as error:
@@ -117,6 +118,9 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     source += f": {named}" if named else ""
     if entry is None:
         found = "" if option.is_secret else f", not {show(given.value)}"
+        is_text = option.type is str and not option.expects_of_entries
+        if is_text and isinstance(given.value, bool | int | float):
+            found += "; write it in quotes"
         raise StartupError(f"{source} must be {option.expects}{found}")
     if len(path) > 1:
         raise StartupError(f"{source}: a name must be one line of text, not {show(entry)}")
@@ -124,6 +128,12 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     raise StartupError(
         f"{source}: {show(entry)[1:-1]} must be {option.expects_of_entries}, not {value}"
     )
+
+
+def read_number(option: Option, value: object) -> object:
+    """Return the number that PyYAML read as text, if the option wants one; else ``value``."""
+    wants_number = (option.expects_of_entries or option.expects).startswith("a number")
+    return read_exponents(value) if wants_number else value
 
 
 def from_file(
@@ -175,7 +185,8 @@ def from_file(
 def adapter_of(name: str, given: Mapping[str, Given]) -> Adapter:
     """Return the settings of an adapter. Raises StartupError."""
     try:
-        return Adapter.model_validate({key: one.value for key, one in given.items()})
+        values = {key: read_number(ADAPTER_OPTIONS[key], one.value) for key, one in given.items()}
+        return Adapter.model_validate(values)
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
     if key not in given:
@@ -241,7 +252,7 @@ def parsed(option: Option, text: str) -> object:
         return None
     try:
         if option.type is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
         return option.type(text) if option.type in (int, float) else from_json(option, text)
     except (KeyError, ValueError):
         return text
