@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
+import socket
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +26,27 @@ def is_on_this_machine(url: str) -> bool:
     """Return whether a URL names a loopback address."""
     try:
         host = (urlsplit(url).hostname or "").rstrip(".")
-        if host == "localhost" or host.endswith(".localhost"):
-            return True
-        address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None) or address
-    return mapped.is_loopback or mapped.is_unspecified
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    address = parse_address(host)
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a text means; None if it is a name. It may be in one of IPv4's
+    short forms, such as 127.1, and is an IPv4 address if it is mapped to IPv6.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            short = re.fullmatch(r"[\da-fx.]+", host, re.IGNORECASE | re.ASCII)
+            return ipaddress.IPv4Address(socket.inet_aton(host)) if short else None
+        except OSError:
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def open_client(url: str, **options: Any) -> httpx2.Client:

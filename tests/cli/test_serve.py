@@ -12,6 +12,8 @@ from cllm.backends.fake.backend import FakeBackend
 from cllm.cli import progress
 from cllm.cli.remarks import remarks
 from cllm.config_sources import load_settings
+from cllm.errors import StartupError
+from cllm.server.access import Access, check_access
 from cllm.server.addresses import check_host
 
 FAKE = ("--backend.name", "fake")
@@ -146,6 +148,10 @@ def test_progress_without_terminal_prints_few_lines(
         ("http://127.0.0.1:9000/v1", "use --host 127.0.0.1 --port 9000"),
         ("https://example.test", "use --host example.test"),
         ("::1]", "must be an address or a name"),
+        ("9000", "; use --port 9000"),
+        (":9000", "; use --port 9000"),
+        ("::1:9000", "; use --host ::1 --port 9000"),
+        ("*:9000", "; use --host 0.0.0.0 --port 9000"),
         ("0.0.0.0/0", "must be an address or a name; use --host 0.0.0.0"),
         ("127.0.0.256", "not an address or a known name"),
         ("*", "0.0.0.0 is all addresses"),
@@ -157,9 +163,19 @@ def test_wrong_host_gives_a_line_about_the_address(cllm, host: str, words: str):
     assert "key" not in line
 
 
-@pytest.mark.parametrize("host", ["ex ample", " "])
-def test_host_with_spaces_is_not_recommended(cllm, host: str):
+@pytest.mark.parametrize("host", ["ex ample", " ", "unix:/run/cllm.sock", "http:"])
+def test_host_that_cannot_work_is_not_recommended(cllm, host: str):
     assert "use --host" not in one_line(cllm("serve", *FAKE, "--host", host))
+
+
+@pytest.mark.parametrize("host", ["127.1", "127.0.0.01", "0x7f000001", "2130706433"])
+def test_short_form_of_a_loopback_address_needs_no_key(host: str, tmp_path: Path):
+    flags = {"server.host": host, "server.keys_file": str(tmp_path / "keys.json")}
+    settings = load_settings(None, {}, flags).settings
+    check_access(settings, Access(settings))
+    elsewhere = load_settings(None, {}, flags | {"server.host": "10.1"}).settings
+    with pytest.raises(StartupError, match="can be reached from other machines"):
+        check_access(elsewhere, Access(elsewhere))
 
 
 @pytest.mark.parametrize("host", ["[::1]", "::1", "127.0.0.1"])

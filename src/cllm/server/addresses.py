@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from urllib.parse import urlsplit
 
 from cllm.errors import StartupError
+from cllm.http_client import parse_address
+
+WITH_PORT = re.compile(r"(?:(?P<host>::1?|\*)?:)?(?P<port>[1-9]\d{1,4})", re.ASCII)
 
 
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` is an address or a name that only this machine reaches."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        name = host.lower().removesuffix(".")
-        return name == "localhost" or name.endswith(".localhost")
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address.is_loopback or (mapped is not None and mapped.is_loopback)
+    if (address := parse_address(host)) is not None:
+        return address.is_loopback
+    name = host.lower().removesuffix(".")
+    return name == "localhost" or name.endswith(".localhost")
 
 
 def split_host(host: str) -> str:
@@ -39,24 +40,38 @@ def is_network(text: str) -> bool:
 
 def check_host(host: str) -> None:
     """Raise StartupError unless a server can listen on ``host``, as far as its form says."""
-    if is_network(host) and "/" not in host:
+    name: str | None
+    port: int | None
+    if found := WITH_PORT.fullmatch(host):
+        name, port = found["host"], int(found["port"])
+        name = "0.0.0.0" if name == "*" else name
+    elif is_network(host) and "/" not in host:
         return
-    if not any(sign in host for sign in ":/[]@ "):
+    elif not any(sign in host for sign in ":/[]@ "):
         if not is_loopback(host) and not is_known(host):
             raise StartupError(
                 f"server.host is {host!r}, which is not an address or a known name; 0.0.0.0 is all "
                 "addresses of this machine"
             )
         return
-    try:
-        url = urlsplit(host if "://" in host else f"//{host}")
-        name, port = url.hostname, url.port
-    except ValueError:
-        name, port = None, None
-    advice = ""
-    if name and (name := name.strip()) and " " not in name:
-        advice = f"; use --host {name} --port {port}" if port else f"; use --host {name}"
+    else:
+        name, port = split_url(host)
+    flags = f" --host {name}" * bool(name) + f" --port {port}" * bool(port)
+    advice = f"; use{flags}" if flags else ""
     raise StartupError(f"server.host is {host!r}, but it must be an address or a name{advice}")
+
+
+def split_url(text: str) -> tuple[str | None, int | None]:
+    """Return the host and the port in a URL, or in one without a scheme; None for what it has
+    not.
+    """
+    try:
+        url = urlsplit(text if "://" in text else f"//{text}")
+        name, port = (url.hostname or "").strip(), url.port
+    except ValueError:
+        return None, None
+    is_scheme = name in ("unix", "http", "https", "tcp")  # "http:"
+    return (None, None) if not name or " " in name or is_scheme else (name, port)
 
 
 def is_known(name: str) -> bool:
