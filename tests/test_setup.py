@@ -16,6 +16,7 @@ case "$1 $2" in
   "--version ") echo "uv 0.13.0" ;;
   "sync --check") [ -e ready ] ;;
   "python find") ;;
+  *--offline*) [ -e cached ] && touch ready ;;
   sync*)
     [ "$UV_SYSTEM_CERTS" = true ] || { echo "error: invalid peer certificate: $FAULT" >&2; exit 2; }
     touch ready ;;
@@ -78,6 +79,15 @@ def test_unknown_certificate_makes_uv_use_the_system_store(run):
         in done.stderr
     )
     assert calls.count("uv sync") == 2
+
+
+def test_nothing_is_compiled_or_fetched_if_the_cache_has_all(run, tmp_path: Path):
+    """A second clone of the same user takes the llama.cpp that the first one has compiled."""
+    (tmp_path / "checkout" / "cached").touch()
+    done, calls = run({"uv": UV}, "echo", "hello")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+    assert "uv sync --offline --quiet" in calls
+    assert "uv sync" not in calls
 
 
 def test_other_failures_are_not_retried(run):

@@ -70,6 +70,7 @@ ready() { uv sync $without --check --offline --quiet >/dev/null 2>&1; }
 
 install() {
   uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
+  ! install_from_cache || return 0
   mkdir -p .tools/tmp
   find .tools/tmp -mindepth 1 -maxdepth 1 -type d -mmin +60 -exec rm -rf {} + # left by compilations that were killed
   log=.tools/setup.log begun=$(date +%s)
@@ -108,6 +109,10 @@ install() {
   [ "$status" = 0 ] || { show_failure >&2; die "set-up failed; all of it is in $log"; }
   [ "$(seconds)" -lt 5 ] || say "ready after $(elapsed)"
 }
+
+# Comes before the index is asked, whose answer may make uv fetch llama.cpp again and compile what its cache has.
+# These compilers fail, so that nothing is compiled twice where the cache has the sources only.
+install_from_cache() { CC=false CXX=false uv sync $without --offline --quiet </dev/null >/dev/null 2>&1; }
 
 sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $without </dev/null; }
 
