@@ -24,6 +24,7 @@ import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
 from cllm.text.call_ids import CallIds, link_results
+from cllm.text.cut_marks import CutMarks
 from cllm.text.fences import CUT, Fences, restore_marks
 from cllm.text.tool_defaults import (
     list_declarations,
@@ -87,6 +88,7 @@ class ChatTemplate:
         self._asks_for_none = bool(re.search(r"\bcontent\W{0,3} is (?:not )?none", self._source))
         self._wants_thinking = "message.thinking" in self._source  # gpt-oss
         self._ids = CallIds(self._show_history)
+        self._cut_marks = CutMarks(self._source, self._try)
         self._repairs: dict[bytes, Repair] = {}  # by the form of the conversation
 
     @cached_property
@@ -168,6 +170,7 @@ class ChatTemplate:
         if continued:
             field = continued if continued in adapted[-1] else "thinking"
             adapted[-1][field] = CUT + adapted[-1][field] + CUT
+        adapted = [self._cut_marks.protect(message) for message in adapted]
         text = self._render_with(self._in_parts(adapted), tools, variables)
         if not continued:
             return text

@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
 
 # Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens
-# that a user has written. CUT marks where the field that a prompt continues begins and ends.
-OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
-MARKS = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
-MARK_OF_ESCAPE = {f"\\u{ord(mark):x}": mark for mark in (OPEN, CLOSE, CUT)}
-ESCAPES = re.compile(r"\\(?:ufdd[012]|.)")
+# that a user has written. CUT marks where the field that a prompt continues begins and ends. BREAK
+# is within a mark that the template must not find.
+OPEN, CLOSE, CUT, BREAK = ALL_MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+MARKS = re.compile(f"[{''.join(ALL_MARKS)}]")
+MARK_OF_ESCAPE = {f"\\u{ord(mark):x}": mark for mark in ALL_MARKS}
+ESCAPES = re.compile(r"\\(?:ufdd[0123]|.)")
 SURROGATES = re.compile("[\ud800-\udfff]")  # not text: they are refused after rendering
 
 
@@ -93,7 +94,7 @@ class Fences:
 
     def split(self, text: str, *, add_special: bool = True) -> list[Segment]:
         """Return the segments of rendered text. Text between fences is plain text."""
-        first, *others = text.split(OPEN)
+        first, *others = text.replace(BREAK, "").split(OPEN)
         add_special = add_special and not (self._begin and first.startswith(self._begin))
         segments = [Segment(first, add_special, parse_special=True)]
         for part in others:
@@ -110,7 +111,7 @@ def remove_fences(text: str) -> str:
 
 
 def replace_marks(text: str, substitute: str) -> str:
-    for mark in (OPEN, CLOSE, CUT):  # much faster than one regular expression
+    for mark in ALL_MARKS:  # much faster than one regular expression
         text = text.replace(mark, substitute)
     return text
 
