@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
+from rich.console import Console
 
 from cllm.cli import peer_flags
 from cllm.cli.cli_page import EXAMPLES, render_page
@@ -39,6 +43,24 @@ def test_examples_can_be_parsed(example: str) -> None:
 def test_commands_have_examples() -> None:
     assert set(EXAMPLES) == set(COMMANDS)
     assert all(example.startswith(f"cllm {name}") for name, example in EXAMPLES.items())
+
+
+def list_commands(group: App, name: str = "") -> Iterator[str]:
+    for word in group:
+        if not word.startswith("-"):
+            yield f"{name} {word}".strip()
+            yield from list_commands(group[word], f"{name} {word}".strip())
+
+
+def test_help_explains_each_option_and_names_one_default() -> None:
+    """Every line of a help page has a name, what it means, and at most one default."""
+    for command in list_commands(app):
+        text = io.StringIO()
+        app.help_print(command.split(), console=Console(file=text, width=4000))
+        for line in text.getvalue().splitlines():
+            assert line.count("[default: ") <= 1, (command, line.strip())
+            if re.match("\u2502 [-*A-Z]", line):
+                assert re.search(r"\S {2,}[^ \u2502\[]", line), (command, line.strip())
 
 
 def test_files_of_chats_are_where_the_page_says(home: Path) -> None:

@@ -32,8 +32,9 @@ def keys(tmp_path):
     environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "state"), "PATH": ""}
 
     def run(*arguments, code=0):
+        file = () if "--file" in arguments else ("--file", str(path))
         result = subprocess.run(
-            [sys.executable, "-m", "cllm", "keys", *arguments, "--file", str(path)],
+            [sys.executable, "-m", "cllm", "keys", *arguments, *file],
             capture_output=True,
             text=True,
             env=environment,
@@ -54,6 +55,14 @@ def test_add_prints_the_key_alone(keys):
     assert (account.name, account.tenant, account.is_admin) == ("ann", "team", True)
     assert account.limits.requests_per_minute == 60
     assert key.strip() not in keys.path.read_text()
+
+
+def test_add_below_a_file_says_only_that(keys):
+    """Nothing about servers that need keys from now on, because none do."""
+    keys.path.write_text("{}")
+    for place in (keys.path / "keys.json", keys.path / "folder" / "keys.json"):
+        message = keys("add", "ann", "--file", str(place), code=2)
+        assert message == f"cllm: {place} cannot be written: {keys.path} is not a folder\n"
 
 
 def test_list_shows_accounts_without_keys(keys):

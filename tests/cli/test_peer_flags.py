@@ -134,6 +134,13 @@ def test_flags_that_are_not_needed_are_accepted_with_a_note(cllm) -> None:
     assert "Chat templates are always rendered as Jinja." in done.err
 
 
+def test_flags_that_turn_off_logs_of_requests_are_accepted() -> None:
+    words = ["--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"]
+    kept, notes = accept_flags([*words, "--port", "1"], names_of("serve"))
+    assert kept == ["--port", "1"]
+    assert [note.split()[0] for note in notes] == words
+
+
 def test_flags_that_are_not_needed_have_a_reason() -> None:
     assert FLAGS.keys() >= ACCEPTED
     own = names_of("serve")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -42,7 +43,13 @@ FileFlag = Annotated[
     Path | None,
     Parameter(name="--file", help="The file of keys. [default: server.keys_file]"),
 ]
-Count = Annotated[int | None, Parameter(validator=Number(gte=1))]
+Count = Annotated[
+    int | None,
+    Parameter(
+        help="A limit of the account; a request above it gets 429. [default: none]",
+        validator=Number(gte=1),
+    ),
+]
 
 
 @app.command
@@ -66,11 +73,17 @@ def add(
     ] = 1.0,
     models: Annotated[
         str,
-        Parameter(help="Names or patterns of the models that it may use. [default: all]"),
+        Parameter(
+            help="Names or patterns of the models that it may use, with commas. [default: all]",
+            show_default=False,
+        ),
     ] = "",
     routes: Annotated[
         str,
-        Parameter(help="Paths that it may use, such as /v1/*, with commas. [default: all]"),
+        Parameter(
+            help="Paths that it may use, such as /v1/*, with commas. [default: all]",
+            show_default=False,
+        ),
     ] = "",
     admin: Annotated[
         bool,
@@ -102,7 +115,7 @@ def add(
     )
     check_texts(record)
     path, _ = find_file(file, config)
-    if not path.exists():
+    if is_new(path):
         confirm_lock(path)
     with edit(file, config, "add", name) as accounts:
         if name in accounts:
@@ -217,6 +230,21 @@ def find_file(file: Path | None, config: Path | None) -> tuple[Path, Settings]:
     flags = {} if file is None else {"server.keys_file": str(file)}
     settings = load_settings(config, os.environ, flags).settings
     return Path(settings.server.keys_file).expanduser(), settings
+
+
+def is_new(path: Path) -> bool:
+    """Return whether there is no file yet, but its folder is there or can be made. Raises
+    StartupError, before a question that would be asked in vain.
+    """
+    folder = next((one for one in path.parents if os.path.lexists(one)), path.parent)
+    try:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            raise StartupError(f"{path} cannot be written: {folder} is not a folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise StartupError(f"{path} cannot be written: {folder} may not be written to")
+        return not path.exists()
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def confirm_lock(path: Path) -> None:

@@ -159,6 +159,19 @@ HINTS = {
     ): "There is no such option.",
     ("--warmup", "--no-warmup"): "A few tokens are always computed while a model is loaded.",
     ("--log-disable",): "Use --log.level error.",
+    (
+        *("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"),
+        "--disable-uvicorn-access-log",
+    ): "Requests are not logged by default.",
+    ("--enable-log-requests", "--log-requests"): "Use --log.level debug.",
+    ("--max-log-len",): "Texts of requests are never logged.",
+    ("--uds", "--root-path", "--middleware", "--allow-credentials", "--allowed-methods"): (
+        "There is no such option; a proxy in front of the server can do this."
+    ),
+    (
+        "--allowed-headers",
+        "--cors-allow-headers",
+    ): "All headers are allowed; see --server.cors-origins.",
     ("--no-context-shift",): "The context is never shifted.",
     ("--threads-http",): "One event loop serves all connections.",
     ("--block-size",): "Pages of the KV cache have the size of the system's pages.",
@@ -171,7 +184,8 @@ NOT_NEEDED = (
     *("--kv-unified", "--enable-prefix-caching", "--cache-prompt", "--enable-chunked-prefill"),
     *("--enable-auto-tool-choice", "--enable-reasoning", "--embedding", "--embeddings"),
     *("--rerank", "--reranking", "--webui", "--ui", "--trust-remote-code", "--no-context-shift"),
-    *("-cnv", "--conversation", "--warmup", "--no-warmup"),
+    *("-cnv", "--conversation", "--warmup", "--no-warmup", "--disable-log-requests"),
+    *("--no-enable-log-requests", "--disable-log-stats", "--disable-uvicorn-access-log"),
 )
 NOT_NEEDED_WITH_VALUE = (
     *("--cache-reuse", "--reasoning-format", "--reasoning-parser", "--tool-call-parser", "--dtype"),
