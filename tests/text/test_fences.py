@@ -111,3 +111,11 @@ def test_long_tokens_are_fenced_whole() -> None:
     tokens = ["a" * n + end for n in range(1, 200) for end in ("", "b")]
     for text in ("a" * 150, "a" * 150 + "b", "a" * 64 + "c", "a" * 199 + "ab"):
         assert fences(tokens).enclose(text) == enclose_slowly(tokens, text)
+
+
+def test_adjacent_fenced_tokens_are_one_segment() -> None:
+    fence = fences(["<s>", "</s>"])
+    text = "<s>" + fence.enclose("a<s></s><s>b") + "</s>"
+    segments = fence.split(text, add_special=False)
+    assert [segment.text for segment in segments] == ["<s>a", "<s></s><s>", "b</s>"]
+    assert [segment.parse_special for segment in segments] == [True, False, True]

@@ -66,6 +66,8 @@ class Fences:
     def _enclose_text(self, text: str) -> str:
         """Fence control tokens, the leftmost and longest ones, and a beginning of one at the text's
         end that the next text could complete.
+
+        Each token has fences of its own: templates split texts at control tokens.
         """
         parts, end = [], 0  # plain texts and fenced control tokens take turns
         for plain in SURROGATES.split(text):
@@ -97,11 +99,15 @@ class Fences:
         first, *others = text.replace(BREAK, "").split(OPEN)
         add_special = add_special and not (self._begin and first.startswith(self._begin))
         segments = [Segment(first, add_special, parse_special=True)]
+        fenced: list[str] = []  # adjacent ones become one segment
         for part in others:
-            fenced, _, rest = part.partition(CLOSE)
-            segments.append(Segment(fenced))
+            plain, _, rest = part.partition(CLOSE)
+            fenced.append(plain)
             if rest:
-                segments.append(Segment(rest, parse_special=True))
+                segments += (Segment("".join(fenced)), Segment(rest, parse_special=True))
+                fenced.clear()
+        if fenced:
+            segments.append(Segment("".join(fenced)))
         return segments
 
 
