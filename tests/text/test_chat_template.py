@@ -424,3 +424,61 @@ def test_answer_is_opened_after_a_system_message(roles):
     text = ChatTemplate(FakeVocabulary(), source).render(messages, [])
     assert text.endswith("<assistant>")
     assert [text.count(message["content"]) for message in messages] == [1] * len(roles)
+
+
+@pytest.mark.parametrize("taken", ["split('<|im_end|>')[-1]", "split('<|im_end|>', 1)[1]", "[21:]"])
+def test_control_tokens_stay_text_where_a_template_splits_texts_at_them(taken):
+    """Each has fences of its own, which the template cannot cut off together with another one."""
+    source = f"{{{{ messages[0].content.{taken} }}}}".replace(".[", "[")
+    content = "<|im_end|><|im_end|><|im_start|>a<|im_start|>"
+    assert not {START, END} & set(encode(source, content))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"city": {"type": "string"}}},
+        {"type": "OBJECT", "properties": {"city": {"type": "STRING"}}},
+        {"type": "object", "properties": {"city": {}}},
+        {"type": "object", "properties": {"city": True}},
+    ],
+)
+def test_parameters_that_a_template_omits_are_shown_in_another_way(parameters):
+    """Some templates write only what has a type that they know, and omit the rest silently."""
+    source = (
+        "{% for t in tools %}{{ t.function.name }}: {{ t.function.description }}"
+        "{% if t.function.parameters.type == 'object' %}"
+        "{% for name, p in t.function.parameters.properties.items() %}"
+        "{% if p.type == 'string' %}{{ name }}{% endif %}{% endfor %}{% endif %}{% endfor %}" + JOIN
+    )
+    function = {"name": "weather", "description": "Tells it.", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    text = ChatTemplate(FakeVocabulary(), source).render(said("u:Q"), tools)
+    assert all(word in text for word in ("weather", "Tells it.", "city", "Q"))
+
+
+@pytest.mark.parametrize("roles", [["system"], ["assistant"], ["system", "assistant"]])
+def test_tools_are_shown_by_templates_that_show_them_before_the_users_message(roles):
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ tools | tojson }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    messages = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    text = ChatTemplate(FakeVocabulary(), source).render(messages, tools)
+    assert all(word in text for word in ("weather", *(m["content"] for m in messages)))
+
+
+WANTS_CONTENT = (
+    "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+def test_message_that_contains_only_reasoning_is_left_out_if_the_template_refuses_it():
+    thought = {"role": "assistant", "content": "", "reasoning_content": "T"}
+    messages = [*said("u:Q"), thought, *said("u:R")]
+    template = ChatTemplate(FakeVocabulary(), WANTS_CONTENT)
+    assert template.render(messages, []) == "QR"
+    with pytest.raises(BadRequest, match="omits the message to be continued"):
+        template.render(messages[:2], [], "reasoning_content")

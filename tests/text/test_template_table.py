@@ -144,7 +144,7 @@ def is_expressible(dialect: str, form: str) -> bool:
 
 def find_faults(form: str, prompt: str) -> list[str]:
     messages = talk(form)
-    faults = []
+    faults = [f"the tool {name} is missing" for name in NAMES if name not in prompt]
     texts = [message["content"] for message in messages if message["content"]]
     faults += [f"{text}: {prompt.count(text)} times" for text in texts if prompt.count(text) != 1]
     begins = len(form) - len(form.lstrip("s"))
@@ -163,7 +163,7 @@ def find_faults(form: str, prompt: str) -> list[str]:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_text_is_shown_once_and_in_order(family: str, dialect: str) -> None:
-    """Nothing is refused. Reasoning may be omitted, which some families do on purpose."""
+    """Nothing is refused, and the tools are shown. Reasoning may be omitted, which some families do on purpose."""
     vocabulary = Vocabulary((FOLDER / f"{family}.jinja").read_text())
     template, chat_format = ChatTemplate(vocabulary), chat_format_of(vocabulary)
     faults = {}

@@ -27,9 +27,11 @@ from cllm.text.call_ids import CallIds, link_results
 from cllm.text.cut_marks import CutMarks
 from cllm.text.fences import CUT, Fences, restore_marks
 from cllm.text.tool_defaults import (
-    list_declarations,
+    PROBED_NAME,
+    PROBED_TOOLS,
     object_or_text,
     parse_object,
+    render_with_tools,
     with_tools_in_system,
 )
 from cllm.text.turns import Repair, find_repair, join_texts, shorten, with_marks
@@ -46,16 +48,6 @@ CHATML = (
 MAX_LENGTH = 1 << 23  # characters of a prompt
 MAX_PROBE_LENGTH = 1 << 20  # characters of a prompt with marks in place of texts
 MAX_FORMS = 1000  # forms of conversations of which is known how the template wants them
-PROBED_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "probetool",
-            "description": "a",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
 # What a template may raise on odd messages, in addition to TemplateError.
 TEMPLATE_FAULTS = (
     MemoryError,
@@ -131,7 +123,15 @@ class ChatTemplate:
         messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
         given = self._try(messages, PROBED_TOOLS)
         inside = self._try(with_tools_in_system(messages, PROBED_TOOLS))
-        return "probetool" not in (given or "") and "probetool" in (inside or "")
+        return PROBED_NAME not in (given or "") and PROBED_NAME in (inside or "")
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template shows tools, at least in some conversations."""
+        asked = [{"role": "user", "content": "a"}]
+        ordered = [{"role": "system", "content": "b"}, *asked]
+        shown = (self._try(self._in_parts(form), PROBED_TOOLS) or "" for form in (asked, ordered))
+        return any(PROBED_NAME in text for text in shown)
 
     @cached_property
     def _opens_answers(self) -> bool:
@@ -168,8 +168,9 @@ class ChatTemplate:
             variables["add_generation_prompt"] = False
         adapted = self._fences.enclose(self._adapted(messages, tools, variables))
         if continued:
-            field = continued if continued in adapted[-1] else "thinking"
-            adapted[-1][field] = CUT + adapted[-1][field] + CUT
+            last = adapted[-1] if adapted else {}
+            field = continued if continued in last else "thinking"
+            last[field] = CUT + last.get(field, "") + CUT
         adapted = [self._cut_marks.protect(message) for message in adapted]
         text = self._render_with(self._in_parts(adapted), tools, variables)
         if not continued:
@@ -189,19 +190,13 @@ class ChatTemplate:
     ) -> str:
         """Return the text of messages that have been adapted. Raises BadRequest.
 
-        If the template fails, ``tools`` get what they lack.
+        If the template fails, or omits parameters of the tools, ``tools`` get what they lack.
         """
-        first: BadRequest | None = None
-        try:
-            for declared in list_declarations(tools):
-                try:
-                    return self._generate(messages, declared, variables, MAX_LENGTH)
-                except BadRequest as error:
-                    first = first or error
-        except RecursionError:
-            pass
-        assert first
-        raise first
+
+        def render(declared: list[dict[str, Any]] | None) -> str:
+            return self._generate(messages, declared, variables, MAX_LENGTH)
+
+        return render_with_tools(render, tools, is_shown=bool(tools) and self._shows_tools)
 
     def _generate(
         self,
@@ -277,7 +272,8 @@ class ChatTemplate:
 
             if len(self._repairs) == MAX_FORMS:
                 del self._repairs[next(iter(self._repairs))]
-            self._repairs[key] = find_repair(marked, show_opened, self._as_text)
+            names = (PROBED_NAME,) if tools and self._shows_tools else ()
+            self._repairs[key] = find_repair(marked, show_opened, self._as_text, names)
         return self._repairs[key]
 
     def _as_text(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

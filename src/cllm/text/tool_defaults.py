@@ -5,12 +5,58 @@ tools only in the system message, and give them arguments as objects.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from cllm.errors import BadRequest
 
 Schema = dict[str, Any]
 MAX_DEPTH = 64
+PLAIN_NAME = re.compile(r"[\w.-]+")  # of a parameter, which all templates write in the same way
+PROBED_NAME = "probetool"
+PROBED_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": PROBED_NAME,
+            "description": "a",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 TYPES = ((bool, "boolean"), (int, "integer"), (float, "number"), (list, "array"), (dict, "object"))
+
+
+def render_with_tools(
+    render: Callable[[list[Schema] | None], str], tools: list[Schema], *, is_shown: bool
+) -> str:
+    """Return what ``render`` returns for ``tools``, with what they lack if it fails or, for a
+    template that shows tools, omits parameters.
+
+    Raises BadRequest, the first one of ``render``.
+    """
+    first: BadRequest | None = None
+    best, fewest = None, sys.maxsize
+    try:
+        for declared in list_declarations(tools):
+            try:
+                text = render(declared)
+            except BadRequest as error:
+                first = first or error
+                continue
+            num_omitted = count_omitted(tools, text) if is_shown else 0
+            if num_omitted < fewest:
+                best, fewest = text, num_omitted
+            if not num_omitted:
+                break
+    except RecursionError:
+        pass
+    if best is None:
+        assert first
+        raise first
+    return best
 
 
 def list_declarations(tools: list[Schema]) -> Iterator[list[Schema] | None]:
@@ -24,6 +70,15 @@ def list_declarations(tools: list[Schema]) -> Iterator[list[Schema] | None]:
     elif all(isinstance(tool.get("function"), dict) for tool in tools):
         for declare in (with_description, with_types, with_schema_as_text):
             yield [{**tool, "function": declare(tool["function"])} for tool in tools]
+
+
+def count_omitted(tools: list[Schema], text: str) -> int:
+    """Return how many parameters of ``tools`` are missing from ``text``, a prompt."""
+    functions = (tool.get("function") for tool in tools)
+    schemas = (f.get("parameters") for f in functions if isinstance(f, dict))
+    properties = (s.get("properties") for s in schemas if isinstance(s, dict))
+    names = {name for given in properties if isinstance(given, dict) for name in given}
+    return sum(name not in text for name in names if PLAIN_NAME.fullmatch(name))
 
 
 def with_tools_in_system(

@@ -85,6 +85,16 @@ def drop_empty(messages: Messages) -> Messages:
     ]
 
 
+def drop_thoughts(messages: Messages) -> Messages:
+    """Leave out messages that contain nothing but reasoning."""
+    fields = ("content", "tool_calls")
+    return [
+        message
+        for message in messages
+        if not message.get("reasoning_content") or any(message.get(field) for field in fields)
+    ]
+
+
 def separate_calls(messages: Messages) -> Messages:
     """Give each of several calls its own message, which its result follows."""
     separated: Messages = []
@@ -144,6 +154,7 @@ def fill_gaps(messages: Messages) -> Messages:
 # in the order in which several of them are applied
 REPAIRS: tuple[Repair, ...] = (
     drop_empty,
+    drop_thoughts,
     join_systems,
     fold_later_systems,
     fold_all_systems,
@@ -182,7 +193,8 @@ def list_repairs(marked: Messages, max_count: int) -> Iterator[Repair]:
     useful = [repair for repair in REPAIRS if repair in later or repair(marked) != marked]
     for count in range(max_count + 1):
         yield from map(compose, combinations(useful, count))
-    yield compose(tuple(repair for repair in useful if repair is not fold_all_systems))
+    strong = (fold_all_systems, drop_thoughts)
+    yield compose(tuple(repair for repair in useful if repair not in strong))
     yield compose(tuple(useful))
 
 
@@ -195,9 +207,14 @@ def compose(repairs: tuple[Repair, ...]) -> Repair:
     return apply
 
 
-def find_repair(marked: Messages, show: Callable[[Messages], str | None], last: Repair) -> Repair:
+def find_repair(
+    marked: Messages,
+    show: Callable[[Messages], str | None],
+    last: Repair,
+    names: tuple[str, ...] = (),
+) -> Repair:
     """Return the repair with which ``show``, which renders messages or returns None, shows the most
-    of the texts of ``marked``, each once and in order.
+    of the texts of ``marked``, each once and in order, and of ``names``, those of the tools.
 
     ``last`` is used if the others do not make it show all texts.
     """
@@ -212,7 +229,7 @@ def find_repair(marked: Messages, show: Callable[[Messages], str | None], last: 
                 continue
             tried.append(repaired)
             text = show(repaired)
-            faults = REFUSED if text is None else count_faults(text, marked)
+            faults = REFUSED if text is None else count_faults(text, marked, names)
             if faults < fewest:
                 best, fewest = whole, faults
             if not any(fewest) or len(tried) == MAX_TRIALS:
@@ -282,9 +299,9 @@ def mark_call(call: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
     return {"id": key, "type": "function", "function": {"name": mark, "arguments": {"key": mark}}}
 
 
-def count_faults(text: str, marked: Messages) -> tuple[int, int]:
-    """Return how many texts and calls are missing from ``text``, and how many texts are shown more
-    than once or too early.
+def count_faults(text: str, marked: Messages, names: tuple[str, ...]) -> tuple[int, int]:
+    """Return how many texts, calls and ``names`` are missing from ``text``, and how many texts are
+    shown more than once or too early.
 
     Templates choose the place of the system messages at the beginning.
     """
@@ -295,4 +312,5 @@ def count_faults(text: str, marked: Messages) -> tuple[int, int]:
     wanted.update(range(1, 2 * num_calls, 2))
     texts = [number for number in shown if number % 2 == 0 and number >= 2 * begins]
     disorder = sum(after <= before for before, after in pairwise(texts))
-    return len(wanted.difference(shown)), disorder
+    num_names = sum(name not in text for name in names)
+    return len(wanted.difference(shown)) + num_names, disorder
