@@ -119,3 +119,17 @@ def test_adjacent_fenced_tokens_are_one_segment() -> None:
     segments = fence.split(text, add_special=False)
     assert [segment.text for segment in segments] == ["<s>a", "<s></s><s>", "b</s>"]
     assert [segment.parse_special for segment in segments] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [(0, [("<s>a", True), ("\n<s>c", True)]), (1, [("<s>", True), ("b\n<s>c", True)])],
+)
+def test_template_that_splits_a_text_at_a_control_token_still_writes_control_tokens(
+    taken: int, expected: list[tuple[str, bool]]
+) -> None:
+    """One fence of the token is left."""
+    fence = fences(["<s>", "</s>"])
+    half = fence.enclose("a</s>b").split("</s>")[taken]
+    segments = fence.split(f"<s>{half}\n<s>c", add_special=False)
+    assert [(s.text, s.parse_special) for s in segments if s.text] == expected

@@ -97,18 +97,29 @@ class Fences:
     def split(self, text: str, *, add_special: bool = True) -> list[Segment]:
         """Return the segments of rendered text. Text between fences is plain text."""
         first, *others = text.replace(BREAK, "").split(OPEN)
-        add_special = add_special and not (self._begin and first.startswith(self._begin))
-        segments = [Segment(first, add_special, parse_special=True)]
+        begin, *rest = first.split(CLOSE)
+        add_special = add_special and not (self._begin and begin.startswith(self._begin))
+        segments = [Segment(begin, add_special, parse_special=True)]
+        segments += (Segment(part, parse_special=True) for part in rest if part)
         fenced: list[str] = []  # adjacent ones become one segment
         for part in others:
-            plain, _, rest = part.partition(CLOSE)
+            plain, *rest = part.split(CLOSE) if CLOSE in part else self._split_cut(part)
             fenced.append(plain)
-            if rest:
-                segments += (Segment("".join(fenced)), Segment(rest, parse_special=True))
+            if any(rest):
+                segments.append(Segment("".join(fenced)))
+                segments += (Segment(part, parse_special=True) for part in rest if part)
                 fenced.clear()
         if fenced:
             segments.append(Segment("".join(fenced)))
         return segments
+
+    def _split_cut(self, part: str) -> tuple[str, str]:
+        """Return what of ``part`` stays plain text and the rest, where a template has split a text
+        at a control token, and has left out the token and its closing fence.
+        """
+        ends = range(min(len(part), self._longest + 1), 0, -1)
+        end = next((e for e in ends if part[:e] in self._fenced or part[:e] in self._beginnings), 0)
+        return part[:end], part[end:]
 
 
 def remove_fences(text: str) -> str:
