@@ -196,6 +196,17 @@ def test_typed_words_are_not_broken(width):
             assert done.display_to_source(place) == at
 
 
+def test_long_line_is_wrapped_fast() -> None:
+    """A screen asks for each position of a line, after each key."""
+    text = "words of a line " * 3000
+    given = TransformationInput(None, None, 0, None, [("", text)], 84, 9)
+    start = time.process_time()
+    done = WordWrap(4).apply_transformation(given)
+    shown = [done.source_to_display(position) for position in range(len(text))]
+    assert [done.display_to_source(position) for position in shown] == list(range(len(text)))
+    assert time.process_time() - start < 5
+
+
 def test_control_characters_in_answers_do_not_reach_the_terminal(chat):
     with openai_server(["a\x1b]0;title\x07b\x9bc"]) as server:
         terminal = chat(server)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
@@ -30,16 +32,16 @@ class WordWrap(Processor):
                 fragments.append((style, char, *handler))
                 at += 1
 
+        starts = list(gaps)
+        shifts = list(accumulate(gaps.values(), initial=0))  # before each of them, and at the end
+
         def to_display(position: int) -> int:
-            return position + sum(gap for start, gap in gaps.items() if start <= position)
+            return position + shifts[bisect_right(starts, position)]
 
         def to_source(position: int) -> int:
-            for start, gap in reversed(gaps.items()):
-                if to_display(start) <= position:
-                    return position - to_display(start) + start
-                if to_display(start) - gap <= position:
-                    return start
-            return position
+            shown = bisect_right(starts, position, key=to_display)  # words that begin until there
+            source = position - shifts[shown]
+            return min(source, starts[shown]) if shown < len(starts) else source
 
         return Transformation(fragments, to_display, to_source)
 
