@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
-from cllm.config_sources import load_settings
+from cllm.config.sources import load_settings
 from cllm.engine.build import build_backend, fit_memory
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError

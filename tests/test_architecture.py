@@ -44,10 +44,7 @@ GROUND = {
     "input_files": set(),
     "http_client": {"errors"},
     "models": {"errors", "environment", "http_client", "input_files"},
-    "config": {"config_file", "config_options"},
-    "config_options": set(),
-    "config_sources": {"errors", "config", "config_file", "config_options"},
-    "config_file": {"errors", "input_files"},
+    "config": {"errors", "input_files"},
     "observe": {
         "errors",
         "config",
@@ -58,7 +55,10 @@ GROUND = {
 }
 # The exceptions: config imports where its options are declared. Those of a backend come through
 # the registry, from the options.py of its folder.
-UPWARD = {("cllm.config", "cllm.backends.registry"), ("cllm.config", "cllm.core.params")}
+UPWARD = {
+    ("cllm.config.settings", "cllm.backends.registry"),
+    ("cllm.config.settings", "cllm.core.params"),
+}
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 # These packages decide or compute. They do not wait for I/O and implement no protocol.

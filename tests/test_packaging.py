@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cllm.config import OPTIONS
+from cllm.config.settings import OPTIONS
 from tools import build_wheels
 
 ROOT = Path(__file__).resolve().parents[1]

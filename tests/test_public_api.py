@@ -6,7 +6,7 @@ from typing import Any
 
 import cllm
 from cllm.cli.main import COMMANDS
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.observe.metrics import Metrics, ServerMetrics, render

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 
 from cllm.backends.base import Vectors
 from cllm.completion import Completion, Piece, Ranked
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.model_info import ModelInfo
 from cllm.local_model import (
     NOT_COPIED,

@@ -15,7 +15,7 @@ from typing import Any, Self, overload
 
 from cllm.backends.base import Vectors
 from cllm.completion import Completion, Piece, Ranked
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.local_model import (
     Conversations,
     LocalModel,

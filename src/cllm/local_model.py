@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, cast
 from cllm.backends.base import Vectors
 from cllm.backends.registry import import_loader
 from cllm.completion import Ranked
-from cllm.config import OPTIONS, Settings
-from cllm.config_sources import load_settings
+from cllm.config.settings import OPTIONS, Settings
+from cllm.config.sources import load_settings
 from cllm.core.params import MAX_LEXER_STATES, SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request, check_prompt
 from cllm.core.segments import tokenize_segments

@@ -10,7 +10,7 @@ from typing import Literal
 
 from cllm.answer import NO_ADAPTERS, AdapterUse
 from cllm.backends.registry import BACKENDS
-from cllm.config import Sampling
+from cllm.config.settings import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError

@@ -26,7 +26,7 @@ from cllm.answer import (
     make_request,
     took_too_long,
 )
-from cllm.config import Sampling
+from cllm.config.settings import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.core.request import check_prompt

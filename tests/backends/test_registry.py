@@ -13,8 +13,8 @@ from conftest import PATIENCE
 from pydantic import ValidationError
 
 from cllm.backends.registry import BACKENDS, Loader, import_loader, import_options
-from cllm.config import BACKEND_SECTIONS, Section
-from cllm.config_sources import load_settings
+from cllm.config.settings import BACKEND_SECTIONS, Section
+from cllm.config.sources import load_settings
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 
@@ -36,8 +36,8 @@ from cllm.backends import registry
 cllm.backends.__path__.append(sys.argv[1])
 registry.BACKENDS += ("toy",)
 
-from cllm.config import OPTIONS, Settings
-from cllm.config_sources import load_settings
+from cllm.config.settings import OPTIONS, Settings
+from cllm.config.sources import load_settings
 from cllm.engine.build import build_backend
 from cllm.engine.settings import engine_params
 from cllm.cli.config import page
@@ -78,7 +78,7 @@ def test_backend_needs_only_a_folder_and_a_line(tmp_path: Path) -> None:
 
 def test_settings_import_only_the_options_of_backends() -> None:
     """Every command imports the settings, so they must not import what computes or loads."""
-    script = "import json, sys, cllm.config; print(json.dumps(list(sys.modules)))"
+    script = "import json, sys, cllm.config.settings; print(json.dumps(list(sys.modules)))"
     modules = json.loads(run(script))
     assert {name for name in modules if name.startswith("cllm.backends.")} == {
         "cllm.backends.registry",

@@ -15,8 +15,8 @@ from conftest import PATIENCE
 from cllm.cli import main as command_line
 from cllm.cli.config import page
 from cllm.cli.settings_flags import SHORT_NAMES, settings_from_flags
-from cllm.config import OPTIONS, Settings
-from cllm.config_sources import load_settings
+from cllm.config.settings import OPTIONS, Settings
+from cllm.config.sources import load_settings
 from cllm.errors import CLLMError, StartupError
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -58,7 +58,7 @@ def test_help_imports_only_what_it_needs() -> None:
     """--help imports neither a command nor what only commands need."""
     script = (
         "import sys; from cllm.cli.main import app; app(['--help'], result_action='return_value');"
-        "slow = {'pydantic', 'yaml', 'numpy', 'fastapi', 'llama_cpp', 'cllm.config', "
+        "slow = {'pydantic', 'yaml', 'numpy', 'fastapi', 'llama_cpp', 'cllm.config.settings', "
         "'rich.markdown'};"
         "print(sorted(slow & set(sys.modules)))"
     )

@@ -20,8 +20,8 @@ from cllm.cli.peer_flags import (
     flags_in,
     remark_on_variables,
 )
-from cllm.config import OPTIONS
-from cllm.config_file import PEER_KEYS
+from cllm.config.file import PEER_KEYS
+from cllm.config.settings import OPTIONS
 
 ACCEPTED = {*NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *NOT_NEEDED_IF_ONE, *REWRITTEN, *HUB}
 FAKE = ("--backend.name", "fake")

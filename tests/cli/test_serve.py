@@ -11,7 +11,7 @@ import pytest
 from cllm.backends.fake.backend import FakeBackend
 from cllm.cli import progress
 from cllm.cli.remarks import remarks
-from cllm.config_sources import load_settings
+from cllm.config.sources import load_settings
 from cllm.errors import StartupError
 from cllm.server.access import Access, check_access
 from cllm.server.addresses import check_host

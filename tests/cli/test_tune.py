@@ -10,7 +10,7 @@ import pytest
 from cllm.bench.tune import BATCH_THREADS, KV_TYPE, LAYOUT, THREADS, Choice, Outcome, Tuned
 from cllm.bench.tuning_report import Report, format_yaml, verdict
 from cllm.cli.settings_flags import settings_from_flags
-from cllm.config_sources import load_settings
+from cllm.config.sources import load_settings
 
 BEFORE = Outcome({"prompt": [100.0, 110.0, 90.0], "decode 1": [9.0, 10.0, 11.0]})
 

@@ -23,9 +23,9 @@ from doc_pages import BLOCKS, PAGES, ROOT, Block, inline_code, name_of, split_co
 from server.conftest import Server, running
 
 from cllm.cli.main import app
-from cllm.config import OPTIONS
-from cllm.config_file import ALIASES, NOT_NEEDED
-from cllm.config_sources import load_settings
+from cllm.config.file import ALIASES, NOT_NEEDED
+from cllm.config.settings import OPTIONS
+from cllm.config.sources import load_settings
 
 ELSEWHERE = {
     ROOT / "docs" / "python.md"

@@ -11,7 +11,7 @@ import re
 import pytest
 from doc_pages import PAGES, ROOT, name_of, without_blocks
 
-from cllm.config import Scheduler
+from cllm.config.settings import Scheduler
 from cllm.scheduler.pacing import MAX_TARGET_STEPS, MIN_TARGET_STEPS
 
 # page -> the columns of the names and of the values in its tables of figures

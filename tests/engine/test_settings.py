@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cllm.backends.params import BackendParams, ModelSize
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.engine import settings as module
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError

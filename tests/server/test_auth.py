@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.server.access import Access

@@ -18,7 +18,7 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.answer import Generation, SchedulingOptions
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams

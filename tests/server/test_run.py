@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from cllm.config import Settings
-from cllm.config_sources import load_settings
+from cllm.config.settings import Settings
+from cllm.config.sources import load_settings
 from cllm.engine.params import EngineParams
 from cllm.process.pool import Pool
 from cllm.server.access import Access

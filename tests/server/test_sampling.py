@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from conftest import PATIENCE
 
-from cllm.config import Sampling, Settings
+from cllm.config.settings import Sampling, Settings
 from cllm.core.params import PARAMETERS, SamplingParams
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest

@@ -16,7 +16,7 @@ import msgspec
 
 from cllm.bench.bare_engine import closed_loop, forget, step_parts
 from cllm.bench.work import Size, Work
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_backend, build_engine, build_vocabulary, fit_memory

@@ -13,7 +13,7 @@ from cllm.bench.console import print_lines
 from cllm.bench.quality import Quality
 from cllm.bench.requantize import Requantized
 from cllm.bench.tune import Choice, Outcome, Tuned
-from cllm.config_sources import LoadedConfig, plant, value_at
+from cllm.config.sources import LoadedConfig, plant, value_at
 from cllm.models.gguf import format_size
 
 if TYPE_CHECKING:

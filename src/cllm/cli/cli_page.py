@@ -10,7 +10,7 @@ from cllm.cli.main import ALIASES, COMMANDS
 from cllm.cli.peer_flags import DEFAULT_VALUES, HINTS, OTHER_NAMES, OTHER_SAMPLING_NAMES, VARIABLES
 from cllm.cli.settings_flags import SHORT_NAMES
 from cllm.cli.slash_commands import HELP
-from cllm.config import OPTIONS
+from cllm.config.settings import OPTIONS
 
 EXAMPLES = {
     "serve": "cllm serve hf:Qwen/Qwen3-0.6B-GGUF:Q8_0 --port 8080",

@@ -16,11 +16,11 @@ from cllm.cli.settings_flags import (
     section_of,
     settings_from_flags,
 )
-from cllm.config import MODEL_KEYS, OPTIONS, Model
-from cllm.config_file import ALIASES, NOT_NEEDED
-from cllm.config_file import show as shown
-from cllm.config_options import Option
-from cllm.config_sources import LoadedConfig, plant, value_at
+from cllm.config.file import ALIASES, NOT_NEEDED
+from cllm.config.file import show as shown
+from cllm.config.options import Option
+from cllm.config.settings import MODEL_KEYS, OPTIONS, Model
+from cllm.config.sources import LoadedConfig, plant, value_at
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
 
@@ -121,7 +121,7 @@ def visible_value(loaded: LoadedConfig, key: str) -> Any:
 INTRODUCTION = """\
 # Configuration
 
-`cllm config docs` generates this page from `src/cllm/config.py`.
+`cllm config docs` generates this page from `src/cllm/config/settings.py`.
 
 You can set every option in a YAML file, in the environment or as a flag. Later sources override earlier ones:
 

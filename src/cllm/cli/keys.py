@@ -18,8 +18,8 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from cllm.cli.settings_flags import ConfigFlag
-from cllm.config import Settings
-from cllm.config_sources import load_settings
+from cllm.config.settings import Settings
+from cllm.config.sources import load_settings
 from cllm.errors import StartupError
 from cllm.store.audit import write_audit
 from cllm.store.keys import (

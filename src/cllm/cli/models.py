@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from cllm.cli.reader import read_stdin
 from cllm.cli.remote import LOCAL, Url, call
 from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
-from cllm.config_sources import LoadedConfig
+from cllm.config.sources import LoadedConfig
 from cllm.errors import CLLMError, StartupError
 from cllm.input_files import read_input_text
 from cllm.models import catalog, hub

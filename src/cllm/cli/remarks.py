@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from cllm.config import Settings
-from cllm.config_sources import LoadedConfig
+from cllm.config.settings import Settings
+from cllm.config.sources import LoadedConfig
 from cllm.core.model_info import ModelInfo
 from cllm.server.access import Access
 from cllm.server.addresses import is_loopback

@@ -16,7 +16,7 @@ from cllm.cli.reader import read_stdin
 from cllm.cli.remote import LOCAL, Remote, call
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.cli.talk import FormatFlag, HideFlag, PromptFlag, SamplingFlags, SystemFlag, ThinkFlag
-from cllm.config_sources import LoadedConfig
+from cllm.config.sources import LoadedConfig
 from cllm.errors import StartupError
 from cllm.models import catalog
 

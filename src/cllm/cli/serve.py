@@ -15,8 +15,8 @@ from cllm.cli.peer_flags import remark_on_variables
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
-from cllm.config import Settings
-from cllm.config_sources import LoadedConfig
+from cllm.config.settings import Settings
+from cllm.config.sources import LoadedConfig
 from cllm.errors import StartupError
 from cllm.models import hub
 from cllm.observe import log

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from cyclopts import Group, Parameter
 
 from cllm.cli.peer_flags import DEFAULT_VALUES, OTHER_NAMES
-from cllm.config import OPTIONS
-from cllm.config_file import show
-from cllm.config_options import Option
-from cllm.config_sources import Given, LoadedConfig, checked, load_settings, parsed
+from cllm.config.file import show
+from cllm.config.options import Option
+from cllm.config.settings import OPTIONS
+from cllm.config.sources import Given, LoadedConfig, checked, load_settings, parsed
 from cllm.errors import StartupError
 
 SHORT_NAMES = {

@@ -21,7 +21,7 @@ from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli.files import print_json
 from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive
 from cllm.cli.progress import open_bar
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.engine.build import CPU_PREFILL_SHARE
 from cllm.errors import StartupError
 from cllm.input_files import read_input

@@ -16,7 +16,7 @@ from cllm.cli.answers import Options, Talker, Think
 from cllm.cli.peer_flags import OTHER_SAMPLING_NAMES
 from cllm.cli.remote import Remote
 from cllm.cli.settings_flags import settings_from_flags
-from cllm.config import OPTIONS
+from cllm.config.settings import OPTIONS
 from cllm.core.params import PARAMETERS
 from cllm.errors import StartupError
 

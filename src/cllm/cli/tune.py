@@ -48,7 +48,7 @@ from cllm.cli.files import check_writable, print_json, write_file
 from cllm.cli.progress import Bar, open_bar
 from cllm.cli.remarks import print_notes
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
-from cllm.config_sources import LoadedConfig
+from cllm.config.sources import LoadedConfig
 from cllm.engine.build import build_vocabulary, fit_memory
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from cllm.backends.registry import import_loader
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.catalog import check_sha256

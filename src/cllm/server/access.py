@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized

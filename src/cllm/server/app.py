@@ -7,7 +7,7 @@ from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.batches import Lines
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.registry import Registry
 from cllm.server import errors, openapi, page, paths
 from cllm.server.access import Access

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, CLLMError, Unauthorized
 from cllm.server.access import Access

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from starlette.requests import Request
 
 from cllm.batches import Batches, Lines
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.errors import BadRequest
 from cllm.registry import Registry
 from cllm.store.files import StoredFile

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.answer import AdapterUse
 from cllm.batches import Batches
-from cllm.config import Adapter, Settings
+from cllm.config.settings import Adapter, Settings
 from cllm.errors import EngineError, StartupError
 from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cllm.answer import Answer, SchedulingOptions
-from cllm.config import PriorityName
+from cllm.config.settings import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import QueuePosition
 from cllm.process.reservations import Claim

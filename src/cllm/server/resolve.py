@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from cllm.answer import AdapterUse, list_limits, took_too_long
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, UnknownModel
 from cllm.registry import Registry

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cllm.config import Settings
+from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
 from cllm.engine.shared_cores import create_cores_file, remove_cores_file
 from cllm.errors import EngineError, LoadFailed, StartupError

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, WithJsonSchema, create_model
 
-from cllm.config import Sampling
+from cllm.config.settings import Sampling
 from cllm.core.parameter import Parameter
 from cllm.core.params import LARGEST, PARAMETERS, SamplingParams
 from cllm.server.body import Body

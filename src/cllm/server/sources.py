@@ -17,8 +17,8 @@ import msgspec
 from pydantic import ValidationError
 
 from cllm.backends.registry import import_loader
-from cllm.config import Adapter, Model, Settings
-from cllm.config_sources import LoadedConfig
+from cllm.config.settings import Adapter, Model, Settings
+from cllm.config.sources import LoadedConfig
 from cllm.core.params import LARGEST
 from cllm.core.request import AdapterFile
 from cllm.engine.params import EngineParams

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from cllm.answer import SchedulingOptions
-from cllm.config import Sampling
+from cllm.config.settings import Sampling
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.anthropic.conversation import (

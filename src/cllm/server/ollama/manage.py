@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from cllm.config import Sampling
+from cllm.config.settings import Sampling
 from cllm.errors import BadRequest, StartupError
 from cllm.models import hub
 from cllm.models.gguf import read_header

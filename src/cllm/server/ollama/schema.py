@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from cllm.config import Sampling
+from cllm.config.settings import Sampling
 from cllm.core.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, rename_parameters

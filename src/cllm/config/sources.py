@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cllm.config import MODEL_KEYS, OPTIONS, Adapter, Settings
-from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_exponents, read_yaml, show, unknown
-from cllm.config_options import Option, options_of
+from cllm.config.file import ALIASES, NOT_NEEDED, Given, read_exponents, read_yaml, show, unknown
+from cllm.config.options import Option, options_of
+from cllm.config.settings import MODEL_KEYS, OPTIONS, Adapter, Settings
 from cllm.errors import StartupError
 
 VARIABLES = {option.variable: option for option in OPTIONS.values()}

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from cllm.cli.config import as_json, as_lines
-from cllm.config import OPTIONS, Settings
-from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
-from cllm.config_sources import (
+from cllm.config.file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
+from cllm.config.settings import OPTIONS, Settings
+from cllm.config.sources import (
     SERVICE_VARIABLE,
     VARIABLES,
     LoadedConfig,
@@ -21,7 +21,7 @@ from cllm.config_sources import (
 )
 from cllm.errors import StartupError
 
-SEED_YAML = Path(__file__).parent / "data" / "seed_recommended.yaml"
+SEED_YAML = Path(__file__).parents[1] / "data" / "seed_recommended.yaml"
 
 
 @pytest.fixture

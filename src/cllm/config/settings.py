@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from cllm.backends.registry import BACKENDS, import_options
-from cllm.config_file import read_auto, split_names, strip_brackets
-from cllm.config_options import SECRET, options_of
+from cllm.config.file import read_auto, split_names, strip_brackets
+from cllm.config.options import SECRET, options_of
 from cllm.core.params import PARAMETERS
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
