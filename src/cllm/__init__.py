@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cllm.async_llm import AsyncLLM
-    from cllm.completion import Completion, Output, Piece, Ranked, ToolCall
     from cllm.core.params import SamplingParams
     from cllm.errors import BadRequest, EngineError, StartupError
-    from cllm.llm import LLM
+    from cllm.local.async_llm import AsyncLLM
+    from cllm.local.completion import Completion, Output, Piece, Ranked, ToolCall
+    from cllm.local.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
+    "LLM": "local.llm",
+    "AsyncLLM": "local.async_llm",
     "SamplingParams": "core.params",
     **dict.fromkeys(("BadRequest", "EngineError", "StartupError"), "errors"),
-    **dict.fromkeys(("Completion", "Output", "Piece", "Ranked", "ToolCall"), "completion"),
+    **dict.fromkeys(("Completion", "Output", "Piece", "Ranked", "ToolCall"), "local.completion"),
 }
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from cllm.core.params import SamplingParams
-from cllm.llm import LLM
+from cllm.local.llm import LLM
 from cllm.models.builtin.questions import TOOLS
 
 pytestmark = pytest.mark.llama

@@ -15,10 +15,10 @@ from cllm.cli.printer import silence_keyboard
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remark_on_base, remarks
 from cllm.cli.remote import CONTINUATION
-from cllm.completion import Piece
 from cllm.config.sources import LoadedConfig
 from cllm.core.params import SamplingParams
-from cllm.llm import LLM
+from cllm.local.completion import Piece
+from cllm.local.llm import LLM
 from cllm.models.gguf import read_header
 from cllm.models.task import find_task
 

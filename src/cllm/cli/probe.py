@@ -60,7 +60,7 @@ def main() -> None:
     from cllm.backends.llama_cpp.devices import list_gpus
     from cllm.backends.llama_cpp.library import compiled, cpu_variant, supports_gpu_offload
     from cllm.core.params import SamplingParams
-    from cllm.llm import LLM
+    from cllm.local.llm import LLM
     from cllm.models.gguf import format_size
 
     with LLM(scheduler_max_num_seqs=1) as llm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.core.params import SamplingParams
-from cllm.llm import LLM
+from cllm.local.llm import LLM
 from cllm.observe.cpu_time import decoding
 
 pytestmark = pytest.mark.llama

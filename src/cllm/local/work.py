@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from cllm.backends.base import Vectors
-from cllm.completion import Completion, Output, Piece, ToolCallPiece
 from cllm.core.output import NO_TOKEN, EmbeddingOutput, FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request
 from cllm.engine.commands import Add, Embed
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
-from cllm.response_format import ResponseFormat
+from cllm.local.completion import Completion, Output, Piece, ToolCallPiece
+from cllm.local.response_format import ResponseFormat
 from cllm.text.chat import Channel
 from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import OutputReader

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar, cast
 
 from cllm.backends.base import Vectors
 from cllm.backends.registry import import_loader
-from cllm.completion import Ranked
 from cllm.config.settings import OPTIONS, Settings
 from cllm.config.sources import load_settings
 from cllm.core.params import MAX_LEXER_STATES, SamplingParams
@@ -23,8 +22,9 @@ from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.settings import engine_params
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest
-from cllm.local_work import Embedding, Generating, PreparedPrompt
-from cllm.response_format import ResponseFormat
+from cllm.local.completion import Ranked
+from cllm.local.response_format import ResponseFormat
+from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text import grammar
 from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Chat

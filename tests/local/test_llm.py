@@ -24,10 +24,11 @@ from conftest import PATIENCE, is_right
 from pydantic import BaseModel, Field, field_validator
 
 import cllm
-from cllm import LLM, AsyncLLM, Output, SamplingParams, local_model
+from cllm import LLM, AsyncLLM, Output, SamplingParams
 from cllm.engine.build import build_backend
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
+from cllm.local import model
 from cllm.scheduler.report import collect_stats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -133,7 +134,7 @@ def test_ctrl_c_aborts_the_load(monkeypatch):
             told.set()
             raise
 
-    monkeypatch.setattr(local_model, "build_backend", build)
+    monkeypatch.setattr(model, "build_backend", build)
     with pytest.raises(KeyboardInterrupt):
         LLM(backend_name="fake")
     assert told.is_set()
@@ -257,7 +258,7 @@ def test_each_turn_computes_only_what_is_new(known_questions):
 @pytest.mark.llama
 def test_readme_example_runs(builtin_path, capsys):
     """It prints what the README promises."""
-    page = (Path(__file__).parents[1] / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "README.md").read_text()
     (example,) = (
         block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block
     )

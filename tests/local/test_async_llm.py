@@ -8,15 +8,8 @@ from contextlib import aclosing
 import pytest
 from conftest import PATIENCE, is_right
 
-from cllm import (
-    LLM,
-    AsyncLLM,
-    BadRequest,
-    EngineError,
-    SamplingParams,
-    StartupError,
-    async_llm,
-)
+from cllm import LLM, AsyncLLM, BadRequest, EngineError, SamplingParams, StartupError
+from cllm.local import async_llm
 from cllm.scheduler.report import collect_stats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)

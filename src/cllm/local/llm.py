@@ -14,9 +14,9 @@ from contextlib import closing
 from typing import Any, Self, overload
 
 from cllm.backends.base import Vectors
-from cllm.completion import Completion, Piece, Ranked
 from cllm.config.settings import Settings
-from cllm.local_model import (
+from cllm.local.completion import Completion, Piece, Ranked
+from cllm.local.model import (
     Conversations,
     LocalModel,
     Params,
@@ -28,7 +28,7 @@ from cllm.local_model import (
     rank,
     read_settings,
 )
-from cllm.local_work import Embedding, Generating, PreparedPrompt
+from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text.messages import Messages
 
 

@@ -17,10 +17,10 @@ from typing import Any, Self, overload
 from weakref import WeakKeyDictionary, ref
 
 from cllm.backends.base import Vectors
-from cllm.completion import Completion, Piece, Ranked
 from cllm.config.settings import Settings
 from cllm.core.model_info import ModelInfo
-from cllm.local_model import (
+from cllm.local.completion import Completion, Piece, Ranked
+from cllm.local.model import (
     NOT_COPIED,
     Conversations,
     LocalModel,
@@ -32,7 +32,7 @@ from cllm.local_model import (
     rank,
     read_settings,
 )
-from cllm.local_work import Embedding, Generating, PreparedPrompt
+from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text.messages import Messages
 
 

@@ -1,0 +1,1 @@
+"""A model in the caller's process, without a server."""
