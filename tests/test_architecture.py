@@ -20,12 +20,7 @@ LAYERS = [
     {"cllm"},  # the package itself, what `import cllm` gives
     {"cli", "bench"},
     {"server"},
-    {"batches"},
-    {"registry"},
-    {"loaded_models", "embedding"},
-    {"served_model"},
-    {"service"},
-    {"answer", "local"},
+    {"serving", "local"},
     {"text", "process"},
     {"engine"},
     {"scheduler", "sampling", "backends"},

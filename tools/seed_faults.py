@@ -218,8 +218,8 @@ FAULTS = [
         ("int(text[1:], 8)", "int(text[1:], 10)"),
     ),
     *faults_in(
-        "embedding.py",
-        "test_embedding.py",
+        "serving/embedding.py",
+        "serving/test_embedding.py",
         ("if waiter.done in done:", "if waiter.done not in done:"),
         ("rows[1:] @ rows[0]", "rows[:-1] @ rows[-1]"),
     ),

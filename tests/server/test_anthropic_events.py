@@ -11,10 +11,10 @@ import httpx2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.anthropic.stream import MessageEvents, collect
+from cllm.serving.answer import Generation
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cllm.answer import SchedulingOptions
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.segments import tokenize_segments
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.server.infill import Snippet, build_infill_prompt, infill
+from cllm.serving.answer import SchedulingOptions
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text here has
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.server.openai.llama_server import InfillBody, PlainEvents, collect
+from cllm.serving.answer import Generation
 from cllm.text.output_reader import Delta
 
 CHAT = "/v1/chat/completions"

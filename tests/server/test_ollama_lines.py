@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.answer import Generation
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.ollama.stream import Clock, Lines, collect
+from cllm.serving.answer import Generation
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
 

@@ -17,7 +17,6 @@ import openai
 import pytest
 from conftest import PATIENCE
 
-from cllm.answer import Generation, SchedulingOptions
 from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.output import Stats
@@ -27,11 +26,12 @@ from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.pool import Pool
 from cllm.process.tokenizing import LONG
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
 from cllm.server import off_loop
 from cllm.server.app import create_app
-from cllm.service import MANY_FENCES, Service
+from cllm.serving.answer import Generation, SchedulingOptions
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import MANY_FENCES, Service
 from cllm.text.chat import Chat
 from cllm.text.fences import Fences
 

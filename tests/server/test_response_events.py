@@ -8,12 +8,12 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response import Response
 
-from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.openai.response_items import MessageItem, messages_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import ToolTarget, extract_input
+from cllm.serving.answer import Generation
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
 

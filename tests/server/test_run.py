@@ -13,7 +13,7 @@ from cllm.process.pool import Pool
 from cllm.server.access import Access
 from cllm.server.http_server import open_server
 from cllm.server.run import address, address_elsewhere, listen
-from cllm.server.sources import Source
+from cllm.serving.sources import Source
 
 
 @pytest.mark.parametrize(

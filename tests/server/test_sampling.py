@@ -16,8 +16,6 @@ from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.process.pool import Pool
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.app import create_app
 from cllm.server.body import Body
@@ -25,7 +23,9 @@ from cllm.server.native.routes import GenerateBody
 from cllm.server.ollama.schema import Integer, Options
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
-from cllm.service import Service
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 from cllm.text.dry_breakers import DryBreakers
 
 BODIES: dict[str, type[Body]] = {

@@ -13,7 +13,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
-from cllm.service import Service
+from cllm.serving.service import Service
 from cllm.text.chat import Channel, Chat
 from cllm.text.fences import CLOSE, CUT, MARKS, OPEN
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cllm.answer import Generation
 from cllm.backends.base import Backend, Vocabulary
 from cllm.bench.answer import printable
 from cllm.bench.bare_engine import forget, step_parts
@@ -41,7 +40,8 @@ from cllm.errors import StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.pool import Pool
 from cllm.sampling.pipeline import Sampler
-from cllm.service import Service
+from cllm.serving.answer import Generation
+from cllm.serving.service import Service
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,11 +23,11 @@ from cllm.observe import log
 from cllm.process.launch import Popen
 from cllm.server.access import Access, check_access
 from cllm.server.run import address, address_elsewhere, listen, run_forever
-from cllm.server.sources import Source, list_sources
+from cllm.serving.sources import Source, list_sources
 from cllm.store.open_servers import announce_open_server
 
 if TYPE_CHECKING:
-    from cllm.registry import Registry
+    from cllm.serving.registry import Registry
 
 Launched = Annotated[Popen[bytes] | None, Parameter(parse=False)]
 

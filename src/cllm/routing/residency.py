@@ -1,6 +1,6 @@
 """Which loaded model makes room for another one: the least recently used, after a minimum stay.
 
-Servers (loaded_models.py) and simulations use these rules.
+Servers (``serving/loaded_models.py``) and simulations use these rules.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from cllm.store.keys import Keyring
 from cllm.store.usage import Ledger
 
 if TYPE_CHECKING:
-    from cllm.service import Service
+    from cllm.serving.service import Service
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 CHECKS_PER_SAVE = 2  # so that a crash loses less than a second of usage

@@ -6,9 +6,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from cllm import __version__
-from cllm.batches import Lines
 from cllm.config.settings import Settings
-from cllm.registry import Registry
 from cllm.server import errors, openapi, page, paths
 from cllm.server.access import Access
 from cllm.server.anthropic import batches as message_batches
@@ -33,6 +31,8 @@ from cllm.server.openai import (
 )
 from cllm.server.openai import routes as openai
 from cllm.server.openai.batch_lines import ENDPOINTS, OpenAILines
+from cllm.serving.batches import Lines
+from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
 

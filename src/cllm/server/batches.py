@@ -9,10 +9,10 @@ from typing import BinaryIO
 
 from starlette.requests import Request
 
-from cllm.batches import Batches, Lines
 from cllm.config.settings import Settings
 from cllm.errors import BadRequest
-from cllm.registry import Registry
+from cllm.serving.batches import Batches, Lines
+from cllm.serving.registry import Registry
 from cllm.store.files import StoredFile
 from cllm.store.store import Store
 

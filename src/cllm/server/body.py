@@ -19,11 +19,11 @@ import pydantic_core
 from pydantic_core import CoreSchema
 from starlette.requests import Request
 
-from cllm.answer import SchedulingOptions
 from cllm.errors import BadRequest, EngineError
 from cllm.server.body_limits import check_parts, check_structure
 from cllm.server.call import Call, call_of
 from cllm.server.off_loop import LARGE, admit, off_loop
+from cllm.serving.answer import SchedulingOptions
 
 Model = TypeVar("Model", bound="Body")
 

@@ -11,10 +11,10 @@ import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from cllm.answer import SchedulingOptions
 from cllm.core.account import ADDRESS, ANONYMOUS, Account
 from cllm.server.access import Access
 from cllm.server.auth import ACCOUNT, name_for_key, read_key
+from cllm.serving.answer import SchedulingOptions
 from cllm.store.audit import write_audit
 
 CALL = "cllm.call"  # in the scope of a request

@@ -19,7 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from cllm.answer import RequestTimeout
 from cllm.errors import (
     BadRequest,
     EngineError,
@@ -35,6 +34,7 @@ from cllm.server.paths import KnownPaths
 from cllm.server.queueing import TICKET
 from cllm.server.request_id import request_id
 from cllm.server.sse import ClientGone
+from cllm.serving.answer import RequestTimeout
 
 log = logging.getLogger("cllm.server")
 

@@ -23,16 +23,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.answer import AdapterUse
-from cllm.batches import Batches
 from cllm.config.settings import Adapter, Settings
 from cllm.errors import EngineError, StartupError
 from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
@@ -43,9 +39,13 @@ from cllm.server.ollama.manage import add_all_created
 from cllm.server.paths import with_single_slashes
 from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sources import Source, adapter_path, inspect_adapter, list_found
 from cllm.server.sse import streaming
-from cllm.service import Service
+from cllm.serving.answer import AdapterUse
+from cllm.serving.batches import Batches
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
+from cllm.serving.sources import Source, adapter_path, inspect_adapter, list_found
 from cllm.store.created import CreatedModels
 
 log = logging.getLogger("cllm.server")

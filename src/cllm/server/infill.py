@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cllm.answer import SchedulingOptions
 from cllm.core.segments import Segment
 from cllm.errors import BadRequest
-from cllm.service import Service
+from cllm.serving.answer import SchedulingOptions
+from cllm.serving.service import Service
 
 
 class Snippet(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cllm.answer import Answer, SchedulingOptions
 from cllm.config.settings import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import QueuePosition
 from cllm.process.reservations import Claim
 from cllm.server.body import Body
 from cllm.server.call import Call
+from cllm.serving.answer import Answer, SchedulingOptions
 
 # a header of a rejection, which the client sends back when it retries
 TICKET = "x-cllm-retry-ticket"

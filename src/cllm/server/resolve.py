@@ -10,16 +10,16 @@ from typing import Any
 
 from starlette.requests import Request
 
-from cllm.answer import AdapterUse, list_limits, took_too_long
 from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, UnknownModel
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
 from cllm.server.auth import route_not_allowed
 from cllm.server.call import Call, call_of
 from cllm.server.sse import until_disconnect
-from cllm.service import Service
+from cllm.serving.answer import AdapterUse, list_limits, took_too_long
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 
 MIN_SCAN_AGE = 2.0  # seconds
 

@@ -29,11 +29,11 @@ from cllm.process.places import find_places
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
 from cllm.server.access import Access
-from cllm.server.sources import Source, is_growing
+from cllm.serving.sources import Source, is_growing
 
 if TYPE_CHECKING:
-    from cllm.registry import Registry
     from cllm.server.http_server import HttpServer
+    from cllm.serving.registry import Registry
 
 BACKLOG = 2048
 ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from cllm.server.call import Call
-from cllm.service import Service
+from cllm.serving.service import Service
 
 HEADER = "x-cllm-skipped"
 # Types with a label of their own. Clients can invent types, so all others are counted as "other".

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.answer import Answer
+from cllm.serving.answer import Answer
 from cllm.text.output_reader import Delta
 
 T = TypeVar("T")

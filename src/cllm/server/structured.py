@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from cllm.answer import SchedulingOptions
 from cllm.errors import BadRequest
 from cllm.server.body import Body
-from cllm.service import Service
+from cllm.serving.answer import SchedulingOptions
+from cllm.serving.service import Service
 from cllm.text.grammar import FREE, CheckedGrammar, Constraint
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cllm.answer import Generation
 from cllm.server.body import ResponseModel
+from cllm.serving.answer import Generation
 
 
 class Timings(ResponseModel):

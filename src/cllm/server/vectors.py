@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from cllm.embedding import Vectors
+    from cllm.serving.embedding import Vectors
 
 AT_ONCE = 16  # vectors encoded before the event loop may run other tasks
 

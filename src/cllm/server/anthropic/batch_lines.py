@@ -12,8 +12,6 @@ from pydantic_core import from_json, to_json
 from starlette.datastructures import State
 
 from cllm.errors import BadRequest
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
 from cllm.server.anthropic.errors import anthropic_error
 from cllm.server.anthropic.routes import message_generation
 from cllm.server.anthropic.schema import MessagesBody
@@ -26,6 +24,8 @@ from cllm.server.off_loop import admit, off_loop
 from cllm.server.request_id import new_request_id
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
 from cllm.server.sse import escape_line_ends
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
 from cllm.store.batches import BatchRecord
 
 ENDPOINT = "/v1/messages"
@@ -89,7 +89,7 @@ SPACES = bytes.maketrans(b"\r\n", b"  ")
 
 
 class MessageLines:
-    """Implements ``cllm.batches.Lines``."""
+    """Implements ``cllm.serving.batches.Lines``."""
 
     def __init__(self, state: State) -> None:
         """``state``: of the application."""

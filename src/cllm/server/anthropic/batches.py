@@ -16,7 +16,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from cllm.batches import Batches
 from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.anthropic.answers import DeletedBatch, Error, MessageBatch, MessageBatchList
@@ -34,6 +33,7 @@ from cllm.server.body import Body, check_type, describe_route, example, read_byt
 from cllm.server.call import call_of
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.resolve import check_route, model_for
+from cllm.serving.batches import Batches
 from cllm.store.batches import BatchRecord
 from cllm.store.files import FileStore, StoredFile, new_file
 

@@ -17,9 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from cllm.answer import Generation
 from cllm.errors import BadRequest
-from cllm.served_model import ServedModel
 from cllm.server import resolve
 from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic
@@ -33,7 +31,9 @@ from cllm.server.request_id import request_id
 from cllm.server.resolve import served_models
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Service
+from cllm.serving.answer import Generation
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 from cllm.text.grammar import FREE, Constraint
 
 VERSION = re.compile(r"20[2-9]\d-[01]\d-[0-3]\d")

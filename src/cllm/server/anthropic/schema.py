@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from cllm.answer import SchedulingOptions
 from cllm.config.settings import Sampling
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
@@ -26,6 +25,7 @@ from cllm.server.body import Body, example, rename_parameters
 from cllm.server.call import Call
 from cllm.server.queueing import TermsBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
+from cllm.serving.answer import SchedulingOptions
 from cllm.text.chat import Chat, Effort
 
 MAX_TOOLS = 512

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from cllm.answer import Answer, Generation
 from cllm.server.anthropic.errors import error_event
+from cllm.serving.answer import Answer, Generation
 from cllm.text.arguments import object_of
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta, Usage

@@ -16,14 +16,14 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.answer import Generation, SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.native.answers import Benchmark
 from cllm.server.resolve import check_enabled, service_for
 from cllm.server.sse import until_disconnect
-from cllm.service import Service
+from cllm.serving.answer import Generation, SchedulingOptions
+from cllm.serving.service import Service
 
 router = APIRouter(tags=["cLLM"])
 

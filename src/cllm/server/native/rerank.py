@@ -13,7 +13,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.embedding import rank
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
@@ -21,6 +20,7 @@ from cllm.server.native.answers import RerankAnswer
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
+from cllm.serving.embedding import rank
 
 router = APIRouter(tags=["cLLM"])
 

@@ -17,12 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
-from cllm.answer import Answer, Generation
 from cllm.core.account import ANONYMOUS
 from cllm.errors import BadRequest, EngineError
 from cllm.observe.metrics import render
 from cllm.scheduler.trace import MAX_STEPS
-from cllm.served_model import ServedModel
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
@@ -52,6 +50,8 @@ from cllm.server.resolve import (
 )
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.sse import EventStream, until_disconnect
+from cllm.serving.answer import Answer, Generation
+from cllm.serving.served_model import ServedModel
 from cllm.text.output_reader import Delta
 
 router = APIRouter(tags=["cLLM"])

@@ -20,8 +20,6 @@ from cllm.config.settings import Sampling
 from cllm.errors import BadRequest, StartupError
 from cllm.models import hub
 from cllm.models.gguf import read_header
-from cllm.registry import MAX_NAME, Registry
-from cllm.served_model import ServedModel
 from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, call_of
 from cllm.server.ollama.answers import Error, PullStatus
@@ -31,6 +29,8 @@ from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, Options
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.resolve import check_enabled, model_for, registry_of
 from cllm.server.sampling import read_sampling_values
+from cllm.serving.registry import MAX_NAME, Registry
+from cllm.serving.served_model import ServedModel
 from cllm.store.created import CreatedModel, CreatedModels
 
 OPTION = "allow_model_changes"

@@ -14,14 +14,11 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.answer import Generation, SchedulingOptions
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
-from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, StartupError, UnknownModel
 from cllm.models.memory import read_resident_bytes
 from cllm.process.pool import Pool
-from cllm.served_model import ServedModel
 from cllm.server import resolve
 from cllm.server.body import Model, describe_route, read_body
 from cllm.server.call import call_of
@@ -64,7 +61,10 @@ from cllm.server.resolve import (
 )
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import encode_vectors
-from cllm.service import Service
+from cllm.serving.answer import Generation, SchedulingOptions
+from cllm.serving.embedding import embed, encode_texts, names, shortened
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 from cllm.text.chat import Chat
 from cllm.text.grammar import FREE, CheckedGrammar
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from cllm.answer import Answer, Generation
 from cllm.core.vocabulary import VocabularyTable
 from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
 from cllm.server.token_logprobs import token_objects
+from cllm.serving.answer import Answer, Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.arguments import object_of
 from cllm.text.chat import Channel

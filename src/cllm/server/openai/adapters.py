@@ -15,11 +15,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from cllm.answer import AdapterUse
 from cllm.core.request import AdapterFile
 from cllm.errors import BadRequest, EngineError
-from cllm.registry import MAX_NAME, Registry
-from cllm.served_model import ServedModel
 from cllm.server.body import (
     Body,
     admit,
@@ -44,8 +41,11 @@ from cllm.server.resolve import (
     scales_of,
     service_for,
 )
-from cllm.server.sources import inspect_adapter
 from cllm.server.sse import until_disconnect
+from cllm.serving.answer import AdapterUse
+from cllm.serving.registry import MAX_NAME, Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.sources import inspect_adapter
 
 router = APIRouter(tags=["llama-server"])
 vllm_router = APIRouter(prefix="/v1", tags=["vLLM"])

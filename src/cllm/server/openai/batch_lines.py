@@ -16,8 +16,6 @@ from pydantic_core import from_json, to_json
 from starlette.datastructures import State
 
 from cllm.errors import BadRequest
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
 from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
@@ -32,7 +30,9 @@ from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
 from cllm.server.sse import escape_line_ends
-from cllm.service import Service
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 from cllm.store.batches import BatchRecord
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
@@ -97,7 +97,7 @@ ENDPOINTS: dict[str, tuple[type[Body], Callable[..., Awaitable[BatchAnswer]]]] =
 
 
 class OpenAILines:
-    """Implements ``cllm.batches.Lines``."""
+    """Implements ``cllm.serving.batches.Lines``."""
 
     def __init__(self, state: State, max_line: int) -> None:
         """``state``: of the application. ``max_line``: bytes."""

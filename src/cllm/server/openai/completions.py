@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.answer import Answer, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
@@ -30,7 +29,8 @@ from cllm.server.openai.schema import CompletionBody, list_prompts
 from cllm.server.openai.stream import Chunks, UsageChunks
 from cllm.server.resolve import service_for
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Service
+from cllm.serving.answer import Answer, Generation
+from cllm.serving.service import Service
 from cllm.text.alignment import TokenLogprob
 from cllm.text.output_reader import Delta
 

@@ -11,7 +11,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
@@ -20,7 +19,8 @@ from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
 from cllm.server.vectors import encode_vectors
-from cllm.service import Service
+from cllm.serving.embedding import embed, encode_texts, names, shortened
+from cllm.serving.service import Service
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm import __version__
-from cllm.answer import Answer, Generation
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.errors import Dialect, Fault, error_event, openai_error
@@ -32,7 +31,8 @@ from cllm.server.resolve import (
 )
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
-from cllm.service import Service
+from cllm.serving.answer import Answer, Generation
+from cllm.serving.service import Service
 from cllm.text.output_reader import Delta
 
 router = APIRouter(tags=["llama-server"])

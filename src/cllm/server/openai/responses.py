@@ -14,7 +14,6 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cllm.answer import Answer, Generation
 from cllm.core.params import LARGEST
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
@@ -34,7 +33,8 @@ from cllm.server.queueing import answer_headers
 from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Service
+from cllm.serving.answer import Answer, Generation
+from cllm.serving.service import Service
 from cllm.store.responses import ResponseStore, Stored, history_of
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])

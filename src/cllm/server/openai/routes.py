@@ -15,9 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm import __version__
-from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest, StartupError
-from cllm.served_model import ServedModel
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.off_loop import in_thread, off_loop
@@ -29,7 +27,9 @@ from cllm.server.queueing import answer_headers
 from cllm.server.resolve import model_for, registry_of, served_models, service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
-from cllm.service import Service
+from cllm.serving.answer import Answer, Generation
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 

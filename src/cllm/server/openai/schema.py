@@ -33,7 +33,7 @@ from cllm.server.openai.conversation import (
 from cllm.server.queueing import TermsBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.structured import ConstrainedBody
-from cllm.service import Service
+from cllm.serving.service import Service
 from cllm.text.chat import Chat, Effort
 
 MAX_PROMPTS = 128

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from cllm.answer import Generation
 from cllm.server.errors import error_event
 from cllm.server.timings import build_timings
+from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta, Usage

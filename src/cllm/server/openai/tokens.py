@@ -30,7 +30,7 @@ from cllm.server.openai.conversation import (
 )
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
-from cllm.service import Service
+from cllm.serving.service import Service
 from cllm.text.chat import Chat
 from cllm.text.fences import OPEN, remove_fences
 

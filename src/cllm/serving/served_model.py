@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cllm.answer import NO_ADAPTERS, AdapterUse
 from cllm.backends.registry import BACKENDS
 from cllm.config.settings import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError
 from cllm.models.task import Task
-from cllm.service import Service
+from cllm.serving.answer import NO_ADAPTERS, AdapterUse
+from cllm.serving.service import Service
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from cllm.answer import AdapterUse, SchedulingOptions, make_request
 from cllm.core.params import SamplingParams
 from cllm.core.request import AdapterFile
+from cllm.serving.answer import AdapterUse, SchedulingOptions, make_request
 
 OPTIONS = SchedulingOptions(cache_salt="salt")
 

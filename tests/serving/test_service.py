@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from cllm.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.process.in_flight import Stream
+from cllm.serving.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
 
 
 class Engine:

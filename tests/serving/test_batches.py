@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from store_parts import OWN
 
-from cllm import batches as module
-from cllm.answer import RequestTimeout
-from cllm.batches import Batches
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
+from cllm.serving import batches as module
+from cllm.serving.answer import RequestTimeout
+from cllm.serving.batches import Batches
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
 from cllm.store import batches as store_module
 from cllm.store.answers import Answers
 from cllm.store.batches import BatchRecord

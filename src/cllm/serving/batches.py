@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from cllm.answer import RequestTimeout
 from cllm.core.account import Account
 from cllm.errors import (
     BadRequest,
@@ -29,8 +28,9 @@ from cllm.errors import (
     UnknownModel,
 )
 from cllm.process.backlog import QueueFull
-from cllm.registry import Registry
-from cllm.served_model import ServedModel
+from cllm.serving.answer import RequestTimeout
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
 from cllm.store.batches import FINAL, BatchRecord, Status, no_batch
 from cllm.store.charges import HeldCharges, hold_charges
 from cllm.store.files import new_id

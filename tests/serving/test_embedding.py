@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from cllm.answer import NO_ADAPTERS, RequestTimeout, SchedulingOptions
 from cllm.backends.fake.vocabulary import END, FakeVocabulary
 from cllm.core.account import Account
 from cllm.core.model_info import ModelInfo
@@ -19,7 +18,11 @@ from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest, Priority
 from cllm.core.segments import Segment, tokenize_segments
 from cllm.core.vocabulary import VocabularyTable
-from cllm.embedding import (
+from cllm.errors import BadRequest, EngineError
+from cllm.process.backlog import QueueLimits
+from cllm.process.embeddings import Embeddings, Waiter
+from cllm.serving.answer import NO_ADAPTERS, RequestTimeout, SchedulingOptions
+from cllm.serving.embedding import (
     MAX_TOKENS,
     Embedding,
     embed,
@@ -29,9 +32,6 @@ from cllm.embedding import (
     rank,
     shortened,
 )
-from cllm.errors import BadRequest, EngineError
-from cllm.process.backlog import QueueLimits
-from cllm.process.embeddings import Embeddings, Waiter
 
 INFO = ModelInfo(
     name="tiny",

@@ -11,12 +11,12 @@ from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from cllm.answer import RequestTimeout, SchedulingOptions, list_limits
 from cllm.core.request import EmbeddingRequest
 from cllm.core.segments import Segment
 from cllm.errors import BadRequest
 from cllm.process.embeddings import Waiter
-from cllm.service import Service
+from cllm.serving.answer import RequestTimeout, SchedulingOptions, list_limits
+from cllm.serving.service import Service
 from cllm.text.output_reader import Usage
 from cllm.text.pairs import PairFormat
 

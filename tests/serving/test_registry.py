@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 from conftest import PATIENCE
 
-from cllm import loaded_models
-from cllm.answer import NO_ADAPTERS
 from cllm.core.request import AdapterFile
 from cllm.errors import (
     EngineError,
@@ -17,9 +15,11 @@ from cllm.errors import (
     StartupError,
     UnknownModel,
 )
-from cllm.registry import MAX_NAME, Registry
 from cllm.routing.residency import MIN_STAY
-from cllm.served_model import ServedModel
+from cllm.serving import loaded_models
+from cllm.serving.answer import NO_ADAPTERS
+from cllm.serving.registry import MAX_NAME, Registry
+from cllm.serving.served_model import ServedModel
 
 MB = 1_000_000
 ALIASES = ["gpt-4o", "claude-*", "org/m", "v[12]", "q?", "gpt-4o"]
@@ -619,7 +619,7 @@ def test_reloaded_settings_add_remove_and_replace_models(monkeypatch):
     """A loaded model with other settings is loaded beside the old one, which ends after its
     requests; one with the same settings stays, and gets new aliases.
     """
-    monkeypatch.setattr("cllm.registry.REPLACED_SECONDS", 0.0)
+    monkeypatch.setattr("cllm.serving.registry.REPLACED_SECONDS", 0.0)
 
     async def test():
         fleet = Fleet(max_megabytes=100)

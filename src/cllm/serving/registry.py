@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 from cllm.errors import CLLMError, StartupError, UnknownModel, describe_os_error
-from cllm.loaded_models import LoadedModels
 from cllm.observe.metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
-from cllm.served_model import ServedModel
+from cllm.serving.loaded_models import LoadedModels
+from cllm.serving.served_model import ServedModel
 
 log = logging.getLogger("cllm.registry")
 

@@ -27,8 +27,8 @@ from cllm.models.gguf import format_size
 from cllm.models.memory import weigh
 from cllm.process.pool import Pool
 from cllm.routing.residency import choose_to_drain, choose_to_unload, compute_stay
-from cllm.served_model import ServedModel
-from cllm.service import Service
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 
 log = logging.getLogger("cllm.registry")
 

@@ -16,16 +16,6 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
-from cllm.answer import (
-    NO_ADAPTERS,
-    AdapterUse,
-    Answer,
-    Generation,
-    SchedulingOptions,
-    list_limits,
-    make_request,
-    took_too_long,
-)
 from cllm.config.settings import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
@@ -37,6 +27,16 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
 from cllm.process.pool import Pool
+from cllm.serving.answer import (
+    NO_ADAPTERS,
+    AdapterUse,
+    Answer,
+    Generation,
+    SchedulingOptions,
+    list_limits,
+    make_request,
+    took_too_long,
+)
 from cllm.store.charges import Charge
 from cllm.store.usage import EXPECTED_OUTPUT, Ledger
 from cllm.text.chat import Chat

@@ -1,0 +1,1 @@
+"""Models under their names, and neutral requests to them. No HTTP."""
