@@ -8,9 +8,9 @@ from functools import partial
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from cllm.backends.base import Vocabulary
-from cllm.text.call_grammar import BoundMessage, Tool, message_grammar
 from cllm.text.chat_format import ChatFormat
-from cllm.text.model_family import ModelFamily, load_families, one_of_texts
+from cllm.text.tools.call_grammar import BoundMessage, Tool, message_grammar
+from cllm.text.tools.model_family import ModelFamily, load_families, one_of_texts
 
 THINK = load_families()["think"].reasoning
 FAMILIES = sorted(load_families())

@@ -11,7 +11,7 @@ import numpy as np
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Checker, Constraint, Special, bytes_tokenizer
-from cllm.text.schema_faults import BY_NAME
+from cllm.text.schema.faults import BY_NAME
 
 BYTES = bytes_tokenizer({}, 257)
 CHECKER = Checker(Special(257, {}), MAX_LEXER_STATES)

@@ -276,7 +276,7 @@ def test_renderer_process_is_replaced_and_ends_with_the_server(start_server):
     server = start_server(*FAKE)
 
     def renderers():
-        return server.children("cllm.text.chat_template")
+        return server.children("cllm.text.templates.chat_template")
 
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     wait_for(renderers)

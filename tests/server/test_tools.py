@@ -10,7 +10,7 @@ import pytest
 
 from cllm.models.builtin.questions import TOOLS
 from cllm.server.openai.schema import ChatBody
-from cllm.text.call_ids import link_results
+from cllm.text.templates.call_ids import link_results
 
 pytestmark = pytest.mark.llama
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
-from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
-from cllm.text.model_family import load_families
+from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.model_family import load_families
 
 BYTES = bytes_tokenizer({}, 257)
 CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}), MAX_LEXER_STATES)

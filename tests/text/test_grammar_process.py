@@ -16,10 +16,10 @@ from conftest import PATIENCE
 
 from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar_process, workers
-from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.grammar import CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
-from cllm.text.model_family import load_families
+from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.model_family import load_families
 
 NUMBER = Constraint("json_schema", {"type": "integer"})
 

@@ -14,7 +14,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import Ended, OutputReader
-from cllm.text.parser import Parser
+from cllm.text.tools.parser import Parser
 
 PIECES = [bytes([i]) for i in range(256)]
 

@@ -18,8 +18,8 @@ from conftest import PATIENCE
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.errors import BadRequest, EngineError
 from cllm.text import rendering, workers
-from cllm.text.chat_template import MAX_LENGTH, ChatTemplate
 from cllm.text.rendering import Renderer
+from cllm.text.templates.chat_template import MAX_LENGTH, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "gr\u00fcn <|im_start|> \U0001f600"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": [1, 2.5, None, True]}}}]
@@ -212,7 +212,7 @@ def test_cancelled_rendering_frees_its_process_and_place():
 
 def test_process_imports_no_large_module():
     """Every server runs one of them."""
-    code = "import sys, cllm.text.worker, cllm.text.chat_template; print(*sys.modules)"
+    code = "import sys, cllm.text.worker, cllm.text.templates.chat_template; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE
     )

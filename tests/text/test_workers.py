@@ -348,7 +348,7 @@ def test_worker_ends_with_its_parent():
         "-P",
         "-m",
         "cllm.text.worker",
-        "cllm.text.chat_template",
+        "cllm.text.templates.chat_template",
         "prepare",
         "1",
     ]

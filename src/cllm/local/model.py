@@ -26,14 +26,14 @@ from cllm.local.completion import Ranked
 from cllm.local.response_format import ResponseFormat
 from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text import grammar
-from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Chat
 from cllm.text.chat_format import ChatFormats, OutputPlan, schemas_of
-from cllm.text.chat_template import make_templates
 from cllm.text.fences import Fences
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import OutputReader
 from cllm.text.pairs import PairFormat
+from cllm.text.templates.chat_template import make_templates
+from cllm.text.tools.call_grammar import message_grammar
 
 T = TypeVar("T")
 Prompt = str | list[int]

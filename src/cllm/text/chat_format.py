@@ -14,13 +14,13 @@ import msgspec
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.vocabulary import Pieces, VocabularyFacts
 from cllm.errors import BadRequest
-from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
-from cllm.text.chat_template import CHATML, choose_templates
 from cllm.text.fences import CUT
-from cllm.text.model_family import Reasoning, find_family, load_families
-from cllm.text.parser import Parser
-from cllm.text.prompted_tools import declare_tools
+from cllm.text.templates.chat_template import CHATML, choose_templates
+from cllm.text.templates.prompted_tools import declare_tools
+from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.model_family import Reasoning, find_family, load_families
+from cllm.text.tools.parser import Parser
 
 TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
 # tokens; other efforts have no budget

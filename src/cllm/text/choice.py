@@ -8,8 +8,8 @@ from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import Alignment, TokenLogprob
 from cllm.text.chat import Channel, Part
 from cllm.text.detokenizer import Detokenizer
-from cllm.text.parser import Parser
 from cllm.text.stop_strings import StopStrings
+from cllm.text.tools.parser import Parser
 
 TOOL_CALLS = "tool_calls"
 

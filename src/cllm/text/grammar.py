@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cllm.errors import BadRequest
-from cllm.text.lark import Rules, reason_of, regex_term, text_term
-from cllm.text.repetitions import LARK, MAX_EXPANSION, expands_too_far
-from cllm.text.schema_rules import json_rule
+from cllm.text.schema.lark import Rules, reason_of, regex_term, text_term
+from cllm.text.schema.repetitions import LARK, MAX_EXPANSION, expands_too_far
+from cllm.text.schema.rules import json_rule
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -105,7 +105,7 @@ def to_lark(
         case "message":
             import msgspec
 
-            from cllm.text.call_grammar import BoundMessage, message_grammar
+            from cllm.text.tools.call_grammar import BoundMessage, message_grammar
 
             return message_grammar(
                 msgspec.convert(value, BoundMessage), special, unenforced, careful=careful

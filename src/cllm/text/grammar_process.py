@@ -17,8 +17,8 @@ import pydantic_core
 
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest, EngineError
-from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.grammar import CheckedGrammar, Constraint, Special, invalid
+from cllm.text.tools.call_grammar import BoundMessage, Tool
 from cllm.text.worker import Reply, describe_refusal, to_json
 from cllm.text.workers import Workers
 

@@ -36,7 +36,9 @@ class Renderer(Workers):
                 }
             )
 
-        super().__init__("cllm.text.chat_template:prepare", begin, MAX_PROCESSES, CPU_LIMIT)
+        super().__init__(
+            "cllm.text.templates.chat_template:prepare", begin, MAX_PROCESSES, CPU_LIMIT
+        )
 
     async def render(
         self,

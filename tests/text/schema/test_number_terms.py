@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schema_texts import BYTES
 
 from cllm.sampling.grammar import Grammar
-from cllm.text.number_terms import Bound, number_terminal
+from cllm.text.schema.number_terms import Bound, number_terminal
 
 decimals = (
     st.decimals(-1000, 1000, places=3)

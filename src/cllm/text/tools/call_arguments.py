@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from cllm.errors import BadRequest
-from cllm.text.arguments import types_of
-from cllm.text.json_schema import ASSERTIONS
-from cllm.text.lark import Rules, text_term
-from cllm.text.model_family import Calls, one_of_texts
-from cllm.text.schema_rules import json_rule
+from cllm.text.schema.json_schema import ASSERTIONS
+from cllm.text.schema.lark import Rules, text_term
+from cllm.text.schema.rules import json_rule
+from cllm.text.tools.arguments import types_of
+from cllm.text.tools.model_family import Calls, one_of_texts
 
 MAX_DEPTH = 16  # of a schema that is written out here
 SPACE = r"[ \t\n]{0,8}"  # where a model may write more or less white space

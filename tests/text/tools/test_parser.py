@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.text.chat import Channel
-from cllm.text.model_family import ModelFamily, find_family, load_families
-from cllm.text.parser import Parser
+from cllm.text.tools.model_family import ModelFamily, find_family, load_families
+from cllm.text.tools.parser import Parser
 
 SCHEMA = {
     "type": "object",

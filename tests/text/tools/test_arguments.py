@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cllm.text.arguments import (
+from cllm.text.tools.arguments import (
     Bare,
     Keywords,
     Object,
@@ -20,7 +20,7 @@ from cllm.text.arguments import (
     unescape,
     value_of,
 )
-from cllm.text.model_family import Tags
+from cllm.text.tools.model_family import Tags
 
 QUOTE = '<|"|>'
 TAGS = Tags(key_open="<k=", key_close=">", value_close="</k>", trim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from cllm.text.model_family import Calls
+from cllm.text.tools.model_family import Calls
 
 KEYS = ("id", "type", "function", "name")  # that a head in JSON may begin with
 OBJECT_BEGUN = re.compile(r'\[?(?:\{(?:"(?P<key>[^"]*)(?P<closed>"?).*)?)?', re.DOTALL)

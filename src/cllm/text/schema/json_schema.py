@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from cllm.errors import BadRequest
-from cllm.text.closed_objects import (
+from cllm.text.schema.closed_objects import (
     ALONE,
     OPTIONS,
     SAYS_WHAT_ELSE,
@@ -26,10 +26,10 @@ from cllm.text.closed_objects import (
     has_own_options,
     parts_of,
 )
-from cllm.text.finite_values import Schema, add_ends, has_end
-from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
-from cllm.text.schema_places import Places, follow
-from cllm.text.string_formats import FORMATS, split_lookaheads
+from cllm.text.schema.finite_values import Schema, add_ends, has_end
+from cllm.text.schema.places import Places, follow
+from cllm.text.schema.repetitions import MAX_EXPANSION, expands_too_far
+from cllm.text.schema.string_formats import FORMATS, split_lookaheads
 
 MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidance reads 128 levels
 MAX_SCHEMAS = 10_000

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from cllm.text.json_schema import TYPES
-from cllm.text.schema_faults import BY_NAME, LISTS, SINGLE
-from cllm.text.schema_places import Places, follow
+from cllm.text.schema.faults import BY_NAME, LISTS, SINGLE
+from cllm.text.schema.json_schema import TYPES
+from cllm.text.schema.places import Places, follow
 
 NAMES = {
     "null": ("none", "nil", "nonetype"),

@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
-from cllm.text.model_family import Calls
-from cllm.text.tool_defaults import object_or_text
-from cllm.text.turns import count_systems
+from cllm.text.templates.tool_defaults import object_or_text
+from cllm.text.templates.turns import count_systems
+from cllm.text.tools.model_family import Calls
 
 PLACE = re.compile(r"\$(\w+)")
 INTRODUCTION = """You can call functions. These are declared:

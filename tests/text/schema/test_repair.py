@@ -8,8 +8,8 @@ import pytest
 from call_texts import WORDS, grammar_of
 
 from cllm.errors import BadRequest
-from cllm.text.model_family import load_families
-from cllm.text.schema_repair import repair
+from cllm.text.schema.repair import repair
+from cllm.text.tools.model_family import load_families
 
 
 def only(**schema: Any) -> dict[str, Any]:

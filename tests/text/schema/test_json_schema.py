@@ -20,8 +20,8 @@ from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Constraint, to_lark
-from cllm.text.json_schema import KEYWORDS, MAX_DEPTH, MAX_REPEAT, enforceable
-from cllm.text.schema_faults import fault_of
+from cllm.text.schema.faults import fault_of
+from cllm.text.schema.json_schema import KEYWORDS, MAX_DEPTH, MAX_REPEAT, enforceable
 
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
 dependents = st.dictionaries(

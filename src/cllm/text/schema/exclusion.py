@@ -9,10 +9,10 @@ from collections.abc import Callable
 from itertools import combinations, product
 from typing import Any
 
-from cllm.text.alternatives import Alternative, item_of, merge, property_of
-from cllm.text.finite_values import Schema
-from cllm.text.lark import fault_of, json_leaf
-from cllm.text.number_terms import allowed_constants, bounds_of, number_terminal
+from cllm.text.schema.alternatives import Alternative, item_of, merge, property_of
+from cllm.text.schema.finite_values import Schema
+from cllm.text.schema.lark import fault_of, json_leaf
+from cllm.text.schema.number_terms import allowed_constants, bounds_of, number_terminal
 
 MAX_DEPTH = 4  # of properties and items that are compared
 MAX_PATTERNS = 200  # pairs of patterns that are compared, about 2 ms each

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cllm.text.finite_values import Schema
-from cllm.text.lark import matches, search_term
+from cllm.text.schema.finite_values import Schema
+from cllm.text.schema.lark import matches, search_term
 
 # A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``:
 # the values that constants allow. ``parts`` (of strings): schemas that must all be satisfied.

@@ -7,8 +7,8 @@ from call_texts import CALLING, TOOLS, WEATHER, WORDS, grammar_of, with_thoughts
 
 from cllm.errors import BadRequest
 from cllm.text.chat import Channel
-from cllm.text.model_family import load_families
-from cllm.text.parser import Parser
+from cllm.text.tools.model_family import load_families
+from cllm.text.tools.parser import Parser
 
 
 def follows(grammar: str, text: str) -> bool:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.errors import BadRequest
-from cllm.text.call_arguments import SPACE, CallArguments, LarkTerms, loose_regex
-from cllm.text.json_schema import invalid_schema
-from cllm.text.lark import Rules
-from cllm.text.model_family import Calls, Header, ModelFamily
-from cllm.text.schema_faults import fault_of_arguments
-from cllm.text.schema_repair import repair
+from cllm.text.schema.faults import fault_of_arguments
+from cllm.text.schema.json_schema import invalid_schema
+from cllm.text.schema.lark import Rules
+from cllm.text.schema.repair import repair
+from cllm.text.tools.call_arguments import SPACE, CallArguments, LarkTerms, loose_regex
+from cllm.text.tools.model_family import Calls, Header, ModelFamily
 
 PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs)")
 TEXT = "/(?s:.*)/"

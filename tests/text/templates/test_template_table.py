@@ -18,10 +18,10 @@ from cllm.server.ollama.schema import ChatBody as OllamaBody
 from cllm.server.openai.response_items import messages_of
 from cllm.server.openai.schema import ChatBody
 from cllm.text.chat import Chat
-from cllm.text.chat_template import ChatTemplate
-from cllm.text.turns import shorten
+from cllm.text.templates.chat_template import ChatTemplate
+from cllm.text.templates.turns import shorten
 
-FOLDER = Path(__file__).parents[1] / "data" / "templates"
+FOLDER = Path(__file__).parents[2] / "data" / "templates"
 FAMILIES = sorted(path.stem for path in FOLDER.iterdir())
 # s: a system message, u: a user's, a: the assistant's, r: with reasoning, c: a call, C: with a text,
 # R: with reasoning, B: with both, p: two calls, t: a result, x: one without text, e: an empty user's,

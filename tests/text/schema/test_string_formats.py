@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schema_texts import allows, check
 
-from cllm.text.string_formats import FORMATS, split_lookaheads
+from cllm.text.schema.string_formats import FORMATS, split_lookaheads
 
 
 def read_time(text: str) -> None:

@@ -23,10 +23,10 @@ import jinja2.ext
 import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
-from cllm.text.call_ids import CallIds, link_results
-from cllm.text.cut_marks import CutMarks
 from cllm.text.fences import CUT, Fences, restore_marks
-from cllm.text.tool_defaults import (
+from cllm.text.templates.call_ids import CallIds, link_results
+from cllm.text.templates.cut_marks import CutMarks
+from cllm.text.templates.tool_defaults import (
     PROBED_NAME,
     PROBED_TOOLS,
     object_or_text,
@@ -34,7 +34,7 @@ from cllm.text.tool_defaults import (
     render_with_tools,
     with_tools_in_system,
 )
-from cllm.text.turns import Repair, find_repair, join_texts, shorten, with_marks
+from cllm.text.templates.turns import Repair, find_repair, join_texts, shorten, with_marks
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
@@ -278,8 +278,8 @@ class ChatTemplate:
 
     def _as_text(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``messages`` with calls and their results as text."""
-        from cllm.text.model_family import find_family, load_families
-        from cllm.text.prompted_tools import write_calls_as_text
+        from cllm.text.templates.prompted_tools import write_calls_as_text
+        from cllm.text.tools.model_family import find_family, load_families
 
         calls = find_family(self._source).calls or load_families()["prompted"].calls
         assert calls

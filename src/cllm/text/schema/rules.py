@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from cllm.text.alternatives import (
+from cllm.text.schema.alternatives import (
     BOUNDS,
     IN_PLACE,
     Alternative,
@@ -29,11 +29,11 @@ from cllm.text.alternatives import (
     property_of,
     with_option,
 )
-from cllm.text.exclusion import Exclusion
-from cllm.text.finite_values import Schema, add_ends
-from cllm.text.json_schema import enforceable, invalid_schema
-from cllm.text.lark import Rules, fault_of, json_leaf, reason_of, search_term, text_term
-from cllm.text.number_terms import allowed_constants, bounds_of, number_terminal
+from cllm.text.schema.exclusion import Exclusion
+from cllm.text.schema.finite_values import Schema, add_ends
+from cllm.text.schema.json_schema import enforceable, invalid_schema
+from cllm.text.schema.lark import Rules, fault_of, json_leaf, reason_of, search_term, text_term
+from cllm.text.schema.number_terms import allowed_constants, bounds_of, number_terminal
 
 MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
-from cllm.text.arguments import Bare, Keywords, Object, Pairs, Reader
-from cllm.text.call_heads import is_begun, may_begin_call
 from cllm.text.chat import Channel, Part
-from cllm.text.model_family import (
+from cllm.text.tools.arguments import Bare, Keywords, Object, Pairs, Reader
+from cllm.text.tools.call_heads import is_begun, may_begin_call
+from cllm.text.tools.model_family import (
     MAX_HEAD,
     Calls,
     Marks,

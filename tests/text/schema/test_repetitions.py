@@ -4,7 +4,13 @@ import time
 
 import pytest
 
-from cllm.text.repetitions import LARK, MAX_EXPANSION, REGEX, expands_too_far, repetition_products
+from cllm.text.schema.repetitions import (
+    LARK,
+    MAX_EXPANSION,
+    REGEX,
+    expands_too_far,
+    repetition_products,
+)
 
 
 @pytest.mark.parametrize(

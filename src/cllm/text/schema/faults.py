@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import NoneType
 from typing import Any
 
-from cllm.text.json_schema import MAX_DEPTH, TYPES
+from cllm.text.schema.json_schema import MAX_DEPTH, TYPES
 
 # Keywords whose values, if present, must be schemas by name, a list of schemas, or one schema.
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
-from cllm.text.model_family import MAX_HEAD, Tags, compile_marks, one_of_texts
+from cllm.text.tools.model_family import MAX_HEAD, Tags, compile_marks, one_of_texts
 
 INSIDE = re.compile(r'["\\]')
 WORD = re.compile(r"[^\s{}\[\],:]+")

@@ -1,0 +1,1 @@
+"""Writes JSON schemas as grammar rules."""

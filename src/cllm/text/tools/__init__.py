@@ -1,0 +1,1 @@
+"""How model families write tool calls, and how calls are read and constrained."""
