@@ -224,7 +224,7 @@ FAULTS = [
         ("rows[1:] @ rows[0]", "rows[:-1] @ rows[-1]"),
     ),
     *faults_in(
-        "server/sse.py",
+        "server/http/sse.py",
         "server/test_sse.py",
         ("if self._writing is None and not self._is_last:", "if not self._is_last:"),
         ("if self._num_sent == sent:", "if self._num_sent != sent:"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cllm.server.openai.batch_lines import MAX_LINES, check_lines
+from cllm.server.openai.batches.lines import MAX_LINES, check_lines
 
 BODY = {"method": "POST", "url": "/v1/completions", "body": {}}
 

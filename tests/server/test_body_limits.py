@@ -25,7 +25,7 @@ from cllm.server.body_limits import (
     num_parts,
 )
 from cllm.server.call import Call
-from cllm.server.sse import ClientGone
+from cllm.server.http.sse import ClientGone
 
 USER = {"role": "user", "content": "a"}
 TEXT = {"type": "text", "text": "a"}

@@ -16,10 +16,11 @@ from conftest import PATIENCE
 from starlette.requests import Request
 
 from cllm.errors import BadRequest
-from cllm.server import body, http_protocol
+from cllm.server import body
 from cllm.server.body import Pace
-from cllm.server.connections import Connections
-from cllm.server.http_protocol import Protocol
+from cllm.server.http import protocol
+from cllm.server.http.connections import Connections
+from cllm.server.http.protocol import Protocol
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -96,7 +97,7 @@ def test_slow_head_gets_408(monkeypatch):
     """It is rejected even if bytes keep arriving. Time for an answer, or before the next request,
     does not count.
     """
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT", 0.2)
 
     async def run():
         async with serving(answering(0.3)) as (address, _):
@@ -117,7 +118,7 @@ def test_slow_head_gets_408(monkeypatch):
 
 def test_head_timeout_of_a_pipelined_request_starts_after_the_answer(monkeypatch):
     """The timeout starts when the previous request has been answered."""
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT", 0.2)
 
     async def run():
         async with serving(answering(0.3)) as (address, _):
@@ -143,7 +144,7 @@ def test_silent_connection_is_closed():
 
 def test_client_that_does_not_read_its_answer_is_disconnected(monkeypatch):
     """The answer is not kept in memory for it. A client that reads slowly gets the whole answer."""
-    monkeypatch.setattr(http_protocol, "READ_TIMEOUT", 1.0)
+    monkeypatch.setattr(protocol, "READ_TIMEOUT", 1.0)
 
     async def large(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -264,9 +265,9 @@ def test_rejected_request_keeps_its_connection_if_it_is_complete(fake_server):
 )
 def test_discarding_a_rejected_body_is_limited(monkeypatch, pause, timeout, size):
     """The limits are the pause between two parts, the time, and the bytes."""
-    monkeypatch.setattr(http_protocol, "LINGER_PAUSE", min(pause, timeout))
-    monkeypatch.setattr(http_protocol, "LINGER_TIMEOUT", timeout)
-    monkeypatch.setattr(http_protocol, "LINGER_BYTES", size)
+    monkeypatch.setattr(protocol, "LINGER_PAUSE", min(pause, timeout))
+    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", timeout)
+    monkeypatch.setattr(protocol, "LINGER_BYTES", size)
 
     async def run():
         async with serving(answer_early) as (address, connections):
@@ -315,7 +316,7 @@ def test_half_closed_connection_gets_its_answer(fake_server, stream, delay):
         time.sleep(delay)
         connection.shutdown(socket.SHUT_WR)
         answer = read_all(connection)
-    answer = answer.replace(http_protocol.CONTINUE, b"")
+    answer = answer.replace(protocol.CONTINUE, b"")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b'"finish_reason":"length"' in answer
     assert fake_server.log == log
@@ -499,7 +500,7 @@ def test_120_idle_connections_fit_64_file_descriptors(start_server):
 def test_soft_limit_of_open_files_is_raised():
     """It is raised to the hard limit, up to a maximum."""
     code = (
-        "import resource; from cllm.server.connections import raise_descriptor_limit;"
+        "import resource; from cllm.server.http.connections import raise_descriptor_limit;"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["sh", "-c", f"ulimit -Sn 64; exec {sys.executable} -c '{code}'"]

@@ -11,7 +11,7 @@ import pytest
 from pydantic_core import to_json
 
 from cllm.server.ollama.pull import encode_line as pull_line
-from cllm.server.openai.batch_lines import answer_line
+from cllm.server.openai.batches.lines import answer_line
 
 TEXT = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\\\u2028j 你好"
 SCHEMA: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cllm.core.params import SamplingParams
-from cllm.server.openai.llama_server import InfillBody, PlainEvents, collect
+from cllm.server.llama_server.routes import InfillBody, PlainEvents, collect
 from cllm.serving.answer import Generation
 from cllm.text.output_reader import Delta
 

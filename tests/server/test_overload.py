@@ -562,7 +562,7 @@ def test_long_prompt_is_rejected_without_tokenizing():
 )
 def test_tokenize_rejects_too_long_texts_without_tokenizing(body, code, monkeypatch):
     """A text of control tokens would become a segment for each of them."""
-    monkeypatch.setattr("cllm.server.openai.tokens.MAX_TOKENS", 300)
+    monkeypatch.setattr("cllm.server.llama_server.tokens.MAX_TOKENS", 300)
     monkeypatch.setattr("cllm.service.MAX_FENCES", 200)
 
     async def test(service, client):

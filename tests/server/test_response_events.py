@@ -10,9 +10,9 @@ from openai.types.responses.response import Response
 
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
-from cllm.server.openai.response_items import MessageItem, messages_of
-from cllm.server.openai.response_stream import ResponseEvents
-from cllm.server.openai.response_tools import ToolTarget, extract_input
+from cllm.server.openai.responses.items import MessageItem, messages_of
+from cllm.server.openai.responses.stream import ResponseEvents
+from cllm.server.openai.responses.tools import ToolTarget, extract_input
 from cllm.serving.answer import Generation
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta

@@ -11,7 +11,7 @@ from cllm.config.sources import load_settings
 from cllm.engine.params import EngineParams
 from cllm.process.pool import Pool
 from cllm.server.access import Access
-from cllm.server.http_server import open_server
+from cllm.server.http.server import open_server
 from cllm.server.run import address, address_elsewhere, listen
 from cllm.serving.sources import Source
 

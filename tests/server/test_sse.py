@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cllm.server import sse
-from cllm.server.sse import (
+from cllm.server.http import sse
+from cllm.server.http.sse import (
     HEARTBEAT_BYTES,
     PROBE,
     ClientGone,

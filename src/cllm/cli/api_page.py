@@ -13,7 +13,7 @@ from pydantic import RootModel
 from cllm.server.app import routes
 from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
 from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES
-from cllm.server.http_protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
+from cllm.server.http.protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
 from cllm.server.off_loop import LARGE, MAX_WAITING_BYTES
 from cllm.server.openapi import model_of
 from cllm.server.queueing import TICKET

@@ -7,30 +7,27 @@ from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config.settings import Settings
-from cllm.server import errors, openapi, page, paths
+from cllm.server import errors, openapi, page
 from cllm.server.access import Access
 from cllm.server.anthropic import batches as message_batches
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.anthropic.batch_lines import ENDPOINT, MessageLines
 from cllm.server.batches import make_batches
+from cllm.server.http import paths
+from cllm.server.llama_server import adapters, tokens
+from cllm.server.llama_server import routes as llama_server
 from cllm.server.native import benchmark, faults, rerank, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import manage
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import (
-    adapters,
-    batches,
-    completions,
-    embeddings,
-    files,
-    llama_server,
-    responses,
-    tokens,
-)
-from cllm.server.openai import routes as openai
-from cllm.server.openai.batch_lines import ENDPOINTS, OpenAILines
+from cllm.server.openai import chat as openai
+from cllm.server.openai import completions, embeddings
+from cllm.server.openai.batches import files
+from cllm.server.openai.batches import routes as batches
+from cllm.server.openai.batches.lines import ENDPOINTS, OpenAILines
+from cllm.server.openai.responses import routes as responses
 from cllm.serving.batches import Lines
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels

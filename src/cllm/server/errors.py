@@ -30,10 +30,10 @@ from cllm.errors import (
 )
 from cllm.process.backlog import QueueFull
 from cllm.server.auth import TooManyWrongKeys
-from cllm.server.paths import KnownPaths
+from cllm.server.http.paths import KnownPaths
+from cllm.server.http.request_id import request_id
+from cllm.server.http.sse import ClientGone
 from cllm.server.queueing import TICKET
-from cllm.server.request_id import request_id
-from cllm.server.sse import ClientGone
 from cllm.serving.answer import RequestTimeout
 
 log = logging.getLogger("cllm.server")

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from cllm.errors import EngineError
 from cllm.server.call import Call
-from cllm.server.sse import until_disconnect
+from cllm.server.http.sse import until_disconnect
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, UnknownModel
 from cllm.server.auth import route_not_allowed
 from cllm.server.call import Call, call_of
-from cllm.server.sse import until_disconnect
+from cllm.server.http.sse import until_disconnect
 from cllm.serving.answer import AdapterUse, list_limits, took_too_long
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel

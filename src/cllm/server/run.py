@@ -32,7 +32,7 @@ from cllm.server.access import Access
 from cllm.serving.sources import Source, is_growing
 
 if TYPE_CHECKING:
-    from cllm.server.http_server import HttpServer
+    from cllm.server.http.server import HttpServer
     from cllm.serving.registry import Registry
 
 BACKLOG = 2048
@@ -114,9 +114,9 @@ async def run(
     server: HttpServer | None = None
 
     def open_server() -> HttpServer:
-        from cllm.server import http_server  # it takes long
+        from cllm.server.http import server as http  # it takes long
 
-        made = http_server.open_server(settings, access, sources, engine, memory, cores_file, again)
+        made = http.open_server(settings, access, sources, engine, memory, cores_file, again)
         if made.batches is not None:
             made.batches.store.port = listener.getsockname()[1]
         return made

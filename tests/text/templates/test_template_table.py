@@ -15,7 +15,7 @@ from call_texts import chat_format_of
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.server.anthropic.schema import CountBody
 from cllm.server.ollama.schema import ChatBody as OllamaBody
-from cllm.server.openai.response_items import messages_of
+from cllm.server.openai.responses.items import messages_of
 from cllm.server.openai.schema import ChatBody
 from cllm.text.chat import Chat
 from cllm.text.templates.chat_template import ChatTemplate

@@ -20,10 +20,10 @@ from cllm.server.body import parse_json, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
 from cllm.server.errors import describe
+from cllm.server.http.request_id import new_request_id
+from cllm.server.http.sse import escape_line_ends
 from cllm.server.off_loop import admit, off_loop
-from cllm.server.request_id import new_request_id
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
-from cllm.server.sse import escape_line_ends
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.store.batches import BatchRecord

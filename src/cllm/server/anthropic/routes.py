@@ -25,12 +25,12 @@ from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
+from cllm.server.http.request_id import request_id
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
-from cllm.server.request_id import request_id
 from cllm.server.resolve import served_models
 from cllm.server.skipped import note_skipped
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.serving.answer import Generation
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service

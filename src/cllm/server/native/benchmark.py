@@ -19,9 +19,9 @@ from starlette.responses import Response
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, describe_route, example, read_body
+from cllm.server.http.sse import until_disconnect
 from cllm.server.native.answers import Benchmark
 from cllm.server.resolve import check_enabled, service_for
-from cllm.server.sse import until_disconnect
 from cllm.serving.answer import Generation, SchedulingOptions
 from cllm.serving.service import Service
 

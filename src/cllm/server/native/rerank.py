@@ -16,10 +16,10 @@ from starlette.responses import Response
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
+from cllm.server.http.sse import until_disconnect
 from cllm.server.native.answers import RerankAnswer
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
-from cllm.server.sse import until_disconnect
 from cllm.serving.embedding import rank
 
 router = APIRouter(tags=["cLLM"])

@@ -25,6 +25,7 @@ from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.native.answers import (
     DecodeAnswer,
     EncodeAnswer,
@@ -49,7 +50,6 @@ from cllm.server.resolve import (
     service_for,
 )
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.served_model import ServedModel
 from cllm.text.output_reader import Delta

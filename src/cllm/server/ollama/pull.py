@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cllm.errors import BadRequest, StartupError
 from cllm.models import catalog
 from cllm.server.call import call_of
+from cllm.server.http.sse import escape_line_ends, until_disconnect
 from cllm.server.ollama.schema import PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.resolve import registry_of
-from cllm.server.sse import escape_line_ends, until_disconnect
 
 INTERVAL = 0.25  # seconds between two progress reports
 PULLING = asyncio.Lock()  # one download at a time

@@ -22,6 +22,7 @@ from cllm.process.pool import Pool
 from cllm.server import resolve
 from cllm.server.body import Model, describe_route, read_body
 from cllm.server.call import call_of
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
@@ -59,7 +60,6 @@ from cllm.server.resolve import (
     registry_of,
     served_models,
 )
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import encode_vectors
 from cllm.serving.answer import Generation, SchedulingOptions
 from cllm.serving.embedding import embed, encode_texts, names, shortened

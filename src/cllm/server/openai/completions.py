@@ -16,19 +16,19 @@ from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
 from cllm.server.openai.answers import Completion
+from cllm.server.openai.chat import encode_choices, head_of, headers_of
 from cllm.server.openai.logprobs import (
     completion_logprobs,
     join_logprobs,
     plain_text,
     prompt_logprobs,
 )
-from cllm.server.openai.routes import encode_choices, head_of, headers_of
 from cllm.server.openai.schema import CompletionBody, list_prompts
 from cllm.server.openai.stream import Chunks, UsageChunks
 from cllm.server.resolve import service_for
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
 from cllm.text.alignment import TokenLogprob

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
+from cllm.server.http.sse import until_disconnect
 from cllm.server.openai.answers import EmbeddingList
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
-from cllm.server.sse import until_disconnect
 from cllm.server.vectors import encode_vectors
 from cllm.serving.embedding import embed, encode_texts, names, shortened
 from cllm.serving.service import Service

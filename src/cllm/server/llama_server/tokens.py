@@ -18,6 +18,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
+from cllm.server.http.sse import until_disconnect
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import DetokenizeAnswer, TemplateAnswer, TokenizeAnswer
 from cllm.server.openai.conversation import (
@@ -29,7 +30,6 @@ from cllm.server.openai.conversation import (
     drop_nulls,
 )
 from cllm.server.resolve import service_for
-from cllm.server.sse import until_disconnect
 from cllm.serving.service import Service
 from cllm.text.chat import Chat
 from cllm.text.fences import OPEN, remove_fences

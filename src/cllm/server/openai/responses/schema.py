@@ -11,8 +11,8 @@ from pydantic import Field
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, first_fault
 from cllm.server.openai.conversation import MAX_TOOLS, ReasoningEffort
-from cllm.server.openai.response_items import Identifier, Item, MessageItem, messages_of
-from cllm.server.openai.response_tools import Tool, Toolset
+from cllm.server.openai.responses.items import Identifier, Item, MessageItem, messages_of
+from cllm.server.openai.responses.tools import Tool, Toolset
 from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
 
 MAX_ITEMS = 10_000

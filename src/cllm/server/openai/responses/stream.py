@@ -13,8 +13,8 @@ import msgspec
 from pydantic_core import to_json
 
 from cllm.server.errors import describe_in_stream
-from cllm.server.openai.response_items import new_id
-from cllm.server.openai.response_tools import ToolTarget, extract_input
+from cllm.server.openai.responses.items import new_id
+from cllm.server.openai.responses.tools import ToolTarget, extract_input
 from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel

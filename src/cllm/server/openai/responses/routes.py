@@ -19,20 +19,20 @@ from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
 from cllm.server.body_limits import check_num_parts
 from cllm.server.call import Call, call_of
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import admit, off_loop
+from cllm.server.openai.chat import chat_generation
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
-from cllm.server.openai.response_items import PLACES, new_id
-from cllm.server.openai.response_schema import ResponseBody, TextFormat, with_own_names
-from cllm.server.openai.response_stream import ResponseEvents
-from cllm.server.openai.response_tools import OtherTool
-from cllm.server.openai.routes import chat_generation
+from cllm.server.openai.responses.items import PLACES, new_id
+from cllm.server.openai.responses.schema import ResponseBody, TextFormat, with_own_names
+from cllm.server.openai.responses.stream import ResponseEvents
+from cllm.server.openai.responses.tools import OtherTool
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
 from cllm.store.responses import ResponseStore, Stored, history_of

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from cllm.server.batches import open_batches
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
-from cllm.server.openai.batch_lines import ENDPOINTS, Endpoint
-from cllm.server.openai.files import ExpiresAfter
+from cllm.server.openai.batches.files import ExpiresAfter
+from cllm.server.openai.batches.lines import ENDPOINTS, Endpoint
 from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject

@@ -32,14 +32,14 @@ from cllm.process.pool import Pool
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
-from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.errors import describe
-from cllm.server.http_protocol import Protocol
+from cllm.server.http.connections import Connections, max_connections, raise_descriptor_limit
+from cllm.server.http.paths import with_single_slashes
+from cllm.server.http.protocol import Protocol
+from cllm.server.http.request_id import with_answer_headers
+from cllm.server.http.sse import streaming
 from cllm.server.ollama.manage import add_all_created
-from cllm.server.paths import with_single_slashes
-from cllm.server.request_id import with_answer_headers
 from cllm.server.run import make_pool
-from cllm.server.sse import streaming
 from cllm.serving.answer import AdapterUse
 from cllm.serving.batches import Batches
 from cllm.serving.registry import Registry

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 
 from cllm.server.body import Body
-from cllm.server.openai.response_tools import flat_name
+from cllm.server.openai.responses.tools import flat_name
 
 Identifier = Annotated[str, Field(max_length=200)]
 TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}

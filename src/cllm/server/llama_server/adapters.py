@@ -30,6 +30,7 @@ from cllm.server.body import (
     read_value,
 )
 from cllm.server.call import call_of
+from cllm.server.http.sse import until_disconnect
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import AdapterList, Done
 from cllm.server.openai.schema import MAX_ADAPTERS, AdapterScale
@@ -41,7 +42,6 @@ from cllm.server.resolve import (
     scales_of,
     service_for,
 )
-from cllm.server.sse import until_disconnect
 from cllm.serving.answer import AdapterUse
 from cllm.serving.registry import MAX_NAME, Registry
 from cllm.serving.served_model import ServedModel

@@ -20,16 +20,16 @@ from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
 from cllm.server.errors import describe, openai_error
+from cllm.server.http.request_id import new_request_id
+from cllm.server.http.sse import escape_line_ends
 from cllm.server.off_loop import admit, off_loop
+from cllm.server.openai.chat import chat_completion, chat_generation
 from cllm.server.openai.completions import CompletionFormatter, completion, completion_generation
 from cllm.server.openai.embeddings import EmbeddingsBody, embedding_list
-from cllm.server.openai.response_schema import ResponseBody
-from cllm.server.openai.responses import complete_response, response_generation
-from cllm.server.openai.routes import chat_completion, chat_generation
+from cllm.server.openai.responses.routes import complete_response, response_generation
+from cllm.server.openai.responses.schema import ResponseBody
 from cllm.server.openai.schema import ChatBody, CompletionBody
-from cllm.server.request_id import new_request_id
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
-from cllm.server.sse import escape_line_ends
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service

@@ -18,6 +18,7 @@ from cllm import __version__
 from cllm.errors import BadRequest, StartupError
 from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import in_thread, off_loop
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
@@ -25,7 +26,6 @@ from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import ChoiceAccumulator, Chunks, UsageChunks, usage_object
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import model_for, registry_of, served_models, service_for
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.served_model import ServedModel

@@ -18,9 +18,10 @@ from cllm import __version__
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.errors import Dialect, Fault, error_event, openai_error
+from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import Snippet, build_infill_prompt
 from cllm.server.openai.answers import Done, PlainAnswer, Props
-from cllm.server.openai.routes import headers_of, json_answer
+from cllm.server.openai.chat import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody, list_prompts
 from cllm.server.resolve import (
     check_enabled,
@@ -29,7 +30,6 @@ from cllm.server.resolve import (
     registry_of,
     service_for,
 )
-from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service

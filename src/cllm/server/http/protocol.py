@@ -15,10 +15,10 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from cllm.server.connections import Connections
 from cllm.server.errors import Fault, openai_error
-from cllm.server.request_id import HEADERS, IS_INCOMPLETE, new_request_id
-from cllm.server.sse import PROBE
+from cllm.server.http.connections import Connections
+from cllm.server.http.request_id import HEADERS, IS_INCOMPLETE, new_request_id
+from cllm.server.http.sse import PROBE
 
 HEAD_TIMEOUT = 10.0  # seconds from the first byte of a request to the end of its head
 MAX_HEAD = 65_536  # bytes of the request line, the header fields and the trailer fields

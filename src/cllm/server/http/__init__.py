@@ -1,0 +1,1 @@
+"""HTTP itself: connections, the protocol, streams of events."""

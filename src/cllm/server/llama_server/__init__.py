@@ -1,0 +1,1 @@
+"""Routes of llama-server and vLLM beside OpenAI's."""

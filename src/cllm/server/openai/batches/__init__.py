@@ -1,0 +1,1 @@
+"""OpenAI's batches, and the files that they read and write."""
