@@ -13,8 +13,8 @@ import argparse
 import statistics
 import sys
 
+from cllm.bench.load.workload import Words, word_tasks
 from cllm.bench.servers import MODEL, cllm, load
-from cllm.bench.workload import Words, word_tasks
 from cllm.cli.main import install_signal_handlers
 from cllm.observe.cpu_time import read_cpu_seconds
 

@@ -27,7 +27,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.bench.connection import Connections, Response
+from cllm.bench.load.connection import Connections, Response
 from cllm.bench.servers import MODEL, Server, cllm
 from cllm.cli.main import install_signal_handlers
 

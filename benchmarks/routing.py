@@ -18,8 +18,8 @@ import time
 import msgspec
 import numpy as np
 
-from cllm.bench.simulate import SMALL_MODEL, Course, Setup, simulate
-from cllm.bench.synthetic import synthesize
+from cllm.bench.simulation.simulator import SMALL_MODEL, Course, Setup, simulate
+from cllm.bench.simulation.synthetic import synthesize
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.observe.trace_file import Entry

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 
 from cllm.backends.base import Backend
-from cllm.bench.load import Outcome, Target
+from cllm.bench.load.client import Outcome, Target
+from cllm.bench.load.workload import Task, Words, word_tasks
 from cllm.bench.servers import LLAMA_SERVER, cllm, failures, llama_server, load, mean_ttft
-from cllm.bench.workload import Task, Words, word_tasks
 from cllm.cli.main import install_signal_handlers
 from cllm.core.batch import Batch, Copy, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams

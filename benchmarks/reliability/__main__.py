@@ -20,7 +20,7 @@ from benchmarks.reliability.client import Figure
 from benchmarks.reliability.measures import list_measures
 from benchmarks.reliability.soak import measure_soak
 from cllm import __version__
-from cllm.cli.bench_compare import commit
+from cllm.cli.bench.compare import commit
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.main import install_signal_handlers
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cllm.bench.connection import Connections, Response
+from cllm.bench.load.connection import Connections, Response
 from cllm.bench.servers import Server, cllm
 
 FAKE = ("--backend.name", "fake", "--context", "8192")

@@ -18,8 +18,8 @@ from conftest import PATIENCE
 from openai_server import Reasoning, openai_server
 from prompt_toolkit.layout.processors import TransformationInput
 
-from cllm.cli.reader import is_open, unquote
-from cllm.cli.word_wrap import WordWrap, find_gaps
+from cllm.cli.conversation.reader import is_open, unquote
+from cllm.cli.conversation.word_wrap import WordWrap, find_gaps
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 pytestmark = pytest.mark.slow

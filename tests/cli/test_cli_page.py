@@ -14,8 +14,8 @@ from rich.console import Console
 
 from cllm.cli import peer_flags
 from cllm.cli.cli_page import EXAMPLES, render_page
+from cllm.cli.conversation.reader import state_folder
 from cllm.cli.main import ALIASES, COMMANDS, app
-from cllm.cli.reader import state_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 

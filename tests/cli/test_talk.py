@@ -13,8 +13,8 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.backends.fake.backend import Costs, FakeBackend
-from cllm.cli.printer import print_dim
-from cllm.cli.slash_commands import HELP_TEXT
+from cllm.cli.conversation.printer import print_dim
+from cllm.cli.conversation.slash_commands import HELP_TEXT
 
 FAKE = ("--backend.name", "fake")
 GREEDY = ("--temperature", "0")

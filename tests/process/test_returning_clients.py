@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from cllm.backends.fake.backend import Costs
-from cllm.bench.simulate import NEVER, Timekeeper
+from cllm.bench.simulation.simulator import NEVER, Timekeeper
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine

@@ -17,10 +17,10 @@ from typing import IO
 
 import msgspec
 
-from cllm.bench.dialects import Api
-from cllm.bench.load import Outcome, Target, run_load
+from cllm.bench.load.client import Outcome, Target, run_load
+from cllm.bench.load.dialects import Api
+from cllm.bench.load.workload import Task
 from cllm.bench.peers import FOLDER
-from cllm.bench.workload import Task
 from cllm.errors import StartupError
 from cllm.http_client import read_local
 from cllm.observe.cpu_time import process_tree

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
-from cllm.bench.answer import printable
 from cllm.bench.bare_engine import forget, step_parts
 from cllm.bench.console import number_table
-from cllm.bench.load import Target, connections
+from cllm.bench.load.answer import printable
+from cllm.bench.load.client import Target, connections
+from cllm.bench.load.workload import Task
 from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.work import Size, Work
-from cllm.bench.workload import Task
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence

@@ -8,9 +8,9 @@ import time
 import msgspec
 
 from cllm.backends.base import Vocabulary
-from cllm.bench.dialects import DIALECTS, Api
+from cllm.bench.load.dialects import DIALECTS, Api
+from cllm.bench.load.workload import SYLLABLES, Task
 from cllm.bench.servers import MODEL
-from cllm.bench.workload import SYLLABLES, Task
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.segments import tokenize_segments

@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 
 from cllm.cli.answers import Messages, Options, Part, Talker, read_schema
-from cllm.cli.conversation import Conversation
-from cllm.cli.printer import CONTROL, open_printer, print_answer, print_dim, silence_keyboard
-from cllm.cli.reader import CONTINUED, PROMPT, open_reader
+from cllm.cli.conversation.conversation import Conversation
+from cllm.cli.conversation.printer import (
+    CONTROL,
+    open_printer,
+    print_answer,
+    print_dim,
+    silence_keyboard,
+)
+from cllm.cli.conversation.reader import CONTINUED, PROMPT, open_reader
+from cllm.cli.conversation.slash_commands import SlashCommands
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
-from cllm.cli.slash_commands import SlashCommands
 from cllm.cli.talk import (
     FormatFlag,
     HideFlag,

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from cllm.cli.conversation.slash_commands import HELP
 from cllm.cli.main import ALIASES, COMMANDS
 from cllm.cli.peer_flags import DEFAULT_VALUES, HINTS, OTHER_NAMES, OTHER_SAMPLING_NAMES, VARIABLES
 from cllm.cli.settings_flags import SHORT_NAMES
-from cllm.cli.slash_commands import HELP
 from cllm.config.settings import OPTIONS
 
 EXAMPLES = {

@@ -9,8 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cllm.cli.answers import Answer, Options, Part
-from cllm.cli.printer import open_printer, print_answer, text_of
-from cllm.cli.reader import read_stdin
+from cllm.cli.conversation.printer import open_printer, print_answer, text_of
+from cllm.cli.conversation.reader import read_stdin
 from cllm.cli.settings_flags import ConfigFlag, ModelFlags
 from cllm.cli.talk import PromptFlag, SamplingFlags, UrlFlag, make_talker
 from cllm.errors import StartupError

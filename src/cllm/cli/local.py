@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from cllm.cli.answers import Answer, Messages, Options, Part, Parts
+from cllm.cli.conversation.printer import silence_keyboard
 from cllm.cli.models import list_entries, resolve_model
-from cllm.cli.printer import silence_keyboard
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remark_on_base, remarks
 from cllm.cli.remote import CONTINUATION

@@ -72,14 +72,17 @@ COMMANDS = {
         "cllm.cli.launch:launch",
         "Start Claude Code, Codex CLI, aider or OpenCode with a running server.",
     ),
-    "tune": ("cllm.cli.tune:tune", "Find the settings that make a model fastest on this machine."),
+    "tune": (
+        "cllm.cli.bench.tune:tune",
+        "Find the settings that make a model fastest on this machine.",
+    ),
     "doctor": (
         "cllm.cli.doctor:doctor",
         "Check whether cLLM works on this machine, and how llama.cpp was built.",
     ),
-    "bench": ("cllm.cli.bench:app", BENCH),
+    "bench": ("cllm.cli.bench.main:app", BENCH),
     "simulate": (
-        "cllm.cli.simulate:app",
+        "cllm.cli.bench.simulate:app",
         SIMULATE,
     ),
     "explain": (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from cllm.cli.reader import read_stdin
+from cllm.cli.conversation.reader import read_stdin
 from cllm.cli.remote import LOCAL, Url, call
 from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
 from cllm.config.sources import LoadedConfig

@@ -10,9 +10,9 @@ from cyclopts import Parameter
 
 from cllm.cli.answers import Options, Part, Talker, read_schema
 from cllm.cli.chat import converse
+from cllm.cli.conversation.printer import open_printer, print_answer, print_dim
+from cllm.cli.conversation.reader import read_stdin
 from cllm.cli.models import created_models, resolve_model
-from cllm.cli.printer import open_printer, print_answer, print_dim
-from cllm.cli.reader import read_stdin
 from cllm.cli.remote import LOCAL, Remote, call
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.cli.talk import FormatFlag, HideFlag, PromptFlag, SamplingFlags, SystemFlag, ThinkFlag

@@ -1,0 +1,1 @@
+"""Compares cLLM with other servers."""

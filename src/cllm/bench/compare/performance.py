@@ -1,0 +1,354 @@
+"""The page and pictures that show the rounds of ``cllm bench compare``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cllm.bench.compare.intervals import Median
+from cllm.bench.compare.rounds import CLLM, LLAMA_SERVER, MACHINE, Rounds, Run
+from cllm.bench.compare.rows import (
+    CLIENTS,
+    DECODE,
+    MEMORY,
+    OUTPUT,
+    PER_CPU,
+    PREFILL,
+    ROWS,
+    START,
+    TTFT,
+    Row,
+)
+from cllm.bench.compare.targets import Figure, best_settings, find_figures
+from cllm.errors import StartupError
+
+NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTALL)
+EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
+
+HOW = """\
+* **cLLM runs without any option**: `cllm serve model.gguf`. The row `edit` uses the built-in model.
+* **llama-server** runs with its default settings (`default`: no option), with a slot for each client, and with one pool
+  of cells for these slots (`-kvu`), both with as many cells as cLLM reports that it has, and a thread for each CPU. The
+  first round measures all settings. Those that served every request and were at most 10 % slower than the best one are
+  measured in all rounds, and the best one of them is judged. The others are shown below and not judged.
+* It is built with the compiler switches of cLLM's own llama.cpp (pyproject.toml), which shows what the servers add to
+  the same kernels. The default build, as llama.cpp's own instructions make it, runs in every third round, with the
+  settings that were best in the first one.
+* Each run starts a server, sends one short request for each client, measures, and stops the server. Systems are
+  measured in turn, and every second round runs in reverse order. A round sends the same requests to all systems, and
+  other ones than every other round. Temperature 0.8, top-k 40 and top-p 0.95; in `edit`, temperature 0.
+* llama-server gets a new connection for each request, because it drops some kept-alive ones.
+* llama-batched-bench computes prompts and decodes them all at once. It neither samples nor schedules, so it is an upper
+  bound. The engine in process does the same work as a server without one.
+* *CPU outside llama_decode* is the CPU time of all processes of cLLM minus that inside `llama_decode`, as a share of the
+  whole: reading requests, templates and tokens, scheduling, filling batches, sampling, frames between the processes,
+  text, and writing to sockets. It includes threads of llama.cpp that still spin after a decode.
+* *Output tokens for a second of the CPU* are those of all processes of a server. The load client runs on the same
+  machine, pinned to one CPU, and is not counted.
+
+Numbers are medians of the rounds, with intervals in brackets that contain the true median with a probability of at
+least 95 %: order statistics, which assume no distribution. With fewer than six rounds they are the least and the
+greatest value. Ratios are taken within a round. A verdict is *not certain* if the interval contains the target. A run
+in which other processes took more than 2 % of the CPU is repeated up to three times; if none was quiet, the quietest one
+counts and the figure is marked *noisy*. Only rounds of one machine and one build are combined."""
+
+COLUMNS = {
+    OUTPUT: "output tokens/s",
+    PER_CPU: "output tokens/CPU s",
+    TTFT: "mean TTFT ms",
+    "ITL p50 ms": "ITL p50 ms",
+    "ITL p99 ms": "ITL p99 ms",
+    DECODE: "decoding tokens/s",
+    START: "start s",
+    MEMORY: "memory MB",
+}
+# values of a load that are not shown
+HIDDEN = re.compile(
+    r"^(succeeded|requests/s|good requests/s|requests that succeed.*|.*: requests that succeed.*"
+    r"|(TTFT|ITL|TPOT|E2E) (mean|p\d+) ms)$"
+)
+
+
+def write_page(rounds: Rounds, path: Path, skipped: dict[str, str]) -> list[Path]:
+    """Write the page, and its pictures next to it.
+
+    Keeps the notes in an existing page. Returns the written paths. skipped: what was not measured,
+    and why.
+
+    Raises StartupError if a file cannot be written.
+    """
+    from cllm.bench.load.plots import picture
+
+    try:
+        notes = dict(NOTES.findall(path.read_text("utf-8"))) if path.exists() else {}
+        pictures = {
+            path.with_name(f"{path.stem}-{name}.svg"): figure
+            for name, figure in drawn(rounds).items()
+        }
+        for file, figure in pictures.items():
+            file.write_bytes(picture(figure, file.suffix))
+        path.write_text(page(rounds, path.stem, notes, skipped), "utf-8")
+    except OSError as error:
+        raise StartupError(
+            f"{error.filename or path} cannot be written: {error.strerror}"
+        ) from None
+    return [path, *pictures]
+
+
+def page(rounds: Rounds, stem: str, notes: dict[str, str], skipped: dict[str, str]) -> str:
+    """Return the page in Markdown. Its pictures are named ``stem``-name.svg."""
+    later = [*(notes or {"results": EMPTY_NOTES}).items()]
+    first = [(name, text) for name, text in later if name == "summary"]
+    parts = [
+        "# Performance",
+        *map(mark, first),
+        *figures_section(rounds),
+        *measurement_section(rounds, skipped),
+        "## All rows",
+        *(part for row in ROWS.values() for part in row_section(row, rounds.of(row.name))),
+        *curves_section(rounds, stem),
+        *(mark(note) for note in later if note not in first),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def mark(note: tuple[str, str]) -> str:
+    """Return a note, its name and its text, as it is found again."""
+    return f"<!-- notes: {note[0]} -->\n{note[1]}<!-- end of notes -->"
+
+
+def figures_section(rounds: Rounds) -> Iterator[str]:
+    yield "## Figures and targets"
+    yield (
+        "`cllm bench compare` wrote this page. Only what users gain, and the notes at the end, are "
+        "written by hand."
+    )
+    yield (
+        "cLLM without any option, and the best settings of llama-server that served every request "
+        "of the row with the same\nKV memory."
+    )
+    yield figure_table(find_figures(rounds))
+
+
+def measurement_section(rounds: Rounds, skipped: dict[str, str]) -> Iterator[str]:
+    yield "## How this was measured"
+    yield HOW
+    runs = [run for name in ROWS for run in rounds.of(name)]
+    machine = dict(rounds.machine)
+    if runs:
+        machine["measured"] = (
+            f"{min(run.at for run in runs)[:10]} to {max(run.at for run in runs)[:10]}"
+        )
+    models = {msgspec.json.decode(run.work)["model"] for run in runs if run.work}
+    machine["models"] = "; ".join(sorted(models))
+    yield table(("", ""), machine.items(), "ll")
+    if rounds.num_foreign:
+        yield (
+            f"{rounds.num_foreign} runs with another {' or '.join(MACHINE)} are stored too, and "
+            f"left out."
+        )
+    missing = {name: "no round is stored" for name in ROWS if not rounds.of(name)}
+    if reasons := skipped | missing:
+        yield "Not measured:"
+        yield "\n".join(f"* {name}: {reason}" for name, reason in reasons.items())
+
+
+def row_section(row: Row, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the tables of a row; nothing if it was not measured."""
+    if not runs:
+        return
+    yield f"### {row.name}"
+    yield row.text[0].upper() + row.text[1:] + "."
+    groups = grouped(runs)
+    columns = {
+        value: title for value, title in COLUMNS.items() if any(value in run.values for run in runs)
+    }
+    if columns:
+        yield table(
+            ("", *columns.values(), "succeeded", "rounds"),
+            [
+                (
+                    name,
+                    *(spread(values_of(group, value)) for value in columns),
+                    succeeded(group),
+                    f"{len(group)}{', noisy' if any(run.noisy for run in group) else ''}",
+                )
+                for name, group in groups.items()
+            ],
+            "l" + "r" * (len(columns) + 2),
+        )
+    names = {
+        value
+        for run in runs
+        for value in run.values
+        if value not in columns and not HIDDEN.match(value)
+    }
+    ordered = [value for run in runs for value in run.values if value in names]
+    if names:
+        yield table(
+            ("", *groups),
+            [
+                (value, *(spread(values_of(group, value)) for group in groups.values()))
+                for value in dict.fromkeys(ordered)
+            ],
+            "l" + "r" * len(groups),
+        )
+    failures = [
+        (name, f"{count} x {reason}")
+        for name, group in groups.items()
+        for run in group
+        for reason, count in run.failures.items()
+    ]
+    if failures:
+        yield table(("", "failures"), [*dict.fromkeys(failures)], "ll")
+
+
+def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Return system and settings -> runs, in the order of the systems."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        name = f"{run.system} ({run.settings})" if run.settings else run.system
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def values_of(runs: Iterable[Run], value: str) -> list[float]:
+    return [run.values[value] for run in runs if value in run.values]
+
+
+def succeeded(runs: Sequence[Run]) -> str:
+    total = sum(run.num_requests for run in runs)
+    return f"{sum(run.num_succeeded for run in runs)}/{total}" if total else ""
+
+
+def figure_table(figures: Iterable[Figure]) -> str:
+    rows = []
+    for figure in figures:
+        sign = "≥" if figure.at_least else "≤"
+        limits = [
+            "" if limit is None else f"{sign} {limit:.3g}{figure.unit}"
+            for limit in (figure.target, figure.default_target)
+        ]
+        default = spread(figure.default_values, figure.unit)
+        if limits[1] and default:
+            default += f", {limits[1]}: {'met' if figure.default_met else '**missed**'}"
+        measured = spread(figure.values, figure.unit)
+        rows.append(
+            (
+                figure.name,
+                limits[0],
+                measured,
+                str(len(figure.values)),
+                figure.verdict(),
+                default,
+                figure.settings,
+            )
+        )
+    head = ("figure", "target", "measured", "n", "", "against the default build", "peer's settings")
+    return table(head, rows, "lrrrlrl")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
+    lines = [head, ["---" if which == "l" else "---:" for which in align], *rows]
+    return "\n".join(
+        f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines
+    )
+
+
+def spread(values: Sequence[float], unit: str = "") -> str:
+    """Return "median (confidence interval)"; the median alone if there is one value; "" if there
+    is none.
+    """
+    if not values:
+        return ""
+    median = Median.of(values)
+    middle = number(median.middle) + unit
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({number(median.low)} to {number(median.high)})"
+
+
+def number(value: float) -> str:
+    """Return the number with three or four digits."""
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.3f}"
+    )
+
+
+# --- the pictures -------------------------------------------------------------------------------
+
+OVER_CLIENTS = {
+    "tokens": (OUTPUT, "Output tokens per second over requests at a time", "output tokens/s"),
+    "ttft": (TTFT, "Mean time to first token over requests at a time", "mean TTFT (ms)"),
+    "itl": ("ITL p50 ms", "Median time between tokens over requests at a time", "ITL p50 (ms)"),
+}
+OVER_CONTEXT = {
+    "prefill": (PREFILL, "Prompt tokens per second over the length of the prompt"),
+    "decode": (f"{DECODE}, 8 at a time", "Output tokens per second over the length of the context"),
+}
+AT_A_TIME, CONTEXT = "requests at a time", "tokens of context"
+
+Points = dict[float, list[float]]
+"""x -> values measured there."""
+
+
+def curves_section(rounds: Rounds, stem: str) -> Iterator[str]:
+    texts = {name: text for name, (_, text, _) in OVER_CLIENTS.items()}
+    texts |= {name: text for name, (_, text) in OVER_CONTEXT.items()}
+    names = [*drawn_names(rounds)]
+    if names:
+        yield "## Curves"
+        yield from (f"![{texts[name]}]({stem}-{name}.svg)" for name in names)
+
+
+def drawn_names(rounds: Rounds) -> Iterator[str]:
+    if sum(bool(rounds.of(f"unrelated-{count}")) for count in CLIENTS) > 1:
+        yield from OVER_CLIENTS
+    if rounds.of("context"):
+        yield from OVER_CONTEXT
+
+
+def drawn(rounds: Rounds) -> dict[str, Any]:
+    """Return name -> matplotlib figure for the curves that were measured."""
+    from cllm.bench.load.plots import curves
+
+    pictures = {}
+    for name in drawn_names(rounds):
+        if name in OVER_CLIENTS:
+            value, _, y = OVER_CLIENTS[name]
+            pictures[name] = curves(over_clients(rounds, value), x=AT_A_TIME, y=y)
+        else:
+            value, _ = OVER_CONTEXT[name]
+            pictures[name] = curves(over_context(rounds, value), x=CONTEXT, y=value)
+    return pictures
+
+
+def over_clients(rounds: Rounds, value: str) -> dict[str, Points]:
+    """Return the values of cLLM and of the best settings of llama-server by requests at a time."""
+    lines: dict[str, Points] = {CLLM: {}, LLAMA_SERVER: {}}
+    for count in CLIENTS:
+        row = ROWS[f"unrelated-{count}"]
+        runs = rounds.of(row.name)
+        best = best_settings(runs, row, LLAMA_SERVER, row.targets[0])
+        for system, settings in ((CLLM, ""), (LLAMA_SERVER, best)):
+            mine = [run for run in runs if (run.system, run.settings) == (system, settings)]
+            if found := values_of(mine, value):
+                lines[system][count] = found
+    return {system: points for system, points in lines.items() if points}
+
+
+def over_context(rounds: Rounds, value: str) -> dict[str, Points]:
+    lines: dict[str, Points] = {}
+    for run in sorted(rounds.of("context"), key=lambda run: int(run.settings)):
+        if value in run.values:
+            points = lines.setdefault(run.system, {})
+            points.setdefault(int(run.settings), []).append(run.values[value])
+    return lines

@@ -1,0 +1,289 @@
+"""The runs of ``cllm bench compare``: what one system does on one row, measured once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cllm.bench.compare.in_process import Job, measure
+from cllm.bench.compare.llama_bench import batched_bench, llama_bench
+from cllm.bench.compare.noise import Watch
+from cllm.bench.compare.rounds import BUILD, CLLM, ENGINE, Run
+from cllm.bench.compare.rows import (
+    API_CPU,
+    DECODE,
+    MEMORY,
+    OUTPUT,
+    OUTSIDE,
+    PREFILL,
+    START,
+    SUCCEEDED,
+    TTFT,
+    Row,
+)
+from cllm.bench.compare.systems import Opener
+from cllm.bench.load.client import Outcome, find_model, run_stages
+from cllm.bench.load.dialects import Usage
+from cllm.bench.load.report import Report, figures, summarize
+from cllm.bench.load.workload import Group, Source, Stage, Words, word_tasks
+from cllm.bench.peers import needed
+from cllm.bench.servers import Server, cllm, load, memory_mb
+from cllm.bench.work import Size, Work
+from cllm.engine.build import build_vocabulary
+from cllm.engine.params import EngineParams
+from cllm.http_client import read_local
+from cllm.models.catalog import BUILTIN
+from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
+from cllm.models.memory import measure_available_bytes
+from cllm.observe.cpu_time import read_cpu_seconds
+
+TEMPERATURE = 0.8
+SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.0}  # servers' own defaults differ
+STRANGERS = 1_000_000  # added to the seed, for prompts that only the warm-up sends
+WARM_UP_WORDS, WARM_UP_TOKENS = 20, 4
+WAVES, FEWEST = 2, 4  # requests of each client of the engine, and the least number of all
+ENGINE_WORDS = 16
+CONTEXTS = (100, 500, 1000, 2000, 4000, 8000)  # tokens
+CURVE_TOKENS = 32
+CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of this
+
+
+class Measured(NamedTuple):
+    """What one run found. ``others``: share of the CPU that other processes took; None: it was not
+    measured apart from the start of the system.
+    """
+
+    values: dict[str, float]
+    num_requests: int = 0
+    num_succeeded: int = 0
+    failures: Mapping[str, int] = {}
+    others: float | None = None
+
+
+class Model:
+    """A model to serve, and what is known of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header = header = read_header(path)
+        self.name = path.name
+        number = header.get_number("context_length")
+        self._trained = trained = number if isinstance(number, int) else None
+        self.description = f"{path.name}, {format_size(header.file_bytes)}" + (
+            f", trained for {trained:,} tokens" if trained else ""
+        )
+        self.served = None if path == BUILTIN else path
+        self.vocabulary = build_vocabulary(EngineParams(path=str(path)))
+
+    @cached_property
+    def tokens_per_word(self) -> float:
+        text = Source(Words(model="", prompt_words=1, max_tokens=1)).text(1000)
+        return len(self.vocabulary.tokenize(text, add_special=False, parse_special=False)) / 1000
+
+    @cached_property
+    def num_cells(self) -> int:
+        """The size in tokens of the KV cache that cLLM takes, as it reports it."""
+        with cllm(self.served, name=None) as server:
+            return int(msgspec.json.decode(read(server, "/model/info"))["num_cells"])
+
+    def fits(self, context: int, row: Row) -> bool:
+        """Return whether the model was trained for a context, and the memory suffices for it."""
+        most = CONTEXTS[-1] if self._trained is None else self._trained - 2 * CURVE_TOKENS
+        room = (measure_available_bytes() or 1 << 62) / 2
+        tokens = row.clients * (context + 2 * CELLS)
+        return context <= most and tokens * (compute_kv_bytes_per_token(self._header) or 1) <= room
+
+
+def words_of(row: Row, model: Model, name: str, i: int) -> Words:
+    """Return the words of a row in round ``i``. name: of the model in the requests."""
+    return Words(
+        model=name,
+        prompt_words=1,
+        max_tokens=row.max_tokens,
+        temperature=TEMPERATURE,
+        seed=i + 1,
+        tokens_per_word=model.tokens_per_word,
+        options=SAMPLING,
+    )
+
+
+class Runner:
+    """Measures one system once. ``scale``: factor for the lengths of prompts."""
+
+    def __init__(self, model: Model, peers: Path, default_peers: Path, scale: float) -> None:
+        self._model = model
+        self._peers, self._default_peers = peers, default_peers
+        self._scale = scale
+        self._threads = os.cpu_count() or 1
+
+    def measure(self, row: Row, run: Run) -> Measured:
+        """Measure what is not a load on a server. Raises StartupError if a program fails."""
+        match row.kind:
+            case "engine":
+                return self._measure_engine(row, run)
+            case "context":
+                return self._measure_context(row, run)
+            case "host":
+                size = Size(int(run.settings), ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
+                return Measured(measure(self._job(size.num_seqs, size, parts=True)).step_us)
+            case _:
+                folder = self._peers if run.system == BUILD else self._default_peers
+                program = needed("llama-bench", folder)
+                found = llama_bench(program, self._model.path, threads=self._threads, num_tokens=64)
+                return Measured({name: rates[0] for name, rates in found.items()})
+
+    def measure_server(self, row: Row, run: Run, opener: Opener) -> Measured:
+        """Start a server and send it the requests of a row.
+
+        Raises StartupError if it does not start.
+        """
+        assert row.make is not None
+        with opener() as server:
+            if row.keep_alive:
+                server = msgspec.structs.replace(server, keep_alive=True)  # noqa: PLW2901  # the same server
+            words = words_of(row, self._model, find_model(server), run.round)
+            words = msgspec.structs.replace(words, api=server.api)
+            return self._load(server, row, run, words, row.make(words, self._scale))
+
+    def _load(
+        self, server: Server, row: Row, run: Run, words: Words, stages: list[Stage]
+    ) -> Measured:
+        """Warm the server up, send it the requests and return the measurements."""
+        strangers = msgspec.structs.replace(
+            words,
+            seed=words.seed + STRANGERS,
+            prompt_words=WARM_UP_WORDS,
+            max_tokens=WARM_UP_TOKENS,
+        )
+        load(server, word_tasks(row.clients, strangers), row.clients, may_fail=True)
+        is_cllm = run.system == CLLM
+        api, inside = read_cpu_seconds(server.pid), decode_seconds(server) if is_cllm else 0.0
+        watch = Watch()
+        with pinned():
+            nothing = Group(tasks=[], clients=1)
+            outcome = run_stages(server, stages, warmup=nothing, progress=lambda _: None)
+        others = watch.others()
+        accept_without_usage(outcome)
+        report = summarize(
+            outcome, url=server.url, model=words.model, settings={"workload": row.name}
+        )
+        values = values_of(report)
+        values[START] = server.start_s
+        if (memory := memory_mb(server.pid)) is not None:
+            values[MEMORY] = memory
+        if is_cllm and report.output_tokens and outcome.server_cpu:
+            inside = decode_seconds(server) - inside
+            values[OUTSIDE] = 1 - inside / outcome.server_cpu
+            api = read_cpu_seconds(server.pid) - api
+            values[API_CPU] = 1e6 * api / report.output_tokens
+        succeeded = report.num_requests - report.num_failed
+        return Measured(values, report.num_requests, succeeded, report.failures, others)
+
+    def _measure_engine(self, row: Row, run: Run) -> Measured:
+        count = max(FEWEST, WAVES * row.clients)
+        size = Size(count, ENGINE_WORDS, row.max_tokens, TEMPERATURE, seed=0)
+        work = Work(size, self._model.vocabulary, run.round + 1)
+        if run.system == CLLM:
+            with cllm(self._model.served, name=None) as server:
+                name = find_model(server)
+                group = Group(tasks=work.tasks_in(server.api, name), clients=row.clients)
+                words = words_of(row, self._model, name, run.round)
+                return self._load(server, row, run, words, [[group]])
+        if run.system == ENGINE:
+            found = measure(self._job(row.clients, size, number=run.round + 1))
+            values = {OUTPUT: found.output_tokens_per_s, TTFT: found.ttft_ms, START: found.load_s}
+            if found.decode_tokens_per_s[0]:  # 0: there was no step in which all decoded
+                values[DECODE] = found.decode_tokens_per_s[0]
+            return Measured(values)
+        (line,) = self._batched_bench(
+            context=row.clients * round_up(work.context),
+            prompt_tokens=round(sum(map(len, work.prompts)) / len(work.prompts)),
+            num_tokens=row.max_tokens,
+            num_seqs=[row.clients],
+        )
+        speed = row.clients * row.max_tokens / line["t"]
+        return Measured({OUTPUT: speed, DECODE: line["speed_tg"]})
+
+    def _measure_context(self, row: Row, run: Run) -> Measured:
+        """Measure prefill, and decoding after a prompt that is computed once and copied."""
+        context = int(run.settings)
+        room = round_up(context + 2 * CURVE_TOKENS)
+        if run.system == ENGINE:
+            size = Size(1, ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
+            found = measure(self._job(row.clients, size, depth=context, context=room))
+            prefill = found.prefill_tokens_per_s
+            rates = dict(zip((1, row.clients), found.decode_tokens_per_s, strict=True))
+        else:
+            lines = self._batched_bench(
+                context=row.clients * room,
+                prompt_tokens=context,
+                num_tokens=CURVE_TOKENS,
+                num_seqs=[1, row.clients],
+                shared_prompt=True,
+            )
+            prefill = lines[0]["speed_pp"]
+            rates = {line["pl"]: line["speed_tg"] for line in lines}
+        decoding = {f"{DECODE}, {count} at a time": rate for count, rate in rates.items() if rate}
+        return Measured({PREFILL: prefill, **decoding})
+
+    def _job(self, num_seqs: int, size: Size, *, number: int = 1, **changes: Any) -> Job:
+        path = str(self._model.path)
+        return Job(model=path, num_seqs=num_seqs, size=size, number=number, **changes)
+
+    def _batched_bench(self, **sizes: Any) -> list[dict[str, Any]]:
+        program = needed("llama-batched-bench", self._peers)
+        return batched_bench(program, self._model.path, threads=self._threads, **sizes)
+
+
+def round_up(context: int) -> int:
+    return -(-context // CELLS) * CELLS
+
+
+def accept_without_usage(outcome: Outcome) -> None:
+    """Let answers succeed that reached their length at a server that does not report usage: they
+    have all their tokens.
+    """
+    for answer in outcome.answers:
+        if answer.failure == "no usage" and answer.finish_reason == "length":
+            answer.failure, answer.usage = "", Usage(answer.task.num_tokens or 0, 0, 0)
+
+
+def values_of(report: Report) -> dict[str, float]:
+    """Return the figures of a report, and the shares of requests that succeeded."""
+    values = figures(report)
+    values[SUCCEEDED] = 1 - report.num_failed / report.num_requests
+    for name, part in report.parts.items():
+        values[f"{name}: {SUCCEEDED}"] = 1 - part.num_failed / part.num_requests
+    return values
+
+
+def read(server: Server, path: str) -> bytes:
+    return read_local(server.url + path)
+
+
+def decode_seconds(server: Server) -> float:
+    """Return the CPU time inside llama_decode since the start of cLLM."""
+    for line in read(server, "/metrics").decode().splitlines():
+        if line.startswith("cllm:decode_cpu_seconds_total"):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """Keep this thread on the last CPU, so that the client does not wander between a server's."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cpus)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)

@@ -1,0 +1,1 @@
+"""A load client for servers, and its reports."""

@@ -1,0 +1,378 @@
+"""A load client for servers with OpenAI's chat completions or Ollama's own chat, streamed.
+
+Closed loop: a fixed number of requests at a time; each finished request starts the next one. Open
+loop: requests are sent at given times, even if earlier ones have not finished.
+
+The client knows the server only through HTTP, and the API only through its ``Dialect``. On small
+machines it shares the cores with the server, so reading a chunk must cost little.
+
+Times are seconds of ``time.perf_counter``, taken when bytes are read. Events that arrive in one
+packet have the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import closing
+from email.utils import parsedate
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from cllm.bench.load.answer import DETAIL, Answer, printable
+from cllm.bench.load.connection import BrokenHTTP, CannotConnect, Connections
+from cllm.bench.load.dialects import DIALECTS, Api, Dialect
+from cllm.bench.load.workload import Group, Stage, Task, Words, word_tasks
+from cllm.errors import StartupError
+from cllm.observe.cpu_time import read_tree_cpu_seconds
+
+T = TypeVar("T")
+
+Progress = Callable[[int], None]
+"""Called with the number of requests that have ended, warm-up included."""
+
+REFUSALS = {429, 503}
+FIRST_TIMEOUT = 30.0  # seconds, for the list of models
+POLL, WATCH = 0.02, 1.0  # seconds between looks at the stage, and at the server's progress
+COMPUTED = re.compile(r" (\d+)/(\d+) seq_id=")  # computed and all tokens, in a list of cLLM
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each
+    request, from sending to the last byte. Without ``keep_alive``, each request has a connection of
+    its own. ``pid``: the server's first process, if it runs on this machine and its CPU time shall
+    be measured.
+    """
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 3600.0
+    keep_alive: bool = True
+    api: Api = "openai"
+    pid: int = 0
+
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.api]
+
+
+class RunningSequences(msgspec.Struct):
+    """The part of cLLM's /scheduler that the client uses."""
+
+    running: list[str]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A measured run. ``wall``: seconds from the first request sent to the last byte. ``cpu``: CPU
+    seconds of this process in that time. ``server_cpu``: of the server's processes; None if they
+    are unknown. ``progress``: times at which the server had computed more tokens of the longest
+    request, and their number.
+    """
+
+    answers: list[Answer]
+    wall: float
+    cpu: float
+    server_cpu: float | None = None
+    progress: list[tuple[float, int]] = []
+
+
+def find_model(target: Target, wanted: str | None = None) -> str:
+    """Return the model to request: ``wanted``, or the first one that the server lists.
+
+    Raises StartupError if the server cannot be reached or, without ``wanted``, lists none.
+    """
+    return _run(_find_model(target, wanted))
+
+
+def measure_tokens_per_word(target: Target, words: Words) -> float:
+    """Return how many tokens of the server's model a word of a prompt has.
+
+    Raises StartupError if a request fails or the server does not count prompt tokens.
+    """
+    counts = (20, 120)
+    probe = msgspec.structs.replace(words, max_tokens=1, shared_words=0, seed=words.seed + 2)
+    tasks = [
+        word_tasks(1, msgspec.structs.replace(probe, prompt_words=count))[0] for count in counts
+    ]
+    outcome = run_load(target, tasks, concurrency=1, warmup=0, progress=lambda _: None)
+    for answer in outcome.answers:
+        if answer.failure:
+            _refuse(target, f"{answer.failure}: {answer.detail}")
+    few, many = (answer.prompt_tokens for answer in outcome.answers)
+    if few >= many:
+        _refuse(target, "it does not count the tokens of prompts")
+    return (many - few) / (counts[1] - counts[0])
+
+
+def run_load(
+    target: Target,
+    tasks: Sequence[Task],
+    *,
+    concurrency: int,
+    warmup: int,
+    progress: Progress,
+    arrivals: Sequence[float] | None = None,
+) -> Outcome:
+    """Send all tasks, ``concurrency`` at a time, each as soon as an earlier one has ended.
+
+    The first ``warmup`` tasks are sent before the clock starts and are not part of the outcome. The
+    measured tasks reuse the connections of the warm-up. With ``arrivals``, in seconds, they are
+    sent at these times, and ``concurrency`` applies to the warm-up only.
+    """
+    first = Group(tasks=tasks[:warmup], clients=concurrency)
+    group = Group(tasks=tasks[warmup:], clients=concurrency, arrivals=arrivals)
+    return run_stages(target, [[group]], warmup=first, progress=progress)
+
+
+def run_stages(
+    target: Target, stages: Sequence[Stage], *, warmup: Group, progress: Progress
+) -> Outcome:
+    """Run the stages one after the other, after the warm-up, which is not part of the outcome.
+
+    A failure is an answer, never an exception.
+    """
+    return _run(_run_stages(target, stages, warmup, progress))
+
+
+async def _run_stages(
+    target: Target, stages: Sequence[Stage], warmup: Group, progress: Progress
+) -> Outcome:
+    with closing(connections(target)) as server:
+        client = Client(server, target, progress)
+        await client.run_stage([warmup])
+        answers: list[Answer] = []
+        wall, cpu, server_cpu = time.perf_counter(), time.process_time(), server_seconds(target)
+        for stage in stages:
+            answers += await client.run_stage(stage)
+        cpu, server_cpu = time.process_time() - cpu, server_seconds(target) - server_cpu
+    wall = max((answer.ended for answer in answers), default=wall) - wall
+    return Outcome(answers, wall, cpu, server_cpu if target.pid else None, client.progress)
+
+
+def server_seconds(target: Target) -> float:
+    return read_tree_cpu_seconds(target.pid) if target.pid else 0.0
+
+
+class Running:
+    """The answers of a stage: those that have begun, and those that have ended."""
+
+    def __init__(self) -> None:
+        self.begun: list[Answer] = []
+        self.ended: list[Answer] = []
+        self.num_groups = 0  # that send requests
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(answer.content_times) for answer in self.begun)
+
+
+class Client:
+    """Sends tasks to one server. ``progress``: see Outcome."""
+
+    def __init__(
+        self, server: Connections, target: Target, report: Progress = lambda _: None
+    ) -> None:
+        self.progress: list[tuple[float, int]] = []
+        self._server = server
+        self._dialect = target.dialect
+        self._timeout = target.timeout
+        self._report = report
+        self._num_ended = 0
+
+    async def run_stage(self, stage: Stage) -> list[Answer]:
+        """Run the groups of a stage. Return the answers in the order in which they ended."""
+        running = Running()
+        async with asyncio.TaskGroup() as groups:
+            background = [
+                groups.create_task(self._run_group(group, running))
+                for group in stage
+                if group.background
+            ]
+            async with asyncio.TaskGroup() as others:
+                for group in stage:
+                    if not group.background:
+                        others.create_task(self._run_group(group, running))
+            wanted = running.num_chunks + max((group.tail for group in stage), default=0)
+            await received(running, wanted)
+            for task in background:
+                task.cancel()
+        return running.ended
+
+    async def _run_group(self, group: Group, running: Running) -> None:
+        await received(running, group.start_after)
+        running.num_groups += 1
+        watcher = asyncio.ensure_future(self._watch()) if group.watched else None
+        try:
+            if group.arrivals is None:
+                await self._closed_loop(group, running)
+            else:
+                await self._open_loop(group.tasks, group.arrivals, running)
+        finally:
+            running.num_groups -= 1
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _closed_loop(self, group: Group, running: Running) -> None:
+        waiting = iter(group.tasks)
+
+        async def take_turns() -> None:
+            for task in waiting:
+                # an endless group would go on for ever with a server that fails
+                if not await self._talk(task, running) and group.background:
+                    return
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(group.clients):
+                clients.create_task(take_turns())
+
+    async def _open_loop(
+        self, tasks: Iterable[Task], arrivals: Sequence[float], running: Running
+    ) -> None:
+        begun = time.perf_counter()
+        async with asyncio.TaskGroup() as clients:
+            for task, at in zip(tasks, arrivals, strict=True):
+                await asyncio.sleep(begun + at - time.perf_counter())
+                clients.create_task(self._talk(task, running))
+
+    async def _watch(self) -> None:
+        """Record the progress of the server's longest request, until cancelled."""
+        most = -1
+        while True:
+            computed = await count_computed_tokens(self._server)
+            if computed > most:
+                most = computed
+                self.progress.append((time.perf_counter(), computed))
+            await asyncio.sleep(WATCH)
+
+    async def _talk(self, task: Task, running: Running) -> bool:
+        """Send ``task`` and the tasks that follow it, until one fails. Return whether none has."""
+        following: Task | None = task
+        while following is not None:
+            answer = Answer(following, time.perf_counter(), self._dialect)
+            running.begun.append(answer)
+            try:
+                await self.read(answer)
+            finally:
+                running.ended.append(answer)
+                self._num_ended += 1
+                self._report(self._num_ended)
+            if answer.failure:
+                return False
+            following = following.follow(answer.text()) if following.follow else None
+        return True
+
+    async def read(self, answer: Answer) -> None:
+        """Send the answer's task and read the answer. If cancelled, the client disconnects."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._read(answer)
+        except TimeoutError as error:
+            answer.fail("timeout", error)
+        except CannotConnect as error:
+            answer.fail("cannot connect", error)
+        except BrokenHTTP as error:
+            answer.fail("broken HTTP", error)
+        except OSError as error:
+            answer.fail("connection lost", error)
+        except asyncio.CancelledError:
+            answer.cancelled = True
+            raise
+        finally:
+            if answer.failure or answer.refused or answer.cancelled:
+                answer.ended = time.perf_counter()
+            answer.judge()
+
+    async def _read(self, answer: Answer) -> None:
+        response = await self._server.request(
+            self._dialect.chat_path, answer.task.body, answer.feed
+        )
+        if response.status == 200:
+            return
+        answer.refused = response.status in REFUSALS
+        if not (answer.refused and answer.task.may_be_refused):
+            answer.fail(f"HTTP {response.status}", response.body.decode(errors="replace"))
+        elif not says_when(
+            retry_after := response.headers.get(b"retry-after", b"").decode(errors="replace")
+        ):
+            answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
+
+
+async def received(running: Running, num_chunks: int) -> None:
+    """Wait until a stage has received a number of chunks, or none of its groups is running."""
+    # an event would cost time at every chunk
+    while running.num_chunks < num_chunks and running.num_groups:  # noqa: ASYNC110
+        await asyncio.sleep(POLL)
+
+
+async def count_computed_tokens(server: Connections) -> int:
+    """Return how many tokens cLLM has computed of its longest running sequence; -1 if unknown."""
+    try:
+        response = await server.request("/scheduler?steps=1")
+        running = msgspec.json.decode(response.body, type=RunningSequences).running
+    except (OSError, msgspec.DecodeError):
+        return -1
+    counts = [match.groups() for seq in running if (match := COMPUTED.search(seq))]
+    return max(((int(total), int(done)) for done, total in counts), default=(0, -1))[1]
+
+
+def says_when(retry_after: str) -> bool:
+    """Return whether the value is valid for the header Retry-After: seconds, or a date (RFC 9110,
+    10.2.3).
+    """
+    return retry_after.isdecimal() or parsedate(retry_after) is not None
+
+
+async def _find_model(target: Target, wanted: str | None) -> str:
+    path = target.dialect.models_path
+    try:
+        with closing(connections(target)) as server:
+            async with asyncio.timeout(FIRST_TIMEOUT):
+                response = await server.request(path)
+    except BrokenHTTP as error:
+        _refuse(target, f"broken HTTP: {error}")
+    except OSError as error:
+        _refuse(target, str(error) or type(error).__name__)
+    if wanted is not None:
+        return wanted
+    if response.status != 200:
+        _refuse(
+            target,
+            f"{path} answered {response.status}: {response.body[:DETAIL].decode(errors='replace')}",
+        )
+    try:
+        return target.dialect.decode_models(response.body)[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        _refuse(target, f"{path} names no model; name it with --model")
+
+
+def _refuse(target: Target, reason: str) -> NoReturn:
+    raise StartupError(f"{printable(target.url)} cannot be measured: {printable(reason)}")
+
+
+def connections(target: Target) -> Connections:
+    """Return connections, which the caller closes.
+
+    Raises StartupError if the target's URL is not an HTTP URL.
+    """
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    try:
+        return Connections(target.url, headers, keep_alive=target.keep_alive)
+    except ValueError as error:
+        _refuse(target, str(error))
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` in an event loop of its own, uvloop if installed, and return its result."""
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)

@@ -1,0 +1,92 @@
+"""Reports of the load client as one HTML file that needs no network and no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+
+import msgspec
+
+from cllm.bench.load.plots import load_figure, picture
+from cllm.bench.load.report import Report, compared, differences, remarks, results
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h1, h2 { font-weight: 600; line-height: 1.2 }
+table { border-collapse: collapse; margin: 1rem 0 }
+th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right; font-variant-numeric: tabular-nums }
+th:first-child, td:first-child { text-align: left; padding-left: 0 }
+pre { font: inherit; white-space: pre-wrap; overflow-wrap: anywhere }
+svg { width: 100%; height: auto }
+@media print { body { margin: 0; max-width: none } }
+"""
+CAPTION = (
+    "Of successful requests: which share took at most so long. TTFT: from sending to the first "
+    "text. ITL: from one "
+    "chunk to the next. TPOT: per token after the first. E2E: from sending to the last byte. "
+    "Then the tokens of "
+    "successful requests, and all requests that had been sent and had not ended, over time. "
+    "Dotted: the limits of "
+    "the goodput, where there are any."
+)
+
+
+def report_page(report: Report) -> str:
+    return page(
+        f"{report.model} under load",
+        [paragraph(f"At {report.url}."), *summary(report), picture_of({report.model: report})],
+    )
+
+
+def diff_page(before: Report, after: Report) -> str:
+    both = {"before": before, "after": after}
+    parts = [
+        lines(differences(before, after)),
+        table(["", "before", "after", "after / before"], compared(before, after)),
+    ]
+    parts.append(picture_of(both))
+    for name, report in both.items():
+        parts += [
+            f"<h2>{name}: {escape(report.model)} at {escape(report.url)}</h2>",
+            *summary(report),
+        ]
+    return page("Two reports", parts)
+
+
+def summary(report: Report) -> list[str]:
+    rows = [
+        (name, *(f"{ms:,.1f}" for ms in msgspec.structs.astuple(of)))
+        for name, of in report.latencies.items()
+    ]
+    return [
+        lines([*results(report), *remarks(report)]),
+        table(["milliseconds", "mean", "p50", "p95", "p99"], rows),
+        table(["setting", ""], [(name, str(value)) for name, value in report.settings.items()]),
+    ]
+
+
+def picture_of(reports: Mapping[str, Report]) -> str:
+    """Return the SVG element in a figure, without the header of an SVG file."""
+    svg = picture(load_figure(reports), ".svg").decode()
+    return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{CAPTION}</figcaption></figure>"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
+
+    return f"<table>\n{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>\n"
+
+
+def lines(texts: Iterable[str]) -> str:
+    return f"<pre>{escape(chr(10).join(texts))}</pre>\n"
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>\n"
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    body = f"<h1>{escape(title)}</h1>\n{''.join(parts)}"
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'

@@ -1,0 +1,98 @@
+"""The figures that only one workload of users has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from cllm.bench.load.answer import Answer
+from cllm.bench.load.client import Outcome
+from cllm.bench.load.scenarios import ALONE, CHATS, LONG, STREAMS
+
+BESIDE = "beside the long prompt"
+
+
+def find_figures(workload: str | None, outcome: Outcome) -> dict[str, float]:
+    """Return the figures by name and unit; none for other workloads, and none without the answers
+    that they need.
+    """
+    find = FIGURES.get(workload or "")
+    parts: dict[str, list[Answer]] = {}
+    for answer in outcome.answers:
+        if not answer.failure and answer.content_times:
+            parts.setdefault(answer.task.part, []).append(answer)
+    return find(parts, outcome) if find and LONG in parts else {}
+
+
+def long_beside_short(parts: dict[str, list[Answer]], _: Outcome) -> dict[str, float]:
+    """The gaps between the tokens of the streams, before the long prompt is sent and from then to
+    its first token, and its time to first token with the streams and alone.
+    """
+    (long,), streams, alone = parts[LONG], parts.get(STREAMS, []), parts.get(ALONE, [])
+    began = max((answer.first for answer in streams if answer.sent < long.sent), default=0.0)
+    spans = [span for answer in streams for span in pairwise(answer.content_times)]
+    before = [end - begin for begin, end in spans if began <= begin and end <= long.sent]
+    beside = [end - begin for begin, end in spans if begin < long.first and end > long.sent]
+    if not (before and beside and alone):
+        return {}
+    undisturbed = float(np.median(before))
+    found = {f"ITL p{share} {BESIDE} ms": percentile(beside, share) for share in (50, 90, 99)}
+    ttft, ttft_alone = (1e3 * (answer.first - answer.sent) for answer in (long, alone[0]))
+    return found | {
+        "ITL p50 before it ms": 1e3 * undisturbed,
+        f"ITL p50, {BESIDE} / before": found[f"ITL p50 {BESIDE} ms"] / (1e3 * undisturbed),
+        "TTFT of the long prompt ms": ttft,
+        "TTFT of a long prompt alone ms": ttft_alone,
+        "TTFT of the long prompt / alone": ttft / ttft_alone,
+    }
+
+
+def percentile(seconds: Sequence[float], share: int) -> float:
+    """Return a percentile in milliseconds."""
+    return 1e3 * float(np.percentile(seconds, share))
+
+
+def long_context(parts: dict[str, list[Answer]], outcome: Outcome) -> dict[str, float]:
+    """What the chats receive before, during and after the long request, and the longest time in
+    which the server did not advance it.
+    """
+    (long,), chats = parts[LONG], parts.get(CHATS, [])
+    firsts = sorted(answer.ended for answer in chats if answer.ended < long.sent)
+    if not firsts:
+        return {}
+    # the first wave of requests arrives at once, which the others do not
+    begun = firsts[min(len(firsts), max_running(chats)) - 1]
+    last = max(answer.content_times[-1] for answer in chats)
+    spans = {"before": (begun, long.sent), "during": (long.sent, long.ended)}
+    spans["after"] = (long.ended, last)
+    rates = {name: rate(chats, *span) for name, span in spans.items()}
+    found = {f"chunks/s of the chats {name} it": value for name, value in rates.items()}
+    if rates["before"]:
+        for name in ("during", "after"):
+            found[f"chunks/s of the chats, {name} / before"] = rates[name] / rates["before"]
+    seen = [at for at, _ in outcome.progress if long.sent < at < long.first]
+    advances = [long.sent, *seen, *long.content_times, long.ended]
+    return found | {
+        "TTFT of the long prompt ms": 1e3 * (long.first - long.sent),
+        "longest pause of the long request s": float(np.diff(advances).max()),
+    }
+
+
+def max_running(answers: Sequence[Answer]) -> int:
+    """Return how many requests were sent before the first one ended."""
+    end = min(answer.ended for answer in answers)
+    return sum(answer.sent < end for answer in answers)
+
+
+def rate(answers: Iterable[Answer], begin: float, end: float) -> float:
+    """Return the chunks per second in a span; 0 if it is empty."""
+    count = sum(begin < at <= end for answer in answers for at in answer.content_times)
+    return count / (end - begin) if end > begin else 0.0
+
+
+FIGURES: dict[str, Callable[[dict[str, list[Answer]], Outcome], dict[str, float]]] = {
+    "long-beside-short": long_beside_short,
+    "long-context": long_context,
+}

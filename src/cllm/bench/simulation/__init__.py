@@ -1,0 +1,1 @@
+"""Runs the scheduler with a simulated clock."""

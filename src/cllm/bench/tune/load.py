@@ -1,0 +1,93 @@
+"""Measures candidates of ``cllm tune`` with the workloads of users, each in a server of its own."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cllm.bench.compare.rows import ROWS, scenario, unrelated
+from cllm.bench.load.client import find_model, measure_tokens_per_word, run_stages
+from cllm.bench.load.report import Report, summarize
+from cllm.bench.load.scenario_figures import BESIDE
+from cllm.bench.load.scenarios import SCENARIOS
+from cllm.bench.load.workload import Group, Stage, Words
+from cllm.bench.servers import cllm
+from cllm.bench.tune.measure import CandidateError
+from cllm.bench.tune.search import Choice, Traffic
+from cllm.errors import StartupError
+
+CHAT_CLIENTS = 8
+WORKLOADS = ("chat", *SCENARIOS)
+
+
+class Served(NamedTuple):
+    """The speed at which a server served a workload: output tokens/s, or what ``rate_of`` says."""
+
+    rate: float
+
+
+class ServerBench:
+    """Starts servers. ``settings`` returns the settings of a choice as a tree, for a YAML file."""
+
+    def __init__(self, settings: Callable[[Choice], dict[str, Any]]) -> None:
+        self._settings = settings
+
+    def measure(self, choice: Choice, traffic: Traffic) -> Served:
+        """Raises CandidateError if the server does not start, or a request fails."""
+        import yaml
+
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / "cllm.yaml"
+            config.write_text(yaml.safe_dump(self._settings(choice)), "utf-8")
+            try:
+                with cllm(None, "--config", config, name=None) as server:
+                    words = Words(
+                        model=find_model(server),
+                        prompt_words=1,
+                        max_tokens=ROWS[row_of(traffic.workload)].max_tokens,
+                        temperature=0.8,
+                    )
+                    outcome = run_stages(
+                        server,
+                        stages_of(traffic, words, measure_tokens_per_word(server, words)),
+                        warmup=Group(tasks=[], clients=1),
+                        progress=lambda _: None,
+                    )
+            except StartupError as error:
+                raise CandidateError(str(error)) from None
+        settings = {"workload": traffic.workload}
+        report = summarize(outcome, url=server.url, model=words.model, settings=settings)
+        if report.num_failed:
+            reason, count = next(iter(report.failures.items()))
+            raise CandidateError(f"{count} requests failed: {reason}")
+        return Served(rate_of(report))
+
+
+def row_of(workload: str) -> str:
+    return f"unrelated-{CHAT_CLIENTS}" if workload == "chat" else workload
+
+
+def stages_of(traffic: Traffic, words: Words, tokens_per_word: float) -> list[Stage]:
+    words = msgspec.structs.replace(words, tokens_per_word=tokens_per_word)
+    if traffic.workload == "chat":
+        return unrelated(CHAT_CLIENTS, words, traffic.scale)
+    return scenario(traffic.workload, words, traffic.scale)
+
+
+def rate_of(report: Report) -> float:
+    """Return output tokens/s; where streams run until a long prompt has ended, the geometric mean
+    of 1 / its TTFT and the speed of the streams beside it.
+    """
+    found = report.workload_figures
+    if "TTFT of the long prompt ms" not in found:
+        return report.output_tokens_per_s
+    if "chunks/s of the chats during it" in found:
+        speed = found["chunks/s of the chats during it"]
+    else:
+        speed = 1e3 / found[f"ITL p50 {BESIDE} ms"]
+    return math.sqrt(1e3 / found["TTFT of the long prompt ms"] * speed)

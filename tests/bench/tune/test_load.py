@@ -1,0 +1,63 @@
+"""Measuring the candidates of ``cllm tune`` with the workloads of users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cllm.bench.load.answer import Answer
+from cllm.bench.load.client import Outcome
+from cllm.bench.load.report import Report, summarize
+from cllm.bench.load.scenarios import SCENARIOS
+from cllm.bench.load.workload import Task, Words
+from cllm.bench.tune.load import WORKLOADS, ServerBench, rate_of, stages_of
+from cllm.bench.tune.measure import CandidateError
+from cllm.bench.tune.search import Traffic
+
+WORDS = Words(model="m", prompt_words=1, max_tokens=8)
+
+
+def report(**figures: float) -> Report:
+    answer = Answer(Task(b""), 0.0)
+    answer.content_times, answer.ended = [1.0, 2.0], 2.0
+    made = summarize(Outcome([answer], wall=2.0, cpu=0.1), url="u", model="m", settings={})
+    return msgspec.structs.replace(made, output_tokens_per_s=7.0, workload_figures=figures)
+
+
+def test_every_workload_of_users_is_known() -> None:
+    assert {*WORKLOADS} == {"chat", *SCENARIOS}
+    for name in WORKLOADS:
+        assert stages_of(Traffic(name, 0.1), WORDS, 2.5)
+
+
+def test_rate_counts_long_prompt_and_streams() -> None:
+    """Halving the time of both doubles the rate."""
+    assert rate_of(report()) == 7.0
+    ttft, gap = "TTFT of the long prompt ms", "ITL p50 beside the long prompt ms"
+    slow, fast = report(**{ttft: 4000.0, gap: 200.0}), report(**{ttft: 2000.0, gap: 100.0})
+    assert rate_of(fast) == pytest.approx(2 * rate_of(slow))
+    chats = "chunks/s of the chats during it"
+    slow, fast = report(**{ttft: 4000.0, chats: 20.0}), report(**{ttft: 4000.0, chats: 80.0})
+    assert rate_of(fast) == pytest.approx(2 * rate_of(slow))
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+def test_candidate_is_measured_in_server() -> None:
+    """Its settings reach the server; one that cannot be served is reported."""
+    chosen: list[dict[str, Any]] = []
+
+    def settings(choice: dict[str, Any]) -> dict[str, Any]:
+        chosen.append(choice)
+        return {"model": {"max_context_length": 1024}, "kv": {"type": choice["kv.type"]}}
+
+    bench = ServerBench(settings)
+    assert bench.measure({"kv.type": "f16"}, Traffic("edit", 1.0)).rate > 0
+    assert bench.measure({"kv.type": "q8_0"}, Traffic("long-beside-short", 0.1)).rate > 0
+    with pytest.raises(CandidateError, match="does not start"):
+        bench.measure({"kv.type": "unknown"}, Traffic("chat", 1.0))
+    with pytest.raises(CandidateError, match="requests failed: HTTP 400"):
+        bench.measure({"kv.type": "f16"}, Traffic("agents", 1.0))
+    assert len(chosen) == 4
