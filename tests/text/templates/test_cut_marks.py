@@ -11,7 +11,7 @@ from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.text.fences import MARKS, Fences, remove_fences
 from cllm.text.templates.chat_template import ChatTemplate
 
-FOLDER = Path(__file__).parents[1] / "data" / "templates"
+FOLDER = Path(__file__).parents[2] / "data" / "templates"
 END = "<|im_end|>"
 # as Qwen3's: reasoning is shown after the last question only
 MOVING = (
