@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("cllm")
+
+# The tests start hundreds of Python processes. Without this variable, which images of containers set,
+# each one needs half the time to import its modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # On a busy machine, threads that spin while they wait take CPU time from the thread they wait for.
 # This must be set before llama.cpp is loaded, here or in a child process.
