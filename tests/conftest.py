@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -27,6 +28,19 @@ from cllm.engine.commands import Abort, Add
 from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
+
+def pytest_collection_finish() -> None:
+    """Make collecting garbage cheap: what exists now remains until the end."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage() -> Iterator[None]:
+    """Report a file that a test leaves open in the module of that test, not in a later one."""
+    yield
+    gc.collect()
+
 
 # Slowness of a busy machine is not a failure, so there is no deadline. Hypothesis prints a blob that
 # reproduces a failure.
