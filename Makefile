@@ -5,29 +5,35 @@ RUN   := tools/setup.sh uv run
 CHECK := tools/setup.sh --no-llama uv run
 ARGS  ?=
 
+# One process of pytest for each core, four at most. Each takes the tests of one file after another. ARGS="-n 0": one process.
+PYTEST := pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 # What make bench measures with and against.
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve test models check coverage lint format bench reliability soak docs site wheels
+.PHONY: help serve check test test-all models coverage lint format bench reliability soak docs site wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):[a-z ]*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):[a-z ]*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 serve: ## start the server with the built-in model
 	@exec $(RUN) cllm serve $(ARGS)
 
-test: ## run all tests, those that need llama.cpp too
-	@exec $(RUN) pytest $(ARGS)
+check: lint ## before each commit, 2 minutes: linters, types, the quick tests (no server, no llama.cpp)
+	@$(CHECK) $(PYTEST) -m "not server and not slow and not llama" $(ARGS)
+
+test: ## before a change is merged, 12 minutes on two cores: all tests, with few repetitions
+	@exec $(RUN) $(PYTEST) $(ARGS)
+
+test-all: ## before a release, an hour: all tests, with all repetitions and those marked full
+	@CLLM_FULL_TESTS=1 exec $(RUN) $(PYTEST) $(ARGS)
 
 models: ## fetch two trained models (350 MB) for the tests marked real, and for measurements
 	@exec $(CHECK) python tools/real_models.py
 
-check: lint ## linters and the tests that need no llama.cpp: run it after every change
-	@$(CHECK) pytest -m "not llama and not slow" $(ARGS)
-
-coverage: ## run all tests and show the lines that none of them reaches
+coverage: ## run all tests in one process and show the lines that none of them reaches
 	@exec $(RUN) pytest --cov=cllm --cov-report=term-missing:skip-covered $(ARGS)
 
 lint: ## lint, format check, types

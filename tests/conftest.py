@@ -29,6 +29,26 @@ from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 
+# Set by make test-all: everything is repeated as often as before a release.
+IS_FULL = bool(os.environ.get("CLLM_FULL_TESTS"))
+
+
+def repeat(full: int, short: int) -> int:
+    """Return how often a test repeats something: ``full`` times in make test-all."""
+    return full if IS_FULL else short
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests whose fixtures start a server, and skip those marked ``full`` except in make
+    test-all.
+    """
+    for item in items:
+        if any("server" in name for name in getattr(item, "fixturenames", ())):
+            item.add_marker("server")
+        if item.get_closest_marker("full") and not IS_FULL:
+            item.add_marker(pytest.mark.skip(reason="runs in make test-all only"))
+
+
 def pytest_collection_finish() -> None:
     """Make collecting garbage cheap: what exists now remains until the end."""
     gc.collect()
@@ -47,7 +67,7 @@ def garbage() -> Iterator[None]:
 hypothesis.settings.register_profile(
     "cllm",
     deadline=None,
-    max_examples=50,
+    max_examples=repeat(50, 15),
     stateful_step_count=30,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

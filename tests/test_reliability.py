@@ -6,13 +6,17 @@ import asyncio
 import sys
 
 import pytest
+from conftest import repeat
 
 from benchmarks.reliability.measures import list_measures
 from benchmarks.reliability.soak import measure_soak
 
-SCALE = 0.01
+SCALE = repeat(10, 3) / 1000
 MEASURES = list_measures(SCALE)
-NEED_MODEL = {"kill", "overload", "flips", "hostile"}
+MARKS = {
+    **dict.fromkeys(("kill", "overload", "flips", "hostile"), pytest.mark.llama),
+    "hang": pytest.mark.full,  # waits for half a minute
+}
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,10 +32,7 @@ def check(figures):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.llama) if name in NEED_MODEL else name
-        for name in MEASURES
-    ],
+    [pytest.param(name, marks=MARKS.get(name, ())) for name in MEASURES],
 )
 def test_promise_is_kept(name):
     async def measure():
@@ -40,5 +41,5 @@ def test_promise_is_kept(name):
     check(asyncio.run(measure()))
 
 
-def test_soak_of_a_minute():
-    check(asyncio.run(measure_soak(1.0)))
+def test_soak():
+    check(asyncio.run(measure_soak(repeat(60, 10) / 60)))

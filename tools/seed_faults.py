@@ -263,7 +263,8 @@ def is_found(fault: Fault, sources: Path) -> bool:
     environment = {
         **os.environ,
         "PYTHONPATH": str(sources),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPYCACHEPREFIX": str(sources / "bytecode"),
+        "CLLM_FULL_TESTS": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": str(sources / "hypothesis"),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]

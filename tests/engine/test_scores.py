@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +107,7 @@ def test_prompt_is_scored_once_for_several_sequences(fake_engine):
     assert all(len(engine.tokens("A", i)) == 2 for i in range(3))
 
 
-@settings(max_examples=40)
+@settings(max_examples=repeat(40, 10))
 @given(
     st.lists(
         st.tuples(st.integers(2, 30), st.integers(0, 4), st.booleans(), st.sampled_from([None, 5])),

@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import get_args
 
 import pytest
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -179,7 +180,9 @@ class RouterMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_random_requests_follow_the_rules(routing: Routing) -> None:
     machine = type("Machine", (RouterMachine,), {"routing": routing})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=repeat(40, 10), stateful_step_count=40)
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=30), st.integers(0, 20))

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from conftest import repeat
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -137,7 +138,7 @@ rows = st.tuples(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=repeat(200, 40))
 @given(
     st.lists(rows, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([30, 257, 600])
 )
@@ -203,7 +204,7 @@ class MirostatReference:
         return token
 
 
-@settings(max_examples=60)
+@settings(max_examples=repeat(60, 15))
 @given(
     st.floats(0.5, 8),
     st.floats(0, 1),

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import repeat
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ rows = st.tuples(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=repeat(150, 30))
 @given(
     st.lists(rows, min_size=1, max_size=5),
     st.integers(0, 2**32),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ def test_hundred_requests_of_one_account_do_not_hold_up_one_of_another(
     st.sampled_from(["off", "prompt_lookup"]),
     st.sampled_from([80, 256, None]),  # cells of the pool; None: each sequence has its own
 )
-@settings(max_examples=25)
+@settings(max_examples=repeat(25, 8))
 def test_seed_gives_same_text_alone_and_with_others(
     fake_engine,
     seeded: tuple[list[int], int],

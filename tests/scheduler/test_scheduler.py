@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -613,7 +614,7 @@ limits = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=repeat(80, 20))
 @given(limits, st.lists(st.one_of(arrivals, arrivals, aborts, steps, steps), max_size=14))
 def test_random_arrivals_and_aborts_leave_nothing(fake_engine, limits, events):
     """All seq_ids and cells are released, no step is too large, and every text is right."""

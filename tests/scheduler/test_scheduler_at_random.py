@@ -13,7 +13,7 @@ from types import FrameType
 from typing import ClassVar
 
 import pytest
-from conftest import FakeEngine
+from conftest import FakeEngine, repeat
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -253,14 +253,18 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overcommitted_pool_keeps_invariants(layout: str) -> None:
     machine = type("Machine", (SchedulerMachine,), {"options": LAYOUTS[layout]})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=repeat(25, 8), stateful_step_count=30)
+    )
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "paged"])
 def test_adapters_never_compute_with_cells_of_others(layout: str, caplog) -> None:
     options = LAYOUTS.get(layout, {"layout": "paged"})
     machine = type("Machine", (SchedulerMachine,), {"options": options, "uses_adapters": True})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=repeat(25, 8), stateful_step_count=30)
+    )
     assert not caplog.records, "a step failed and was repeated"
 
 
@@ -272,7 +276,7 @@ def test_scheduler_works_with_naive_cache(layout: str) -> None:
 
 def test_exceptions_end_only_sequences_involved() -> None:
     run_state_machine_as_test(
-        FaultyMachine, settings=settings(max_examples=40, stateful_step_count=30)
+        FaultyMachine, settings=settings(max_examples=repeat(40, 10), stateful_step_count=30)
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from call_texts import FAMILIES, TOOLS, pieces_of, with_thoughts
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def merge(deltas: list) -> dict[int, tuple]:
 
 @pytest.mark.parametrize("name", [None, *FAMILIES])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeat(60, 15), deadline=None)
 def test_grouping_of_outputs_changes_no_delta(name, data):
     """Two choices of random text, whose outputs arrive one by one or in random groups."""
     family = with_thoughts(name) if name else None

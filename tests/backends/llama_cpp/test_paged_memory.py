@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from conftest import repeat
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -281,7 +282,7 @@ class Machine(RuleBasedStateMachine):
         self.range.close()
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+Machine.TestCase.settings = settings(max_examples=repeat(100, 25), stateful_step_count=40)
 TestPagedMemory = Machine.TestCase
 
 

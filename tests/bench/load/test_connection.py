@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,7 +171,7 @@ class Pipe(asyncio.Transport):
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeat(60, 15), deadline=None)
 @given(cuts=st.lists(st.integers(0, 400)), sizes=st.lists(st.integers(1, 60), max_size=8))
 def test_chunks_split_anywhere_are_joined(cuts: list[int], sizes: list[int]) -> None:
     """The body does not depend on where the server cuts chunks or where the network cuts packets."""

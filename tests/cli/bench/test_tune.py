@@ -156,6 +156,7 @@ def test_tune_measures_and_writes_copy(
 
 @pytest.mark.llama
 @pytest.mark.slow
+@pytest.mark.full
 def test_tune_measures_workloads(cllm, builtin_path: Path, tmp_path: Path) -> None:
     """Each candidate serves the workload; the given settings reach the servers."""
     options = ("--minutes", "0.1", "--out", tmp_path / "c.yaml", "--json", "--threads", "1")

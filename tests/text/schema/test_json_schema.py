@@ -12,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schema_texts import BYTES, CHECKER, allows, check, check_best_effort, write
@@ -159,7 +160,7 @@ def made_hard(draw_schema):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=repeat(40, 10))
 @given(objects(made_hard(schemas) | schemas) | made_hard(objects(schemas)), st.integers(0, 2**32))
 def test_best_effort_enforces_the_remaining_keywords(schema, seed):
     """Keywords that are not reported as left out hold. The schema is rejected only if no value

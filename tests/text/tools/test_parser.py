@@ -10,6 +10,7 @@ import time
 
 import pytest
 from call_texts import CALLING, FAMILIES, pieces_of, with_thoughts
+from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ places = st.lists(st.integers(0, 10**6), max_size=12)
 
 @pytest.mark.parametrize("name", CALLING)
 @given(calls=calls, places=places, thought=texts, said=texts)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeat(60, 15), deadline=None)
 def test_parts_are_read_in_order(name, calls, places, thought, said) -> None:
     """Reasoning, text and calls, each call's arguments as one JSON object, in any chunking."""
     family = with_thoughts(name)
@@ -138,7 +139,7 @@ def test_parts_are_read_in_order(name, calls, places, thought, said) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=repeat(150, 30), deadline=None)
 def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
     """Broken calls, partial marks, and marks in unexpected places."""
     message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
@@ -151,7 +152,7 @@ def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLING if not load_families()[name].header])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeat(60, 15), deadline=None)
 def test_marks_are_text_without_tools_and_reasoning(name, data) -> None:
     message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
     parts = read(
