@@ -12,7 +12,7 @@ PYTEST := pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve check test test-all models coverage lint format bench reliability soak docs site wheels
+.PHONY: help serve check test test-all models browser coverage lint format bench reliability soak docs site wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,6 +29,10 @@ test: ## before a change is merged, 12 minutes on two cores: all tests, with few
 
 test-all: ## before a release, an hour: all tests, with all repetitions and those marked full
 	@CLLM_FULL_TESTS=1 exec $(RUN) $(PYTEST) $(ARGS)
+
+browser: ## fetch Chromium for the tests of the page, unless it is installed: Playwright's, else Debian's if you are root
+	@command -v chromium >/dev/null || $(CHECK) timeout 600 playwright install --with-deps chromium \
+	  || { apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
 
 models: ## fetch two trained models (350 MB) for the tests marked real, and for measurements
 	@exec $(CHECK) python tools/real_models.py
