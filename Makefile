@@ -5,8 +5,8 @@ RUN   := tools/setup.sh uv run
 CHECK := tools/setup.sh --no-llama uv run
 ARGS  ?=
 
-# One process of pytest for each core, four at most. Each takes the tests of one file after another. ARGS="-n 0": one process.
-PYTEST := pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Three processes, because many tests wait; each runs the tests of one file after another. In one process: ARGS="-n 0".
+PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What make bench measures with and against.
 MODEL := models/qwen3-0.6b.gguf
@@ -28,7 +28,7 @@ test: ## before a change is merged, 12 minutes on two cores: all tests, with few
 	@exec $(RUN) $(PYTEST) $(ARGS)
 
 test-all: ## before a release, an hour: all tests, with all repetitions and those marked full
-	@CLLM_FULL_TESTS=1 exec $(RUN) $(PYTEST) $(ARGS)
+	@CLLM_FULL_TESTS=1 $(RUN) $(PYTEST) $(ARGS)
 
 browser: ## fetch Chromium for the tests of the page, unless it is installed: Playwright's, else Debian's if you are root
 	@command -v chromium >/dev/null || $(CHECK) timeout 600 playwright install --with-deps chromium \
