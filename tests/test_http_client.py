@@ -74,6 +74,14 @@ def test_unusable_proxy_is_named(proxy: dict[str, str]) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_proxy_need_not_be_usable_for_a_host_in_no_proxy(
+    proxy: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "other.test, .example.test")
+    open_client("http://api.example.test:80").close()
+    open_client("http://example.test").close()
+
+
 @pytest.mark.parametrize(
     ("url", "is_near"),
     [

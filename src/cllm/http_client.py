@@ -55,9 +55,18 @@ def open_client(url: str, **options: Any) -> httpx2.Client:
     """
     import httpx2
 
-    is_near = is_on_this_machine(url)
+    is_direct = is_on_this_machine(url) or is_excepted(url)
     with explained_proxies():
-        return httpx2.Client(transport=httpx2.HTTPTransport() if is_near else None, **options)
+        return httpx2.Client(transport=httpx2.HTTPTransport() if is_direct else None, **options)
+
+
+def is_excepted(url: str) -> bool:
+    """Return whether NO_PROXY names the host of a URL, so that no proxy has to be usable."""
+    try:
+        host = urlsplit(url).hostname
+    except ValueError:
+        return False
+    return bool(host and urllib.request.proxy_bypass_environment(host))  # type: ignore[attr-defined]
 
 
 @contextmanager
