@@ -26,7 +26,7 @@ from cllm.text.schema.closed_objects import (
     has_own_options,
     parts_of,
 )
-from cllm.text.schema.finite_values import Schema, add_ends, has_end
+from cllm.text.schema.finite_values import Schema
 from cllm.text.schema.places import Places, follow
 from cllm.text.schema.repetitions import MAX_EXPANSION, expands_too_far
 from cllm.text.schema.string_formats import FORMATS, split_lookaheads
@@ -65,7 +65,7 @@ def enforceable(schema: Any, param: str, unenforced: set[str] | None = None) -> 
 
     Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they
     are refused. Raises BadRequest, naming ``param`` and the keyword, for refused keywords, and for
-    a schema that is invalid, too large, or satisfied by no finite value.
+    a schema that is invalid or too large.
     """
     return Translator(schema, param, unenforced).translate()
 
@@ -101,10 +101,8 @@ class Translator:
             definitions[self._names[id(target), is_closed]] = self._schema(
                 target, reference, 0, around
             )
-        if not has_end(root, add_ends(definitions)):
-            self._refuse("", "no finite value satisfies it")
         if isinstance(root, bool):
-            return {}
+            root = {} if root else {"allOf": [False]}
         return root | ({"$defs": definitions} if definitions else {})
 
     def _refuse(self, where: str, why: str) -> NoReturn:

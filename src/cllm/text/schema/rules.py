@@ -146,8 +146,11 @@ class SchemaRules:
                             with_option(option, id(value), i) for i, option in enumerate(options)
                         ]
                     found = self._both(found, join_options(options))
+                case "$ref" if value in self._ended:
+                    found = self._both(found, [{"$ref": value}])
                 case "$ref":
-                    found = self._both(found, [{"$ref": value}] if value in self._ended else [])
+                    self._nothing("no finite value satisfies it")
+                    found = []
         return found
 
     def _resolved(self, alternatives: Alternatives) -> Iterator[Alternative]:
