@@ -13,7 +13,7 @@ from schema_texts import BYTES
 
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
-from cllm.text.schema.lark import Rules
+from cllm.text.schema.lark import Rules, search_matcher
 from cllm.text.schema.rules import (
     CHUNK,
     MAX_ALTERNATIVES,
@@ -111,6 +111,15 @@ def test_name_satisfies_all_patterns_that_it_matches():
     assert written.allows('{"x":1,"ay":7,"z":"z"}')
     for text in ('{"x":2}', '{"ay":"z"}', '{"xy":2}', '{"xy":"z"}', '{"z":1}'):
         assert not written.allows(text), text
+
+
+def test_pattern_of_names_is_compiled_once_for_each_schema():
+    """A pattern takes milliseconds, and the time must not show which patterns others use."""
+    names = {f"n{i}": True for i in range(300)}
+    Written({"type": "object", "patternProperties": {"^x": True, "5$": WHOLE}, "properties": names})
+    assert search_matcher.cache_info().misses == 2
+    Written({"type": "object", "patternProperties": {"^x": True}, "properties": names})
+    assert search_matcher.cache_info().misses == 1
 
 
 def test_name_cannot_be_written_with_escapes():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cllm.text.schema.finite_values import Schema
-from cllm.text.schema.lark import matches, search_term
+from cllm.text.schema.lark import finds
 
 # A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``:
 # the values that constants allow. ``parts`` (of strings): schemas that must all be satisfied.
@@ -217,7 +217,7 @@ def property_of(alternative: Alternative, name: str) -> Schema:
     if name in alternative["properties"]:
         schema: Schema = alternative["properties"][name]
         return schema
-    if any(matches(search_term(pattern), name) for pattern in alternative["patternProperties"]):
+    if any(finds(pattern, name) for pattern in alternative["patternProperties"]):
         return with_patterns(True, name, alternative)
     others: Schema = alternative["additionalProperties"]
     return others
@@ -226,6 +226,6 @@ def property_of(alternative: Alternative, name: str) -> Schema:
 def with_patterns(schema: Schema, name: str, alternative: Alternative) -> Schema:
     """Return ``schema``, combined with the schemas of all patterns that ``name`` matches."""
     for pattern, other in alternative["patternProperties"].items():
-        if matches(search_term(pattern), name):
+        if finds(pattern, name):
             schema = intersect(schema, other)
     return schema

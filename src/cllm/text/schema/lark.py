@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 # the most repetitions at the end of a pattern, which do not matter if any text may follow
 MORE = re.compile(r"(?<!\\)((?:\\\\)*)\{(\d+),\d*\}\Z")
@@ -116,13 +120,27 @@ def fault_of(term: str) -> str:
     return str(LLMatcher.validate_grammar(f"start: {term}"))
 
 
-def matches(term: str, text: str) -> bool:
-    """Whether a terminal's ``term`` allows ``text``."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    matcher = LLMatcher(LLTokenizer("byte"), f"start: {term}", log_level=0)
+def finds(pattern: str, text: str) -> bool:
+    """Whether the ECMAScript ``pattern`` is found in ``text``."""
+    matcher = search_matcher(pattern).deep_copy()
     tokens = list(text.encode())
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@lru_cache(maxsize=1000)
+def search_matcher(pattern: str) -> LLMatcher:
+    """Return a matcher for texts in which ``pattern`` is found, which takes milliseconds."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(byte_tokenizer(), f"start: {search_term(pattern)}", log_level=0)
+
+
+@cache
+def byte_tokenizer() -> LLTokenizer:
+    """Return a tokenizer whose tokens are the bytes, which takes milliseconds."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte", slices=[])
 
 
 def reason_of(error: str) -> str:

@@ -32,7 +32,15 @@ from cllm.text.schema.alternatives import (
 from cllm.text.schema.exclusion import Exclusion
 from cllm.text.schema.finite_values import Schema, add_ends
 from cllm.text.schema.json_schema import enforceable, invalid_schema
-from cllm.text.schema.lark import Rules, fault_of, json_leaf, reason_of, search_term, text_term
+from cllm.text.schema.lark import (
+    Rules,
+    fault_of,
+    json_leaf,
+    reason_of,
+    search_matcher,
+    search_term,
+    text_term,
+)
 from cllm.text.schema.number_terms import allowed_constants, bounds_of, number_terminal
 
 MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
@@ -52,6 +60,7 @@ def json_rule(schema: Any, rules: Rules, param: str, unenforced: set[str] | None
     are refused. Raises BadRequest for refused keywords, for an invalid schema, and for one that
     allows no value.
     """
+    search_matcher.cache_clear()  # or the time would show which patterns other tenants use
     writer = SchemaRules(enforceable(schema, param, unenforced), rules, param, unenforced)
     if writer.start is None:
         raise invalid_schema(
