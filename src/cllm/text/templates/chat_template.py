@@ -167,10 +167,9 @@ class ChatTemplate:
         if continued:
             variables["add_generation_prompt"] = False
         adapted = self._fences.enclose(self._adapted(messages, tools, variables))
-        if continued:
-            last = adapted[-1] if adapted else {}
-            field = continued if continued in last else "thinking"
-            last[field] = CUT + last.get(field, "") + CUT
+        if continued and adapted and adapted[-1]["role"] == "assistant":  # else it is left out
+            field = continued if continued in adapted[-1] else "thinking"
+            adapted[-1][field] = CUT + adapted[-1].get(field, "") + CUT
         adapted = [self._cut_marks.protect(message) for message in adapted]
         text = self._render_with(self._in_parts(adapted), tools, variables)
         if not continued:
