@@ -5,22 +5,22 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cllm.kv_cache.cells import Cells, Chain
+from cllm.kv_cache.cells import CellCounts, Chain
 
 
-def make_chain(cells: Cells, count: int) -> Chain:
+def make_chain(cells: CellCounts, count: int) -> Chain:
     chain = Chain()
     cells.grow(chain, count)
     return chain
 
 
-def count_cells(cells: Cells) -> tuple[int, int, int]:
+def count_cells(cells: CellCounts) -> tuple[int, int, int]:
     return cells.num_held, cells.num_idle, cells.num_free
 
 
 def test_cells_are_held_or_idle_or_free():
     """The three numbers always add up to the size."""
-    cells = Cells(100)
+    cells = CellCounts(100)
     chain = make_chain(cells, 30)
     assert count_cells(cells) == (30, 0, 70)
     cells.unlease(chain)
@@ -33,7 +33,7 @@ def test_cells_are_held_or_idle_or_free():
 
 def test_fork_takes_no_cells():
     """It shares them. Cells that either chain grows later are its own."""
-    cells = Cells(100)
+    cells = CellCounts(100)
     source = make_chain(cells, 30)
     fork = cells.fork(source, 20)
     assert (fork.length, count_cells(cells)) == (20, (30, 0, 70))
@@ -45,7 +45,7 @@ def test_fork_takes_no_cells():
 
 def test_fork_at_end_of_extent_splits_nothing():
     """A chain of many forks would otherwise collect empty extents."""
-    cells = Cells(100)
+    cells = CellCounts(100)
     source = make_chain(cells, 30)
     for _ in range(3):
         cells.fork(source, 20)
@@ -54,7 +54,7 @@ def test_fork_at_end_of_extent_splits_nothing():
 
 def test_shared_cells_remain_until_last_chain_is_cut():
     """The source may be cut first."""
-    cells = Cells(100)
+    cells = CellCounts(100)
     source = make_chain(cells, 30)
     fork = cells.fork(source, 20)
     cells.cut(source, 0)
@@ -66,7 +66,7 @@ def test_shared_cells_remain_until_last_chain_is_cut():
 
 def test_shared_cells_are_held_while_one_chain_is_leased():
     """Evicting an idle chain does not free cells that a leased chain shares."""
-    cells = Cells(100)
+    cells = CellCounts(100)
     source = make_chain(cells, 30)
     cells.unlease(source)
     fork = cells.fork(source, 20)
@@ -83,7 +83,7 @@ class CellsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells = Cells(10_000)
+        self.cells = CellCounts(10_000)
         self.chains: list[tuple[Chain, list[object]]] = []
 
     def draw(self, data: st.DataObject) -> tuple[Chain, list[object]]:

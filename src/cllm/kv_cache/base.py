@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cllm.core.batch import Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.cells import Cells
+from cllm.kv_cache.cells import CellCounts
 from cllm.kv_cache.layouts import Layout, Partitioned
 from cllm.kv_cache.model_state import Prefix
 from cllm.kv_cache.radix_tree import RadixTree, Tokens
@@ -67,7 +67,7 @@ class KVCache(ABC):
             raise ValueError(
                 f"num_cells ({num_cells}) must be at least cells_per_seq ({cells_per_seq})"
             )
-        self.cells = Cells(num_cells)
+        self.cells = CellCounts(num_cells)
         self.cells_per_seq = cells_per_seq
         self.layout = Partitioned() if layout is None else layout
         self.seq_ids = SeqIdPool(max_num_seqs)

@@ -46,7 +46,7 @@ class Chain:
             extent = extent.parent
 
 
-class Cells:
+class CellCounts:
     """Counts the cells in use, each once, however many chains share it.
 
     num_held: cells of leased chains. The other cells in use are idle: no running sequence uses

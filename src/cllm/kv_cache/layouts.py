@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from cllm.core.model_info import ModelInfo
-from cllm.kv_cache.cells import Cells, Chain
+from cllm.kv_cache.cells import CellCounts, Chain
 from cllm.kv_cache.model_state import ModelState, Recurrent, Trimmable
 from cllm.kv_cache.seq_id_pool import SeqIdPool
 
@@ -47,7 +47,7 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def copy(self, cells: Cells, source: Chain, num_tokens: int) -> Chain:
+    def copy(self, cells: CellCounts, source: Chain, num_tokens: int) -> Chain:
         """Return a leased chain for a copy of the first ``num_tokens`` tokens, at least one."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Partitioned(Layout):
     def num_loaded_cells(self, length: int, num_tokens: int) -> int:
         return length  # the snapshot is loaded as a whole, then trimmed
 
-    def copy(self, cells: Cells, source: Chain, num_tokens: int) -> Chain:
+    def copy(self, cells: CellCounts, source: Chain, num_tokens: int) -> Chain:
         chain = Chain()
         cells.grow(chain, num_tokens)
         return chain
@@ -100,7 +100,7 @@ class Unified(Layout):
     def num_loaded_cells(self, length: int, num_tokens: int) -> int:
         return length
 
-    def copy(self, cells: Cells, source: Chain, num_tokens: int) -> Chain:
+    def copy(self, cells: CellCounts, source: Chain, num_tokens: int) -> Chain:
         return cells.fork(source, num_tokens)
 
     def num_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
