@@ -49,7 +49,7 @@ HOSTILE_BODIES: list[bytes] = [
 ]
 
 
-class Ledger:
+class Seen:
     """What clients have seen."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Soak:
         self._server, self._clients, self._end = server, clients, end
         self._numbers = itertools.count()
         self._random = random.Random(7)
-        self.seen = Ledger()
+        self.seen = Seen()
 
     async def run(self) -> None:
         workers = [self._work(i) for i in range(NUM_CLIENTS)]

@@ -28,7 +28,7 @@ from cllm.store.batches import BatchRecord
 from cllm.store.charges import Used
 from cllm.store.files import new_file
 from cllm.store.store import Store
-from cllm.store.usage import Ledger
+from cllm.store.usage import UsageLedger
 
 FOREVER = "no answer"
 ENDPOINT = "/squares"
@@ -215,7 +215,7 @@ def test_interrupted_requests_are_charged_once(tmp_path):
     """By a stop, or by a kill at any time; also if the answer was not on disk yet. An engine that
     fails costs nothing either.
     """
-    ledger = Ledger()
+    ledger = UsageLedger()
 
     async def stop_after_five(server):
         await server.begin(NUMBERS)
@@ -236,7 +236,7 @@ def test_interrupted_requests_are_charged_once(tmp_path):
 
 
 def test_answer_that_is_not_on_disk_yet_costs_nothing_yet(tmp_path, monkeypatch):
-    ledger = Ledger()
+    ledger = UsageLedger()
     seen = []
     flush = Answers.flush
 

@@ -13,7 +13,7 @@ from cllm.core.account import Account, Limits
 from cllm.errors import RateLimited, Unauthorized
 from cllm.store.charges import Used
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
-from cllm.store.usage import WINDOW, Ledger
+from cllm.store.usage import WINDOW, UsageLedger
 
 NOON = 1_800_000_000.0  # 2027-01-15
 
@@ -41,7 +41,7 @@ def clock():
 
 @pytest.fixture
 def ledger(clock):
-    return Ledger(clock, clock)
+    return UsageLedger(clock, clock)
 
 
 def refused(ledger, *arguments):
@@ -58,7 +58,7 @@ def test_budget_of_a_month_never_grows_by_jumps_of_the_clock(tmp_path, seed):
 
     async def serve():
         nonlocal latest, used
-        ledger = Ledger(clock)
+        ledger = UsageLedger(clock)
         await ledger.open(tmp_path)
         for _ in range(generator.randint(1, 8)):
             clock.now = NOON + generator.randint(-3, 3) * 30 * 86_400 + generator.random() * 9e5
@@ -96,7 +96,7 @@ def test_requests_per_minute_are_counted_in_any_minute(ledger, clock):
 @pytest.mark.parametrize("seed", range(20))
 def test_no_minute_ever_exceeds_its_limits(seed, clock):
     """Whatever arrives, ends, is aborted or fails, at any time."""
-    ledger, chance = Ledger(clock, clock), random.Random(seed)
+    ledger, chance = UsageLedger(clock, clock), random.Random(seed)
     ann = account(requests_per_minute=5, tokens_per_minute=100, concurrent_requests=3)
     admitted, paid, open_charges = [], [], []
     for _ in range(2000):
@@ -179,7 +179,7 @@ def test_running_requests_are_ended(ledger):
 
 
 async def reopen(folder, clock, monotonic=None):
-    ledger = Ledger(clock, monotonic or clock)
+    ledger = UsageLedger(clock, monotonic or clock)
     await ledger.open(folder)
     return ledger
 
@@ -245,19 +245,19 @@ def test_sum_of_parallel_requests_is_exact(tmp_path, clock):
 def test_full_disk_delays_writing_only(tmp_path, clock, monkeypatch, caplog):
     async def run():
         ledger = await reopen(tmp_path, clock)
-        write = Ledger._write
+        write = UsageLedger._write
 
         def fail(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Ledger, "_write", fail)
+        monkeypatch.setattr(UsageLedger, "_write", fail)
         ledger.admit(account(), 30, 0, counts(20, 10)).settle(finished=True)
         await ledger.save()
         ledger.admit(account(), 30, 0, counts(1, 2)).settle(finished=True)
         await ledger.save()
         assert ledger.num_failed_writes == 2
         assert caplog.text.count("cannot be written") == 1
-        monkeypatch.setattr(Ledger, "_write", write)
+        monkeypatch.setattr(UsageLedger, "_write", write)
         await ledger.close()
         assert (await reopen(tmp_path, clock)).of_month("ann") == Used(2, 21, 0, 12)
 
@@ -309,7 +309,7 @@ def test_limits_per_minute_never_grow_by_jumps_of_the_clock(tmp_path, seed):
         monotonic.now += seconds
 
     async def serve():
-        ledger = Ledger(clock, monotonic)
+        ledger = UsageLedger(clock, monotonic)
         ledger._boot_id = boot
         await ledger.open(tmp_path)
         for _ in range(chance.randint(1, 8)):
@@ -389,7 +389,7 @@ def test_database_is_opened_once_while_requests_are_counted(tmp_path, clock):
         first = await reopen(tmp_path, clock)
         first.admit(account(), 30, 0, counts(20, 10)).settle(finished=True)
         await first.close()
-        second = Ledger(clock, clock)
+        second = UsageLedger(clock, clock)
         opening = [asyncio.create_task(second.open(tmp_path)) for _ in range(3)]
         for _ in range(50):
             second.admit(account(), 3, 0, counts(1, 1)).settle(finished=True)

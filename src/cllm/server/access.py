@@ -21,7 +21,7 @@ from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized
 from cllm.server.addresses import check_host, is_loopback, is_network
 from cllm.store.keys import Keyring
-from cllm.store.usage import Ledger
+from cllm.store.usage import UsageLedger
 
 if TYPE_CHECKING:
     from cllm.serving.service import Service
@@ -44,7 +44,7 @@ class Access:
         """Raises StartupError if the file of keys cannot be used."""
         server = settings.server
         self.keyring = Keyring(Path(server.keys_file).expanduser(), server.api_key)
-        self.ledger = Ledger()
+        self.ledger = UsageLedger()
         self._settings = settings
         self._valid: set[str] = set()  # names of accounts with a valid key, at the last check
         self._tasks: set[asyncio.Task[None]] = set()

@@ -38,7 +38,7 @@ from cllm.serving.answer import (
     took_too_long,
 )
 from cllm.store.charges import Charge
-from cllm.store.usage import EXPECTED_OUTPUT, Ledger
+from cllm.store.usage import EXPECTED_OUTPUT, UsageLedger
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING, ChatFormats, schemas_of
 from cllm.text.dry_breakers import DryBreakers
@@ -72,7 +72,7 @@ class Service:
         model_name: str,
         request_timeout: float | None = None,
         recorder: Recorder | None = None,
-        ledger: Ledger | None = None,
+        ledger: UsageLedger | None = None,
         sampling: Sampling | None = None,
     ) -> None:
         """``request_timeout``: seconds that a request may take from submission to its last token.
@@ -93,7 +93,7 @@ class Service:
         self._mark_tokens: dict[str, list[int]] = {}  # of the marks of ``_chat_formats``
         self.request_timeout = request_timeout
         self._recorder = recorder
-        self.ledger = ledger or Ledger()
+        self.ledger = ledger or UsageLedger()
         self.sampling = sampling or Sampling()
 
     def derive(

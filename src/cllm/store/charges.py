@@ -12,7 +12,7 @@ import msgspec
 from cllm.errors import CLLMError
 
 if TYPE_CHECKING:
-    from cllm.store.usage import Entry, Ledger
+    from cllm.store.usage import Entry, UsageLedger
 
 
 class HeldCharges:
@@ -86,7 +86,7 @@ class Charge:
     ``hold_charges`` for those that are held.
     """
 
-    def __init__(self, ledger: Ledger, entry: Entry, reserved: int, counts: Counts) -> None:
+    def __init__(self, ledger: UsageLedger, entry: Entry, reserved: int, counts: Counts) -> None:
         self._ledger = ledger
         self._entry = entry
         self._counts = counts

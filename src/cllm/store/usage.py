@@ -128,7 +128,7 @@ class Entry:
             self.of_month.requests -= 1
 
 
-class Ledger:
+class UsageLedger:
     """The usage of all accounts, in memory and, once ``open`` has been called, on disk."""
 
     def __init__(
