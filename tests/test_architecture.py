@@ -3,6 +3,7 @@ things are.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,12 +87,19 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-EDGES = [(module_of(path), target) for path in FILES for target in imports(path)]
-INSIDE = [
-    (source, target)
-    for source, target in EDGES
-    if target.split(".")[0] == "cllm" and "__" not in target
-]
+@functools.cache
+def all_imports() -> list[tuple[str, str]]:
+    """Return each module with each name that it imports."""
+    return [(module_of(path), target) for path in FILES for target in imports(path)]
+
+
+def inner_imports() -> list[tuple[str, str]]:
+    """Return the same for names of cLLM."""
+    return [
+        (source, target)
+        for source, target in all_imports()
+        if target.split(".")[0] == "cllm" and "__" not in target
+    ]
 
 
 def may_import(source: str, target: str) -> bool:
@@ -109,7 +117,7 @@ def test_every_package_has_a_layer() -> None:
 def test_imports_go_down() -> None:
     assert [
         (source, target)
-        for source, target in INSIDE
+        for source, target in inner_imports()
         if not may_import(package_of(source), package_of(target))
         and (source, target.rpartition(".")[0]) not in UPWARD
     ] == []
@@ -118,7 +126,7 @@ def test_imports_go_down() -> None:
 def test_core_imports_only_errors() -> None:
     assert [
         edge
-        for edge in INSIDE
+        for edge in inner_imports()
         if package_of(edge[0]) == "core" and package_of(edge[1]) not in {"core", "errors"}
     ] == []
 
@@ -133,7 +141,7 @@ def test_dialects_and_backends_do_not_import_each_other(package: str) -> None:
 
     assert [
         edge
-        for edge in INSIDE
+        for edge in inner_imports()
         if {kind(edge[0]), kind(edge[1])} <= kinds
         and kind(edge[0]) != kind(edge[1])
         and (kind(edge[0]), kind(edge[1])) not in EXTENDS
@@ -143,7 +151,7 @@ def test_dialects_and_backends_do_not_import_each_other(package: str) -> None:
 def test_few_modules_import_a_particular_backend() -> None:
     particular = [
         edge
-        for edge in INSIDE
+        for edge in inner_imports()
         if package_of(edge[1]) == "backends" and edge[1].rpartition(".")[0] not in NO_BACKEND
     ]
     assert [
@@ -159,26 +167,31 @@ def test_options_of_backends_import_only_pydantic() -> None:
     assert modules == {f"cllm.backends.{name}.options" for name in BACKENDS}
     assert [
         edge
-        for edge in EDGES
+        for edge in all_imports()
         if edge[0] in modules and edge[1].split(".")[0] not in {"__future__", "typing", "pydantic"}
     ] == []
 
 
 def test_llama_cpp_is_imported_in_one_folder() -> None:
-    users = {source for source, target in EDGES if target.split(".")[0] == "llama_cpp"}
+    users = {source for source, target in all_imports() if target.split(".")[0] == "llama_cpp"}
     assert {user for user in users if not user.startswith("cllm.backends.llama_cpp")} == set()
 
 
 def test_layers_that_decide_or_compute_do_no_io() -> None:
     assert [
-        edge for edge in EDGES if package_of(edge[0]) in PURE and edge[1].split(".")[0] in NOT_PURE
+        edge
+        for edge in all_imports()
+        if package_of(edge[0]) in PURE and edge[1].split(".")[0] in NOT_PURE
     ] == []
 
 
+@pytest.mark.slow
 def test_input_is_never_executed() -> None:
     """No pickle and no eval, and chat templates are rendered only in the sandbox."""
     assert [
-        edge for edge in EDGES if edge[1].split(".")[0] in {"pickle", "marshal", "shelve", "dill"}
+        edge
+        for edge in all_imports()
+        if edge[1].split(".")[0] in {"pickle", "marshal", "shelve", "dill"}
     ] == []
     calls = [
         (module_of(path), ast.unparse(node.func).split(".")[-1], ast.unparse(node.func))
