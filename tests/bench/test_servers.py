@@ -65,6 +65,7 @@ def test_nothing_is_left(error: type[BaseException] | None) -> None:
     assert read_cpu_seconds(pids[0]) == 0
 
 
+@pytest.mark.slow
 @linux
 def test_terminated_benchmark_stops_its_server() -> None:
     benchmark = subprocess.Popen([sys.executable, BENCHMARK, "--mock"], stdout=subprocess.DEVNULL)

@@ -11,6 +11,8 @@ from fake_hub import LARGE, FakeHub
 
 from cllm.models.catalog import BUILTIN
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 
 @pytest.fixture
 def hub():

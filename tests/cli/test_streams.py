@@ -14,6 +14,8 @@ import pytest
 
 from cllm.cli.streams import LossyFile
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
 
 

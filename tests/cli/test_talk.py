@@ -205,6 +205,7 @@ def test_addresses_and_keys_that_cannot_be_sent_give_one_line(cllm, monkeypatch,
         assert (done.code, len(done.err.splitlines())) == (2, 1)
 
 
+@pytest.mark.slow
 def test_input_and_output_that_are_not_text_do_not_fail(stub, monkeypatch):
     """Binary input is rejected, and what stdout cannot encode is replaced."""
     monkeypatch.setattr(

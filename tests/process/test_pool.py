@@ -32,6 +32,8 @@ from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 FAKE = EngineParams(backend="fake", max_num_seqs=2, check=True)
 
 

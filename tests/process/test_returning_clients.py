@@ -26,6 +26,8 @@ from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
 from cllm.scheduler.report import collect_stats
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 CAPACITY, MAX_WAITING = 4, 8
 CROWD = 10 * (CAPACITY + MAX_WAITING)
 COSTS = Costs(step=0.12, row=0.0075, token=0.003)  # a request takes about three seconds

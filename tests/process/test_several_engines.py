@@ -26,6 +26,8 @@ from cllm.process.places import find_places
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 END = 256
 PARAMS = EngineParams(backend="fake", max_num_seqs=2, max_num_batched_tokens=64, check=True)
 

@@ -153,6 +153,7 @@ def test_long_row_gets_less_with_less_weight(fake_engine):
     assert 0.1 <= share <= 0.25
 
 
+@pytest.mark.slow
 def test_long_row_gets_its_share_beside_others_that_are_long_too(fake_engine):
     """Those that are computed in every step do not use up the share of the one that is not."""
     costs = Costs(step=0.02, row=0.002, token=0.0001, context=0.000005)
@@ -176,6 +177,7 @@ def test_long_row_alone_is_in_every_step(fake_engine):
     assert len(run(engine, lambda: len(engine.tokens("long")) == 50)) == 49
 
 
+@pytest.mark.slow
 def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
     """Although a step has room for one of them, or for a part of the long one, but not for both."""
     costs = Costs(step=0.03, row=0.01, token=0.008)
@@ -220,6 +222,7 @@ class LongCosts(Costs, frozen=True):
         return super().of(batch) + 64 * tiles * 1.6e-5
 
 
+@pytest.mark.slow
 def test_long_prompt_and_chats_both_get_their_share(fake_engine):
     """Chats that begin anew again and again need time for their own prompts. They get it while the
     long prompt has had its third of the time, and it gets its third while they wait. It gets more
@@ -270,6 +273,7 @@ def test_long_prompt_and_chats_both_get_their_share(fake_engine):
     assert max(waits) < 20, "chats wait until the long prompt ends"
 
 
+@pytest.mark.slow
 def test_short_prompts_do_not_wait_for_a_long_one_of_another_account(fake_engine):
     """Although its account has been served less."""
     costs = LongCosts(step=0.017, row=0.01, token=0.003)
@@ -321,6 +325,7 @@ def test_streams_are_steady_beside_a_prompt_of_another_adapter(fake_engine):
     assert longest < 0.7
 
 
+@pytest.mark.slow
 def test_time_of_a_prompt_is_remembered_while_another_adapter_has_its_turn(fake_engine):
     engine = make_engine(fake_engine, costs=Costs(step=0.03, row=0.01, token=0.02))
     start_streams(engine, 4)

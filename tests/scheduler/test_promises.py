@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,7 @@ def test_a_prefix_is_computed_once_whenever_its_requests_arrive(
     assert needed <= computed <= needed + num_followers * (MIN_SHARED_TOKENS - 1)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=20, max_size=100),
     st.integers(0, 40),

@@ -286,7 +286,7 @@ def test_pool_runs_out_during_prompts_of_two_classes() -> None:
 
     Such a step is rare, so the numbers come from many seeds.
     """
-    for seed in range(200):
+    for seed in range(repeat(200, 40)):
         random = Random(seed)
         num_talkers, sizes = random.randint(1, 6), [random.randint(8, 60), random.randint(8, 60)]
         num_tokens = max(8, num_talkers + random.randint(1, 12))

@@ -504,6 +504,7 @@ def start_fails(tmp_path, *arguments, **environment):
     return result.stderr
 
 
+@pytest.mark.slow
 def test_other_machines_are_not_served_without_keys(tmp_path):
     assert "--insecure" in start_fails(tmp_path, "--host", "0.0.0.0")
     assert "cllm keys add" in start_fails(tmp_path, "--host", "::")

@@ -206,6 +206,7 @@ def test_salt_cannot_reach_the_prefixes_of_an_adapter(server):
     assert server.client.post("/v1/completions", json=body).status_code == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

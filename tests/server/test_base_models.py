@@ -47,6 +47,7 @@ def test_base_model_is_the_default_if_it_is_named(start_server, folder):
     assert server.client.get("/v1/models").json()["data"][0]["id"] == "a-base"
 
 
+@pytest.mark.slow
 def test_chat_in_the_terminal_says_what_a_base_model_is_for(folder):
     """Before it is loaded; generate, which completes texts, does not."""
     path = str(folder / "a-base.gguf")

@@ -94,6 +94,7 @@ def test_file_that_aborts_llama_cpp_fails_with_one_line(builtin_path, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

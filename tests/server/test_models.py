@@ -291,6 +291,7 @@ def test_commands_for_a_running_server(start_server, tmp_path):
         assert "'c' does not exist" in cllm(*words, code=2)
 
 
+@pytest.mark.slow
 def test_signal_while_models_are_preloaded_ends_the_server_without_an_error(tmp_path):
     lines = "".join(f"  m{i}: {{path: cllm-builtin, preload: true}}\n" for i in range(4))
     (tmp_path / "c.yaml").write_text(f"kv: {{max_memory_mb: 100}}\nmodels:\n{lines}")

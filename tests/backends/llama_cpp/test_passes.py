@@ -117,6 +117,7 @@ def test_rows_that_do_not_fit_as_tiles_are_padded_to_the_longest() -> None:
     assert plan(*rows) == [([0, 1, 2, 3, 4], 48)]
 
 
+@pytest.mark.slow
 def test_passes_compute_what_one_call_computes(builtin_path: Path, monkeypatch) -> None:
     """Random prompts, drafts and decoding rows, of which some are padded."""
     from cllm.backends.llama_cpp.backend import LlamaCppBackend

@@ -195,6 +195,7 @@ print(llm._backend._threads.counts)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="other systems say it differently")
 def test_one_thread_computes_while_programs_use_all_cpus():
     spin = [

@@ -214,6 +214,7 @@ def test_page_shows_figures_and_rows(tmp_path: Path) -> None:
     assert "runs with another" not in text
 
 
+@pytest.mark.slow
 def test_rewriting_page_keeps_notes(tmp_path: Path) -> None:
     path = tmp_path / "performance.md"
     write_page(made_up(), path, {})

@@ -49,6 +49,7 @@ def texts(svg: bytes) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_same_figure_gives_same_bytes() -> None:
     pictures = [
         picture(load_figure({"a": report()}), suffix) for suffix in (".svg", ".png", ".svg", ".png")

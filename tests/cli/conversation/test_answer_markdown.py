@@ -122,6 +122,7 @@ def test_markup_is_still_formatted(show):
     assert visible(show([text])) == "boldemgonecode*star*text<b>•item<b>"
 
 
+@pytest.mark.slow
 def test_hostile_answers_are_formatted_quickly():
     """A long line of marks takes time that grows with its length."""
     begun = time.process_time()
