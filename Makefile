@@ -64,9 +64,9 @@ soak: ## run clients of all kinds and faults at once: make soak MINUTES=480
 docs: ## derive the pages under docs/ that are made from the code, and build the site
 	@$(RUN) cllm config docs > docs/configuration.md.new
 	@mv docs/configuration.md.new docs/configuration.md
-	@$(RUN) cllm config api > docs/api.md.new
+	@$(RUN) python tools/api_page.py > docs/api.md.new
 	@mv docs/api.md.new docs/api.md
-	@$(RUN) cllm config commands > docs/cli.md.new
+	@$(RUN) python tools/cli_page.py > docs/cli.md.new
 	@mv docs/cli.md.new docs/cli.md
 	@$(MAKE) site
 

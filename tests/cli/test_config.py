@@ -158,10 +158,7 @@ def test_help_describes_option(cllm) -> None:
         ),
         (
             ["config", "sho"],
-            (
-                'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs, '
-                "api, commands."
-            ),
+            'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs.',
         ),
         (["sevre"], 'cllm: "sevre" is not a command; did you mean serve?'),
         (["quux", "--port", "1"], 'cllm: "quux" is not a command; see cllm --help'),

@@ -49,22 +49,6 @@ def docs() -> None:
     print(page(), end="")
 
 
-@app.command
-def api() -> None:
-    """Print the page docs/api.md, which describes all routes and their parameters."""
-    from cllm.cli import api_page
-
-    print(api_page.render_page(), end="")
-
-
-@app.command
-def commands() -> None:
-    """Print the page docs/cli.md, which describes all commands."""
-    from cllm.cli import cli_page
-
-    print(cli_page.render_page(), end="")
-
-
 def as_json(loaded: LoadedConfig) -> str:
     settings = loaded.settings.model_dump()
     for key in SECRETS:

@@ -1,5 +1,5 @@
-"""The page docs/cli.md: every command with an example, exit codes, variables, files, and the flags
-of other servers.
+"""Prints the page docs/cli.md: every command with an example, exit codes, variables, files, and the
+flags of other servers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ PATHS = {
 INTRODUCTION = """\
 # Commands
 
-`cllm config commands` generates this page.
+`make docs` generates this page from the code, with `tools/cli_page.py`.
 
 `cllm COMMAND --help` describes all options of a command. Results are printed on stdout, and everything else on stderr.
 With `--json`, a command prints JSON for scripts, whose fields [stay stable](public_api.md).
@@ -164,3 +164,7 @@ def rows(entries: Mapping[str, str]) -> str:
     return "".join(
         f"| {code(tuple(key.split(', ')))} | {text} |\n" for key, text in entries.items()
     )
+
+
+if __name__ == "__main__":
+    print(render_page(), end="")

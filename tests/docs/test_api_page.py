@@ -13,8 +13,8 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from cllm.cli.api_page import body_model, body_rows, render_page
 from cllm.server.app import routes
+from tools.api_page import body_model, body_rows, render_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {
@@ -29,7 +29,7 @@ WITHOUT_BODY = ("/cancel",)
 
 
 def test_page_matches_the_code():
-    """If this fails, run: cllm config api > docs/api.md."""
+    """If this fails, run: make docs."""
     assert (ROOT / "docs" / "api.md").read_text() == render_page()
 
 

@@ -13,16 +13,16 @@ from cyclopts import App
 from rich.console import Console
 
 from cllm.cli import peer_flags
-from cllm.cli.cli_page import EXAMPLES, render_page
 from cllm.cli.conversation.reader import state_folder
 from cllm.cli.main import ALIASES, COMMANDS, app
+from tools.cli_page import EXAMPLES, render_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
-def test_page_is_up_to_date(cllm) -> None:
-    """``make docs`` writes what ``cllm config commands`` prints."""
-    assert PAGE.read_text("utf-8") == render_page() == cllm("config", "commands").out
+def test_page_is_up_to_date() -> None:
+    """If this fails, run: make docs."""
+    assert PAGE.read_text("utf-8") == render_page()
 
 
 def test_page_has_the_commands_that_exist() -> None:

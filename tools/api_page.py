@@ -1,4 +1,4 @@
-"""Generates docs/api.md from the code: every route, and whether each parameter is done, ignored or
+"""Prints the page docs/api.md: every route, and whether each parameter is done, ignored or
 refused.
 """
 
@@ -21,7 +21,7 @@ from cllm.server.queueing import TICKET
 INTRODUCTION = f"""\
 # API
 
-`cllm config api` generates this page from the code.
+`make docs` generates this page from the code, with `tools/api_page.py`.
 
 It lists all routes and parameters, by dialect. A parameter is
 
@@ -207,3 +207,7 @@ def bounds(schema: dict[str, Any]) -> str:
 
 def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(render_page(), end="")
