@@ -7,10 +7,13 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from cllm.config.settings import OPTIONS
 from tools import build_wheels
@@ -20,6 +23,19 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 PORT = OPTIONS["server.port"].default
 SECRET = re.compile(r"(api_?key|token|password|secret)\s*[=:]\s*[\"']?\w", re.IGNORECASE)
 NAMES_A_FILE = re.compile(r"(HF_TOKEN_PATH|file)\s*[=:]")
+
+
+def test_minor_version_of_uvicorn_is_fixed() -> None:
+    """cllm.server.http builds on parts of uvicorn that may change in every minor version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (uvicorn,) = (
+        requirement
+        for requirement in map(Requirement, project["dependencies"])
+        if requirement.name == "uvicorn"
+    )
+    version = Version(metadata.version("uvicorn"))
+    assert version in uvicorn.specifier
+    assert f"{version.major}.{version.minor + 1}.0" not in uvicorn.specifier
 
 
 def read_dockerfile() -> list[tuple[str, str]]:
