@@ -143,6 +143,7 @@ def test_name_cannot_be_written_with_escapes():
         ({"allOf": [{"type": "string"}, {"const": 1}]}, "exclude each other"),
         ({"enum": [1.5], "type": "integer"}, "exclude each other"),
         ({"items": {"$ref": "#"}, "minItems": 1, "type": "array"}, "no finite value"),
+        (False, "are 'false'"),
         ({"anyOf": []}, "must not be empty"),
     ],
 )  # fmt: skip

@@ -7,9 +7,10 @@ from types import NoneType
 from typing import Any
 
 from cllm.text.schema.json_schema import MAX_DEPTH, TYPES
+from cllm.text.schema.places import MAY_BE_BY_NAME
 
 # Keywords whose values, if present, must be schemas by name, a list of schemas, or one schema.
-BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+BY_NAME = MAY_BE_BY_NAME - {"dependencies"}  # which may also be lists of names
 LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 SINGLE = {
     "items",

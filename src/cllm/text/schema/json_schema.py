@@ -113,17 +113,20 @@ class Translator:
             self._refuse(where, why)
         self._unenforced.add(keyword)
 
+    def _count_part(self, where: str, depth: int) -> None:
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            self._refuse(where, f"it has more than {MAX_SCHEMAS} parts")
+        if depth > MAX_DEPTH:
+            self._refuse(where, f"it is nested deeper than {MAX_DEPTH} levels")
+
     def _schema(self, schema: Any, where: str, depth: int, around: Names | None = ALONE) -> Schema:
         """Translate ``schema``.
 
         ``around``: the names in the enclosing schemas for the same value, if ``schema`` is the one
         that must forbid other properties; None if it must not forbid them.
         """
-        self._num_schemas += 1
-        if self._num_schemas > MAX_SCHEMAS:
-            self._refuse(where, f"it has more than {MAX_SCHEMAS} parts")
-        if depth > MAX_DEPTH:
-            self._refuse(where, f"it is nested deeper than {MAX_DEPTH} levels")
+        self._count_part(where, depth)
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -200,11 +203,7 @@ class Translator:
         return {keyword: value}
 
     def _value(self, value: Any, where: str, depth: int) -> None:
-        self._num_schemas += 1
-        if self._num_schemas > MAX_SCHEMAS:
-            self._refuse(where, f"it has more than {MAX_SCHEMAS} parts")
-        if depth > MAX_DEPTH:
-            self._refuse(where, f"it is nested deeper than {MAX_DEPTH} levels")
+        self._count_part(where, depth)
         if isinstance(value, (list, dict)):
             for one in value.values() if isinstance(value, dict) else value:
                 self._value(one, where, depth + 1)

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-BY_NAME = {
+MAY_BE_BY_NAME = {
     "properties",
     "patternProperties",
     "$defs",
@@ -33,7 +33,7 @@ class Places:
                 base = self._enter(schema, base)
             if isinstance(schema, dict):
                 waiting += [
-                    (value, base, keyword in BY_NAME and not has_names)
+                    (value, base, keyword in MAY_BE_BY_NAME and not has_names)
                     for keyword, value in schema.items()
                     if has_names or keyword not in CONSTANTS
                 ]

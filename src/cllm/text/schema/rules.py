@@ -3,7 +3,8 @@
 Strings and multiples are left to llguidance.
 
 llguidance compiles whole schemas too. But it does not limit the digits of numbers, which some
-models never stop writing, and numbers beyond 2^53 are not exact.
+models never stop writing, and numbers beyond 2^53 are not exact: see
+docs/decisions/005-own-schema-compiler.md.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point
 # without the decimal point: llguidance has a state for each remainder, and limits states
 MAX_MULTIPLE = 4000
+WHY_NOTHING = "its parts exclude each other or are 'false'"
 COMMA, COLON = "/, ?/", "/: ?/"  # at most one space, or a model could write them forever
 CHUNK = 1000  # characters of a long string
 CHARACTER = r'/[^"\\\x00-\x1f\x7f]|\\["\\\/bfnrt]|\\u00(?:[01][0-9a-fA-F]|7[fF])/'  # in a string
@@ -63,9 +65,7 @@ def json_rule(schema: Any, rules: Rules, param: str, unenforced: set[str] | None
     search_matcher.cache_clear()  # or the time would show which patterns other tenants use
     writer = SchemaRules(enforceable(schema, param, unenforced), rules, param, unenforced)
     if writer.start is None:
-        raise invalid_schema(
-            param, "", f"it allows no value: {writer.why_nothing or 'its parts exclude each other'}"
-        )
+        raise invalid_schema(param, "", f"it allows no value: {writer.why_nothing or WHY_NOTHING}")
     return writer.start
 
 
@@ -158,7 +158,7 @@ class SchemaRules:
                 case "$ref" if value in self._ended:
                     found = self._both(found, [{"$ref": value}])
                 case "$ref":
-                    self._nothing("no finite value satisfies it")
+                    self._nothing("no finite value satisfies a '$ref' in it")
                     found = []
         return found
 
