@@ -714,7 +714,9 @@ def test_tool_choice(builtin_path):
     greedy = SamplingParams(temperature=0, max_tokens=100)
     asked = [{"role": "user", "content": "What is 27 plus 45?"}]
     with LLM(model_max_context_length=1024, scheduler_max_num_seqs=2) as llm:
-        assert llm.chat(asked, greedy, tools, tool_choice="none").text == "72"
+        done = llm.chat(asked, greedy, tools, tool_choice="none")
+        assert done.text == "72"
+        assert done.prompt_tokens == len(llm.encode_chat(asked))  # the tools are not shown
         assert llm.chat(asked, greedy, tools, tool_choice="required").tool_calls
         done = llm.chat(asked, greedy, tools, tool_choice="find_book")
         assert [list(call.parsed) for call in done.tool_calls] == [["author"]]

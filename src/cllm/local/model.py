@@ -27,7 +27,7 @@ from cllm.local.response_format import ResponseFormat
 from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text import grammar
 from cllm.text.chat import Chat
-from cllm.text.chat_format import ChatFormats, OutputPlan, schemas_of
+from cllm.text.chat_format import ChatFormats, OutputPlan
 from cllm.text.fences import Fences
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import OutputReader
@@ -145,14 +145,10 @@ class LocalModel:
                 raise lone_surrogate(param) from None
 
     def _render(self, chat: Chat) -> list[int]:
-        chat_format = self._chat_formats.of(chat)
+        messages, tools, variables = self._chat_formats.of(chat).template_input(chat)
         with self._shared.in_use():
             try:
-                text = self._chat_templates[bool(schemas_of(chat))].render(
-                    chat_format.messages(chat, chat.tools),
-                    chat.tools,
-                    **chat_format.variables(chat),
-                )
+                text = self._chat_templates[bool(tools)].render(messages, tools, **variables)
                 return tokenize_segments(self._backend.vocabulary, self._fences.split(text))
             except UnicodeEncodeError:
                 raise lone_surrogate("messages") from None
@@ -211,13 +207,12 @@ class LocalModel:
     ) -> tuple[SamplingParams, OutputPlan | None]:
         """Return the params that constrain a chat's next message, and how to read it."""
         with self._shared.in_use():
-            plan, params, bound = self._chat_formats.of(chat).plan_output(tokens, chat, params)
+            plan = self._chat_formats.of(chat).plan_output(tokens, chat, params)
             special = self._backend.vocabulary.special_tokens
-        if bound is not None:
-            text = message_grammar(bound, special)
-            is_loose = bound.is_loose and bool(text)
-            params = params.replace_unchecked(grammar=text, grammar_is_loose=is_loose)
-        return params, plan
+        if plan.constraint is None:
+            return plan.params, plan.output
+        grammar = message_grammar(plan.constraint, special)
+        return plan.constrained_params(grammar), plan.output
 
     def _bind(self, params: SamplingParams, answer: ResponseFormat | None) -> SamplingParams:
         """Return params whose grammar enforces ``answer``."""

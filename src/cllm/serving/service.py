@@ -40,7 +40,7 @@ from cllm.serving.answer import (
 from cllm.store.charges import Charge
 from cllm.store.usage import EXPECTED_OUTPUT, UsageLedger
 from cllm.text.chat import Chat
-from cllm.text.chat_format import THINKING, ChatFormats, schemas_of
+from cllm.text.chat_format import THINKING, ChatFormats
 from cllm.text.dry_breakers import DryBreakers
 from cllm.text.fences import CUT, OPEN, Fences
 from cllm.text.grammar import FREE, CheckedGrammar, Constraint, Special
@@ -233,14 +233,14 @@ class Service:
         await self._tokenize_marks(scheduling)
         chat_format = self._chat_formats.of(chat)
         begun = chat_format.split_begun(chat)
-        plan, params, bound = chat_format.plan_output(prompt, begun, params)
-        if bound is not None:
-            checked = await self.grammars.bind(bound, scheduling.cache_salt)
-            is_loose = bound.is_loose and bool(checked.grammar)
-            params = params.replace_unchecked(grammar=checked.grammar, grammar_is_loose=is_loose)
-            answer = CheckedGrammar("", (*answer.unenforced, *checked.unenforced))
+        plan = chat_format.plan_output(prompt, begun, params)
+        params, unenforced = plan.params, answer.unenforced
+        if plan.constraint is not None:
+            checked = await self.grammars.bind(plan.constraint, scheduling.cache_salt)
+            params = plan.constrained_params(checked.grammar)
+            unenforced += checked.unenforced
         return Generation(
-            request_id, [prompt], params, scheduling, param, plan, unenforced=answer.unenforced
+            request_id, [prompt], params, scheduling, param, plan.output, unenforced=unenforced
         )
 
     async def _tokenize_marks(self, scheduling: SchedulingOptions) -> None:
@@ -300,13 +300,13 @@ class Service:
         if self.system and not any(message["role"] == "system" for message in chat.messages):
             own = {"role": "system", "content": self.system}
             chat = replace(chat, messages=[own, *chat.messages])
-        allowed = schemas_of(chat)
-        tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         chat_format = self._chat_formats.of(chat)
         chat, shows_thought = chat_format.split_begun(chat), chat_format.shows_thought(chat)
-        variables, form = chat_format.variables(chat), partial(chat_format.messages, chat, tools)
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
-        messages = form() if num_turns < MANY_TURNS else await asyncio.to_thread(form)
+        get_input = partial(chat_format.template_input, chat)
+        messages, tools, variables = (
+            get_input() if num_turns < MANY_TURNS else await asyncio.to_thread(get_input)
+        )
         if not chat.continued:
             return await self.renderer.render(messages, tools, **variables)
         text = await self._render_begun(messages, tools, chat.continued, variables)

@@ -86,6 +86,23 @@ class Chat:
         return replace(self, messages=self.messages[:-1])
 
     @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        allowed = self.allowed_tools
+        return [tool for tool in self.tools if not allowed or tool["function"]["name"] in allowed]
+
+    @property
+    def argument_schemas(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the arguments of ``callable_tools``, by the function's name."""
+        functions = [tool["function"] for tool in self.callable_tools]
+        return {
+            function["name"]: function.get("parameters") or {"type": "object"}
+            for function in functions
+        }
+
+    @property
     def max_calls(self) -> int | None:
         """The most calls that the answer may have; None for no limit."""
         is_required = self.tool_choice == "required"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,31 @@ class OutputPlan:
 
     pieces: Pieces
     parser: Callable[[], Parser]
+
+
+class MessagePlan(NamedTuple):
+    """How to generate a chat's next message, and how to read it.
+
+    output: how to read it; None for plain text. params: with the limit of reasoning. constraint:
+    what the message must be; None if at most ``params.grammar`` constrains it.
+    """
+
+    output: OutputPlan | None
+    params: SamplingParams
+    constraint: BoundMessage | None = None
+
+    def constrained_params(self, grammar: str) -> SamplingParams:
+        """Return params that enforce ``grammar``, which was written for ``constraint``."""
+        is_loose = bool(grammar) and self.constraint is not None and self.constraint.is_loose
+        return self.params.replace_unchecked(grammar=grammar, grammar_is_loose=is_loose)
+
+
+class TemplateInput(NamedTuple):
+    """What the chat template gets."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
 
 
 class ChatFormat:
@@ -103,17 +128,17 @@ class ChatFormat:
             {token: text.encode() for text, token in marks.items()}
         )
 
-    def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages of ``chat``, with ``tools`` and calls as text where the template does
-        not show them.
+    def template_input(self, chat: Chat) -> TemplateInput:
+        """Return what the template gets for ``chat``: the tools that may be called, and messages
+        that contain tools and calls as text where the template does not show them.
         """
-        calls = self.family.calls
-        if calls is None:
-            return chat.messages
-        knows_results = calls is not load_families()["prompted"].calls
-        return declare_tools(
-            chat.messages, tools, calls, self._template, knows_results=knows_results
-        )
+        calls, messages, tools = self.family.calls, chat.messages, chat.callable_tools
+        if calls is not None:
+            knows_results = calls is not load_families()["prompted"].calls
+            messages = declare_tools(
+                messages, tools, calls, self._template, knows_results=knows_results
+            )
+        return TemplateInput(messages, tools, self.variables(chat))
 
     def variables(self, chat: Chat) -> dict[str, Any]:
         """Return the template's variables: those for thinking, and those of ``chat``, which take
@@ -203,20 +228,17 @@ class ChatFormat:
         why = "the reasoning of this model cannot be continued"
         raise BadRequest(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
 
-    def plan_output(
-        self, prompt: list[int], chat: Chat, params: SamplingParams
-    ) -> tuple[OutputPlan | None, SamplingParams, BoundMessage | None]:
-        """Return how to read what follows ``prompt``, ``params`` with a limit of reasoning, and the
-        constraint.
+    def plan_output(self, prompt: list[int], chat: Chat, params: SamplingParams) -> MessagePlan:
+        """Return the plan of the message that follows ``prompt``.
 
-        The first is None for plain text. The last is None if nothing but ``params.grammar``
-        constrains the message. Raises BadRequest for calls that cannot be forced, and for a budget
-        of reasoning that cannot be enforced.
+        Raises BadRequest for calls that cannot be forced, and for a budget of reasoning that cannot
+        be enforced.
         """
+        self._check_tool_choice(chat)
         if self._template == CHATML:  # models that were not trained with it write on
             params = params.replace_unchecked(stop=(*params.stop, *CHATML_MARKS))
-        tools = schemas_of(chat)
-        begun = chat.continued == "content"
+        tools, begun = chat.argument_schemas, chat.continued == "content"
+        is_required = chat.tool_choice == "required"
         inside, thinks = (
             (chat.continued == "reasoning_content", False)
             if chat.continued
@@ -225,21 +247,6 @@ class ChatFormat:
         family = self.family
         if family.reasoning and not inside and family.reasoning.close not in self._template:
             family = msgspec.structs.replace(family, reasoning=None)
-        if chat.tool_choice == "required" and not (tools and family.calls):
-            why = (
-                "does not name a declared tool"
-                if family.calls
-                else "cannot be enforced: the format of this model's calls is unknown"
-            )
-            raise BadRequest(
-                f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
-            )
-        is_required = chat.tool_choice == "required"
-        if begun and is_required:
-            why = "cannot force a call if the text of a message is continued"
-            raise BadRequest(
-                f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
-            )
         if begun and (params.grammar or (family.calls and family.calls.bare)):
             tools = {}  # the text continues to the end of the message
         may_call = bool(tools and family.calls)
@@ -262,7 +269,7 @@ class ChatFormat:
         if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
             params = params.replace_unchecked(thinking=budget)
         if not (may_call or inside or thinks or family.header):
-            return None, params, bound
+            return MessagePlan(None, params, bound)
         parser = partial(
             Parser,
             family,
@@ -272,7 +279,21 @@ class ChatFormat:
             max_calls=chat.max_calls,
             control=self._control_in_marks,
         )
-        return OutputPlan(self._pieces, parser), params, bound
+        return MessagePlan(OutputPlan(self._pieces, parser), params, bound)
+
+    def _check_tool_choice(self, chat: Chat) -> None:
+        """Raise BadRequest for calls that cannot be forced."""
+        if chat.tool_choice != "required":
+            return
+        if self.family.calls is None:
+            why = "cannot be enforced: the format of this model's calls is unknown"
+        elif not chat.callable_tools:
+            why = "does not name a declared tool"
+        elif chat.continued == "content":
+            why = "cannot force a call if the text of a message is continued"
+        else:
+            return
+        raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
         """Return whether the message begins in the middle of reasoning, and whether it may begin
@@ -307,7 +328,7 @@ class ChatFormat:
         if limit is None:
             return None
         opening, closing, force = self._ends_of_reasoning(
-            may_call=bool(schemas_of(chat)), is_off=not limit
+            may_call=bool(chat.callable_tools), is_off=not limit
         )
         begin = None if inside or self.family.header else self._tokens(opening)[0]
         close = self._tokens(closing)
@@ -385,7 +406,7 @@ class ChatFormats:
         self._all = [made[source] for source in sources]
 
     def of(self, chat: Chat) -> ChatFormat:
-        return self._all[bool(schemas_of(chat))]
+        return self._all[bool(chat.callable_tools)]
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -396,16 +417,3 @@ class ChatFormats:
     def marks(self) -> list[str]:
         """The texts whose tokens limit reasoning."""
         return sorted({*self._all[0].marks, *self._all[1].marks})
-
-
-def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:
-    """Return the argument schemas of the functions that may be called, by name."""
-    if chat.tool_choice == "none":
-        return {}
-    functions = [tool["function"] for tool in chat.tools]
-    schemas = {
-        function["name"]: function.get("parameters") or {"type": "object"} for function in functions
-    }
-    return {
-        name: schema for name, schema in schemas.items() if name in (chat.allowed_tools or schemas)
-    }

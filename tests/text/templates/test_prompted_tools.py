@@ -45,7 +45,7 @@ def test_template_without_tools_gets_them_as_text() -> None:
     """Declarations are in the first user message. Calls and results are text, and roles alternate."""
     chat_format = chat_format_of(Vocabulary("{{ messages }}"))
     assert chat_format.capabilities == {"tools"}
-    system, question, call, result = chat_format.messages(Chat(TALK), TOOLS)
+    system, question, call, result = chat_format.template_input(Chat(TALK, TOOLS)).messages
     assert system == TALK[0]
     assert '"get_time"' in question["content"]
     assert question["content"].endswith("\n\nWhat time is it?")
@@ -60,12 +60,12 @@ def test_template_without_tools_gets_them_as_text() -> None:
         "".join(part.text for part in parts if part.channel == Channel.CALL) == '{"city": "Rome"}'
     )
     assert result["content"].count("<tool_response>") == 2
-    assert chat_format.messages(Chat(TALK[:2]), []) == TALK[:2]
+    assert chat_format.template_input(Chat(TALK[:2])).messages == TALK[:2]
 
 
 def test_template_with_tools_gets_the_messages_unchanged() -> None:
     chat_format = chat_format_of(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
-    assert chat_format.messages(Chat(TALK), TOOLS) == TALK
+    assert chat_format.template_input(Chat(TALK, TOOLS)).messages == TALK
     declares = declare_tools(
         TALK[:2], TOOLS, load_families()["hermes"].calls, "tool_calls", knows_results=False
     )

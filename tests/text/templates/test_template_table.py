@@ -171,7 +171,7 @@ def test_every_text_is_shown_once_and_in_order(family: str, dialect: str) -> Non
         if not is_expressible(dialect, form):
             continue
         chat = DIALECTS[dialect](form)
-        messages = chat_format.messages(chat, chat.tools)
+        messages = chat_format.template_input(chat).messages
         prompt = template.render(messages, chat.tools, chat.continued)
         if found := find_faults(form, prompt):
             faults[form] = found
@@ -180,7 +180,7 @@ def test_every_text_is_shown_once_and_in_order(family: str, dialect: str) -> Non
 
 def rendered(family: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
     vocabulary = Vocabulary((FOLDER / f"{family}.jinja").read_text())
-    messages = chat_format_of(vocabulary).messages(Chat(messages), tools)
+    messages = chat_format_of(vocabulary).template_input(Chat(messages, tools)).messages
     return ChatTemplate(vocabulary).render(messages, tools)
 
 
