@@ -14,6 +14,7 @@ from cllm.core.request import EmbeddingRequest
 from cllm.engine.commands import Embed
 from cllm.errors import CLLMError, EngineError
 from cllm.process.backlog import SHARE, QueueFull, QueueLimits
+from cllm.process.futures import resolve
 
 MIN_TOKENS = 32  # a step with fewer takes about as long
 MAX_TOKENS = 4_000_000  # maximum in the engine, whatever the limits of the queue are
@@ -35,23 +36,17 @@ class Waiter:
         self.num_tokens_left = sum(map(len, request.texts))
 
     def put(self, embedded: EmbeddingOutput) -> None:
-        if not self.started.done():
-            self.started.set_result(None)
+        resolve(self.started, None)
         for vector in embedded.vectors:
             self.num_tokens_left -= len(self.request.texts[len(self.vectors)])
             self.vectors.append(vector)
-        if self.done.done():
-            return
         if embedded.error:
-            self.done.set_exception(
-                EngineError(f"The texts could not be embedded: {embedded.error}.")
-            )
+            self.fail(EngineError(f"The texts could not be embedded: {embedded.error}."))
         elif len(self.vectors) == len(self.request.texts):
-            self.done.set_result(self.vectors)
+            resolve(self.done, self.vectors)
 
     def fail(self, error: CLLMError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
+        resolve(self.done, error)
 
 
 class Embeddings:

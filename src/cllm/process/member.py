@@ -15,6 +15,7 @@ from cllm.core.request import Priority
 from cllm.engine.commands import Abort, Add, Embed, Explain, LoadAdapter, Resume, SetYielding
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
+from cllm.process.futures import resolve
 from cllm.process.launch import Place, Popen
 from cllm.process.messages import (
     AdapterLoaded,
@@ -25,7 +26,6 @@ from cllm.process.messages import (
     Withdrawn,
     frame,
 )
-from cllm.process.pending_tokens import resolve
 from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
 from cllm.process.suspects import Suspects
 from cllm.routing.router import Booking, Candidate, is_crowded

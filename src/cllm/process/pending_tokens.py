@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
 
 from cllm.core.segments import Segment, count_characters
 from cllm.errors import CLLMError, EngineError
+from cllm.process.futures import resolve
+from cllm.process.member import Member
 from cllm.process.messages import Abandon, Tokenize, Tokenized, frame
 from cllm.process.tokenizing import LONG
-
-if TYPE_CHECKING:
-    from cllm.process.member import Member
-
-T = TypeVar("T")
 
 MAX_DEATHS_ALONE = 2  # of engines that had nothing but a text, before it gets an error
 MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
@@ -184,13 +180,3 @@ class Texts:
         for pending in self.pending.values():
             if home in (None, pending.home):
                 resolve(pending.future, error)
-
-
-def resolve(future: asyncio.Future[T], answer: T | CLLMError) -> None:
-    """Set the result or the exception of ``future``, unless its caller has been cancelled."""
-    if future.done():
-        return
-    if isinstance(answer, CLLMError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)

@@ -19,6 +19,7 @@ from cllm.engine.commands import Close
 from cllm.engine.params import EngineParams
 from cllm.errors import KilledWhileLoading, StartupError
 from cllm.models.memory import count_oom_kills
+from cllm.process.futures import resolve
 from cllm.process.launch import ANYWHERE, Place, Popen
 from cllm.process.liveness import WATCH_SECONDS, Hang, Liveness
 from cllm.process.messages import Failed, FromChild, Loading, Ping, Ready, Start, frame
@@ -276,11 +277,9 @@ class Supervisor:
                 if self._on_loading and self.info is None:  # nobody watches a restart
                     self._on_loading(message.share)
             case Ready():
-                if not self._loaded.done():
-                    self._loaded.set_result(message)
+                resolve(self._loaded, message)
             case Failed():
-                if not self._loaded.done():
-                    self._loaded.set_exception(StartupError(message.reason))
+                resolve(self._loaded, StartupError(message.reason))
             case _:
                 self._take_loaded(message)
 
