@@ -23,7 +23,7 @@ from cllm.bench.simulation.synthetic import synthesize
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.observe.trace_file import Entry
-from cllm.process.homes import BLOCK, describe
+from cllm.process.assignments import BLOCK, describe
 from cllm.routing.router import Candidate, Router
 
 RULES = ("least-loaded", "prefix", "prefix-window")

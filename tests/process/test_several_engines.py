@@ -80,8 +80,8 @@ def count_on(last, count):
     return tokens[1:]
 
 
-def home_of(pool, name):
-    return pool._homes.find(name).number
+def find_number(pool, name):
+    return pool._assignments.find(name).number
 
 
 async def until(condition):
@@ -94,7 +94,7 @@ def test_engines_share_the_requests():
 
     async def test(pool):
         streams = [ask(pool, f"r{i}", [i, i + 1]) for i in range(16)]
-        homes = Counter(home_of(pool, f"r{i}") for i in range(16))
+        homes = Counter(find_number(pool, f"r{i}") for i in range(16))
         assert all(homes[number] >= 2 for number in range(4))
         answers = await asyncio.gather(*(read(pool, stream) for stream in streams))
         assert answers == [count_on(i + 1, 20) for i in range(16)]
@@ -114,7 +114,7 @@ def test_prompts_go_to_the_engine_that_knows_their_beginning():
             for topic, prompt in enumerate(shared):
                 name = f"{topic}-{turn}"
                 stream = ask(pool, name, [*prompt, turn], count=2)
-                home = home_of(pool, name)
+                home = find_number(pool, name)
                 assert homes.setdefault(topic, home) == home
                 assert await read(pool, stream) == count_on(turn, 2)
         # two engines compute as little as one would: six beginnings once
@@ -130,7 +130,7 @@ def test_no_request_waits_while_another_engine_has_room():
         long = ask(pool, "long", [1, 1], count=900)
         await long.arrival()
         others = [ask(pool, f"other{i}", [3, i], count=3) for i in range(12)]
-        assert len({home_of(pool, f"other{i}") for i in range(12)}) == 2
+        assert len({find_number(pool, f"other{i}") for i in range(12)}) == 2
         for i, stream in enumerate(others):
             assert await read(pool, stream) == count_on(i, 3)
         assert not long.take()[-1].finish
@@ -145,7 +145,7 @@ def test_places_are_counted_by_sequences():
     async def test(pool):
         both = ask(pool, "both", [1, 1], count=900, n=2)
         await both.arrival()
-        home = home_of(pool, "both")
+        home = find_number(pool, "both")
         others = [ask(pool, f"other{i}", [3, i], count=3) for i in range(6)]
         for i, stream in enumerate(others):
             assert await read(pool, stream) == count_on(i, 3)
@@ -187,7 +187,7 @@ def test_embeddings_take_no_places():
         waiters = [pool.embed(EmbeddingRequest(f"e{i}", each)) for i, each in enumerate(texts)]
         assert [member.num_seqs for member in pool.members] == [[0, 0, 0]] * 2
         streams = [ask(pool, f"r{i}", [i], count=30) for i in range(4)]
-        assert sorted(home_of(pool, f"r{i}") for i in range(4)) == [0, 0, 1, 1]
+        assert sorted(find_number(pool, f"r{i}") for i in range(4)) == [0, 0, 1, 1]
         for i, stream in enumerate(streams):
             assert await read(pool, stream) == count_on(i, 30)
         for waiter in waiters:
@@ -223,13 +223,13 @@ def test_requests_that_wait_for_a_hung_engine_block_no_others():
         long = [ask(pool, f"long{i}", [i], count=900) for i in range(3)]
         for stream in long:
             await stream.arrival()
-        homes = {home_of(pool, f"long{i}"): stream for i, stream in enumerate(long)}
+        homes = {find_number(pool, f"long{i}"): stream for i, stream in enumerate(long)}
         others = [ask(pool, f"w{i}", [50, i], count=3) for i in range(6)]
         await asyncio.sleep(0.1)
         hung = pool.members[0]
         os.kill(hung.supervisor.pid, signal.SIGSTOP)
         pool.close_stream(homes[1])  # that engine becomes idle
-        waiting = [stream for i, stream in enumerate(others) if home_of(pool, f"w{i}") != 0]
+        waiting = [stream for i, stream in enumerate(others) if find_number(pool, f"w{i}") != 0]
         for stream in waiting:
             assert len(await asyncio.wait_for(read(pool, stream), 20)) == 3
         os.kill(hung.supervisor.pid, signal.SIGCONT)
@@ -313,10 +313,10 @@ def test_streams_do_not_wait_for_the_restart():
     async def test(pool):
         stream = ask(pool, "a", [5], count=300)
         await stream.arrival()
-        home = pool._homes.find("a")
+        home = pool._assignments.find("a")
         os.kill(home.supervisor.pid, signal.SIGKILL)
         await until(lambda: not home.ready)
-        assert home_of(pool, "a") != home.number
+        assert find_number(pool, "a") != home.number
         got = len(stream.take())
         await stream.arrival()
         assert not home.ready
@@ -336,7 +336,7 @@ def test_poison_stays_with_its_engine():
         for stream in others:
             await stream.arrival()
         poison = ask(pool, "poison", [77], count=5)
-        home = home_of(pool, "poison")
+        home = find_number(pool, "poison")
         with pytest.raises(FatalRequest):
             await read(pool, poison)
         pool.close_stream(poison)
@@ -359,10 +359,10 @@ def test_engine_that_cannot_be_restarted_fails_its_suspects_only(monkeypatch):
     async def test(pool):
         bad = ask(pool, "bad", [5], count=900)
         await bad.arrival()
-        home = pool._homes.find("bad")
+        home = pool._assignments.find("bad")
         good = ask(pool, "good", [6], count=900)
         await good.arrival()
-        assert home_of(pool, "good") != home.number
+        assert find_number(pool, "good") != home.number
         monkeypatch.setattr("cllm.process.supervisor.spawn", fail)
         os.kill(home.supervisor.pid, signal.SIGABRT)
         with pytest.raises(EngineError, match="cannot be started"):

@@ -10,26 +10,26 @@ from cllm.process.suspects import Suspects
 
 
 def run_engines(suspects, names, poisons, *, width, dies_with):
-    """Compute requests in steps of ``width`` until all have a token or are culprits; return the
-    number of deaths and the culprits. A step with one of ``poisons`` kills the engine.
+    """Compute requests in steps of ``width`` until all have a token or are known to be fatal;
+    return the number of deaths and the fatal requests. A step with one of ``poisons`` kills the engine.
     """
-    num_deaths, culprits, left = 0, [], [*names]
+    num_deaths, fatal, left = 0, [], [*names]
     while left:
         ready = [name for name in left if not suspects.must_wait(name)]
         assert ready, "somebody may continue"
         step = ready[:width]
         if poisons.intersection(step) and dies_with(step):
             num_deaths += 1
-            culprit = suspects.record_death(step)
-            if culprit is not None:
-                culprits.append(culprit)
-                left.remove(culprit)
+            request = suspects.record_death(step)
+            if request is not None:
+                fatal.append(request)
+                left.remove(request)
             continue
         for name in step:
             suspects.record_token(name)
             suspects.forget(name)
             left.remove(name)
-    return num_deaths, culprits
+    return num_deaths, fatal
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 32])
@@ -42,26 +42,26 @@ def test_poisons_are_found_in_few_deaths(num_requests, width, num_poisons):
     names = [f"r{i}" for i in range(num_requests)]
     for seed in range(5):
         poisons = {*random.Random(seed).sample(names, min(num_poisons, num_requests))}
-        num_deaths, culprits = run_engines(
+        num_deaths, fatal = run_engines(
             Suspects(), names, poisons, width=width, dies_with=lambda _: True
         )
-        assert {*culprits} == poisons
+        assert {*fatal} == poisons
         assert num_deaths <= 2 * len(poisons) + 2 * (len(poisons) if width < num_requests else 1)
 
 
 def test_one_death_of_several_requests_blames_nobody():
     deaths = iter([True])
-    num_deaths, culprits = run_engines(
+    num_deaths, fatal = run_engines(
         Suspects(), "abcd", {"b"}, width=4, dies_with=lambda _: next(deaths, False)
     )
-    assert (num_deaths, culprits) == (1, [])
+    assert (num_deaths, fatal) == (1, [])
 
 
 def test_request_that_was_computed_since_is_no_suspect():
     """Unless there are no others."""
     suspects = Suspects()
-    for culprit in (None, None, "new"):
-        assert suspects.record_death(["old", "new"]) == culprit
+    for request in (None, None, "new"):
+        assert suspects.record_death(["old", "new"]) == request
         suspects.record_token("old")
 
 
@@ -102,10 +102,10 @@ def test_many_new_poisons_blame_no_innocent_request():
     for _ in range(50):
         names = [f"r{i}" for i in range(40)]
         poisons = {*generator.sample(names, 12)}
-        _, culprits = run_engines(
+        _, fatal = run_engines(
             Suspects(), names, poisons, width=generator.randint(1, 8), dies_with=lambda _: True
         )
-        assert {*culprits} == poisons
+        assert {*fatal} == poisons
 
 
 def test_uncertain_death_is_not_counted_alone():

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from cllm.core.request import Priority
 from cllm.engine.commands import Withdraw
+from cllm.process.assignments import Assignments
 from cllm.process.embeddings import Embeddings
-from cllm.process.homes import Homes
 from cllm.process.in_flight import InFlightRequests
 from cllm.process.member import Member
 from cllm.process.messages import Withdrawn, frame
@@ -38,14 +38,14 @@ class Balancer:
     def __init__(
         self,
         members: list[Member],
-        homes: Homes,
+        assignments: Assignments,
         in_flight: InFlightRequests,
         embeddings: Embeddings,
         clock: Callable[[], float],
     ) -> None:
         """``clock`` returns seconds."""
         self._members = members
-        self._homes = homes
+        self._assignments = assignments
         self._in_flight = in_flight
         self._embeddings = embeddings
         self._clock = clock
@@ -57,7 +57,7 @@ class Balancer:
         """Let engines that are ready continue the requests of one that is not, except those that
         may have been the cause of its death.
         """
-        ready = self._homes.list_ready()
+        ready = self._assignments.list_ready()
         for request_id in member.list_harmless() if ready else ():
             self._move(member, request_id, ready)
 
@@ -66,7 +66,7 @@ class Balancer:
         source.leave(request_id)
         request = self._in_flight.find(request_id) or self._embeddings.find(request_id)
         if request is not None:
-            member, booked = self._homes.assign(request, targets)
+            member, booked = self._assignments.assign(request, targets)
             member.take_over(request_id, booked)
 
     def balance(self) -> None:
@@ -120,7 +120,7 @@ class Balancer:
         if not message.done:
             self._in_flight.note_begun([message.request_id])  # do not ask for it again
         if message.done and message.request_id in move.source.bookings:
-            targets = [move.target] if move.target.ready else self._homes.list_ready()
+            targets = [move.target] if move.target.ready else self._assignments.list_ready()
             self._move(move.source, message.request_id, targets)
 
     def cancel(self, source: Member) -> None:

@@ -329,20 +329,20 @@ class Member:
             case Explained():
                 resolve(self._pending_explanations.popleft(), message.explanation)
 
-    def find_culprit(self, death: Death, *, is_certain: bool) -> str | None:
-        """Note which requests may have been the cause of a death, and which only may go on in
-        another engine. Return the one that must not be computed again, if it is known.
+    def find_fatal_request(self, death: Death, *, is_certain: bool) -> str | None:
+        """Note which requests may have been the cause of a death; only the others may continue in
+        other engines. Return the one that must not be computed again, if it is known.
 
-        is_certain: nothing but a request can have been the cause.
+        ``is_certain`` says that nothing but a request can have been the cause.
         """
         self._has_suspects = True
         if death.is_own_fault:
-            culprit = self._suspects.record_death(death.in_step, is_certain=is_certain)
+            fatal = self._suspects.record_death(death.in_step, is_certain=is_certain)
         else:
-            culprit = self._suspects.record_end(death.in_step)
-        if culprit is not None:
-            log.error("the engine died twice because of %s alone; it gets an error", culprit)
-        return culprit
+            fatal = self._suspects.record_end(death.in_step)
+        if fatal is not None:
+            log.error("the engine died twice because of %s alone; it gets an error", fatal)
+        return fatal
 
     def _resume_all(self) -> None:
         """Send everything that waits to an engine that has become ready."""

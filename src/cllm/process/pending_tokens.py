@@ -20,16 +20,16 @@ MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 class PendingTokens:
     """The tokens of ``texts``, as far as they have arrived; ``future`` gets them all.
 
-    The texts have ``num_characters``. The engine ``home`` tokenizes them; ``is_sent`` says whether
-    it has got them.
+    The texts have ``num_characters``. ``member`` tokenizes them, and ``is_sent`` says whether it
+    has got them.
     """
 
-    def __init__(self, texts: list[list[Segment]], num_characters: int, home: Member) -> None:
+    def __init__(self, texts: list[list[Segment]], num_characters: int, member: Member) -> None:
         self.texts = texts
         self.num_deaths_alone = 0  # of engines that had to tokenize them, and nothing else to do
         self.num_characters = num_characters
         self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
-        self.home = home
+        self.member = member
         self.begin()
 
     def begin(self) -> None:
@@ -84,7 +84,7 @@ class Texts:
         number = next(self._numbers)
         pending = self.pending[number] = PendingTokens(texts, size, self._find_member())
         try:
-            self._send_to(pending.home)
+            self._send_to(pending.member)
             return await pending.future
         finally:
             self._remove(number)
@@ -92,14 +92,14 @@ class Texts:
     def _remove(self, number: int) -> None:
         """Forget a text whose caller has its tokens, or does not wait for them any longer."""
         pending = self.pending.pop(number)
-        home = pending.home
+        member = pending.member
         if pending.future.cancelled() and pending.is_sent:
-            home.write(frame(Abandon(number)))
+            member.write(frame(Abandon(number)))
         if number in self._suspects:
             self._suspects.remove(number)
-            self._send_to(home)
-            if not self.is_separating(home):
-                self._on_separated(home)
+            self._send_to(member)
+            if not self.is_separating(member):
+                self._on_separated(member)
 
     def _find_member(self) -> Member:
         """Return the engine that has the least to tokenize; one that is ready, if any is."""
@@ -117,7 +117,7 @@ class Texts:
         return [
             (number, one)
             for number, one in self.pending.items()
-            if one.home is member and not one.future.done()
+            if one.member is member and not one.future.done()
         ]
 
     def _send_to(self, member: Member) -> None:
@@ -137,7 +137,7 @@ class Texts:
 
     def is_separating(self, member: Member) -> bool:
         """Return whether an engine has to tokenize texts while it does nothing else."""
-        return any(self.pending[number].home is member for number in self._suspects)
+        return any(self.pending[number].member is member for number in self._suspects)
 
     def put(self, message: Tokenized) -> None:
         """Take the tokens of a text, if they are still needed."""
@@ -149,8 +149,8 @@ class Texts:
         are not ready, except suspects.
         """
         for number, pending in self.pending.items():
-            if not (pending.home.ready or number in self._suspects):
-                pending.home = member
+            if not (pending.member.ready or number in self._suspects):
+                pending.member = member
         self._send_to(member)
 
     def record_death(self, member: Member, *, is_own_fault: bool) -> bool:
@@ -171,12 +171,12 @@ class Texts:
         for number, pending in texts:
             target = self._find_member()
             if target.ready and number not in self._suspects:
-                pending.home = target
+                pending.member = target
                 self._send_to(target)
         return bool(sent)
 
-    def fail(self, error: CLLMError, home: Member | None = None) -> None:
+    def fail(self, error: CLLMError, member: Member | None = None) -> None:
         """End all texts, or those that wait for one engine, with ``error``."""
         for pending in self.pending.values():
-            if home in (None, pending.home):
+            if member in (None, pending.member):
                 resolve(pending.future, error)

@@ -29,10 +29,10 @@ from cllm.engine.commands import (
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError, FatalRequest
 from cllm.models.memory import measure_available_bytes
+from cllm.process.assignments import Assignments
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import Embeddings, Waiter
-from cllm.process.homes import Homes
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import ANYWHERE, Place, Popen
 from cllm.process.member import Member, Result
@@ -99,13 +99,13 @@ class Pool:
             )
             for number, place in enumerate(places)
         ]
-        self._homes = Homes(self.members)
+        self._assignments = Assignments(self.members)
         self._texts = Texts(self.members, lambda member: member.resume())
         self._in_flight = InFlightRequests(
-            backlog, ResultCache() if results is None else results, self._homes.remove
+            backlog, ResultCache() if results is None else results, self._assignments.remove
         )
         self._balancer = Balancer(
-            self.members, self._homes, self._in_flight, self._embeddings, clock
+            self.members, self._assignments, self._in_flight, self._embeddings, clock
         )
         self.on_wanted = on_wanted
         self.draining = False  # whether the server shuts down, and accepts no further requests
@@ -142,7 +142,7 @@ class Pool:
     @property
     def stats(self) -> Stats:
         """The latest statistics of the engines that are ready, or of all if none is."""
-        members = self._homes.list_ready() or self.members
+        members = self._assignments.list_ready() or self.members
         return combine_stats([member.stats for member in members])
 
     @property
@@ -158,8 +158,8 @@ class Pool:
         name = stream.requests[0].request_id
         if (entry := stream.in_flight.get(name)) is None or entry.has_begun:
             return True
-        home = self._homes.find(entry.request.request_id)
-        return home is not None and not home.is_stuck_with(entry.request.request_id)
+        member = self._assignments.find(entry.request.request_id)
+        return member is not None and not member.is_stuck_with(entry.request.request_id)
 
     @property
     def unloaded(self) -> bool:
@@ -225,7 +225,7 @@ class Pool:
         for member in self.members:
             member.forget_step(error)
             self._balancer.cancel(member)
-            self._homes.forget_prefixes(member)
+            self._assignments.forget_prefixes(member)
         self._in_flight.backlog.pause()
         await asyncio.gather(*(member.supervisor.unload() for member in self.members))
         for member in self.members:
@@ -288,7 +288,7 @@ class Pool:
 
     def welcome(self, member: Member) -> None:
         """See Owner."""
-        self._homes.measure_caches()
+        self._assignments.measure_caches()
         self._in_flight.backlog.observe(self.stats)
         if self._faults:
             member.write(frame(SetFaults(self._faults)))
@@ -302,7 +302,7 @@ class Pool:
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
         member.forget_step(error)
         self._balancer.cancel(member)
-        self._homes.forget_prefixes(member)
+        self._assignments.forget_prefixes(member)
         if not self.ready:
             self._in_flight.backlog.pause()
         in_step = [name for name in death.in_step if name in member.bookings and self.knows(name)]
@@ -310,11 +310,11 @@ class Pool:
         self._in_flight.note_begun(in_step)
         # a text that is tokenized at the same time may be the cause as well
         had_texts = self._texts.record_death(member, is_own_fault=death.is_own_fault)
-        culprit = member.find_culprit(death._replace(in_step=in_step), is_certain=not had_texts)
-        if culprit is not None:
-            fatal = FatalRequest("The engine died twice while it computed this request alone.")
-            self._in_flight.fail_one(culprit, fatal)
-            self._embeddings.fail_one(culprit, fatal)
+        fatal = member.find_fatal_request(death._replace(in_step=in_step), is_certain=not had_texts)
+        if fatal is not None:
+            fault = FatalRequest("The engine died twice while it computed this request alone.")
+            self._in_flight.fail_one(fatal, fault)
+            self._embeddings.fail_one(fatal, fault)
         self._balancer.move_all(member)
 
     def record_failure(self, member: Member) -> None:
@@ -355,7 +355,6 @@ class Pool:
         self._embeddings.fail(error)
         for member in self.members:
             member.forget_all(error)
-        self._homes.clear()
         self._texts.fail(error)
 
     def check_room(
@@ -381,7 +380,7 @@ class Pool:
         stream, new = self._in_flight.submit(requests, claim)
         frames: dict[Member, list[bytes]] = {}
         for request in new:
-            member, booked = self._homes.assign(request)
+            member, booked = self._assignments.assign(request)
             member.give(request.request_id, booked)
             if member.has(request.request_id):
                 frames.setdefault(member, []).append(frame(Add(request)))
@@ -395,8 +394,8 @@ class Pool:
         more tokens.
         """
         engine_id = self._in_flight.stop(stream, request_id, index)
-        if engine_id is not None and (home := self._homes.find_ready(engine_id)) is not None:
-            home.write(frame(Abort(engine_id, index)))
+        if engine_id is not None and (member := self._assignments.find_ready(engine_id)):
+            member.write(frame(Abort(engine_id, index)))
 
     def set_yielding(self, stream: Stream, *, yields: bool) -> None:
         """Let a stream's requests yield their places to all others while its client does not
@@ -408,8 +407,8 @@ class Pool:
     def _send_yielding(self, stream: Stream) -> None:
         """Tell the engine which requests of ``stream`` yield to others now, or no longer."""
         for request_id, yields in self._in_flight.take_yielding(stream):
-            if (home := self._homes.find_ready(request_id)) is not None:
-                home.write(frame(SetYielding(request_id, yields)))
+            if member := self._assignments.find_ready(request_id):
+                member.write(frame(SetYielding(request_id, yields)))
 
     def close_stream(self, stream: Stream) -> None:
         """Forget the stream's requests.
@@ -417,7 +416,7 @@ class Pool:
         Unfinished requests that no other stream reads are aborted.
         """
         for request_id in self._in_flight.leave(stream):
-            self._homes.remove(request_id, abort=True)
+            self._assignments.remove(request_id, abort=True)
         self._send_yielding(stream)
 
     def embed(self, request: EmbeddingRequest) -> Waiter:
@@ -427,7 +426,7 @@ class Pool:
         """
         self.check_available()
         waiter = self._embeddings.begin(request)
-        member, booked = self._homes.assign(request)
+        member, booked = self._assignments.assign(request)
         member.give(request.request_id, booked)
         if member.has(request.request_id):
             member.write(frame(Embed(request)))
@@ -436,7 +435,7 @@ class Pool:
     def forget(self, waiter: Waiter) -> None:
         """Stop waiting for these vectors. An unfinished request is aborted."""
         is_unfinished = self._embeddings.forget(waiter)
-        self._homes.remove(waiter.request.request_id, abort=is_unfinished)
+        self._assignments.remove(waiter.request.request_id, abort=is_unfinished)
 
     async def tokenize(self, texts: list[list[Segment]]) -> list[list[int]]:
         """Return the token ids of each text.
@@ -460,7 +459,7 @@ class Pool:
 
         Raises EngineError if no engine is ready, or if one dies meanwhile.
         """
-        if not (ready := self._homes.list_ready()):
+        if not (ready := self._assignments.list_ready()):
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
         self.more_adapters[name] = path
         for error in await asyncio.gather(*(one.load_adapter(name, path) for one in ready)):

@@ -176,23 +176,23 @@ class Router:
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> Candidate:
         """Return the replica that knows the longest prefix, unless it is crowded."""
-        home = min(self._find_homes(request, candidates), key=self._load, default=None)
-        if home is None or self._load(home) > CROWDED * max(self._least(candidates), 1):
+        best = min(self._list_longest(request, candidates), key=self._load, default=None)
+        if best is None or self._load(best) > CROWDED * max(self._least(candidates), 1):
             return self._choose_least_loaded(request, candidates)
-        return home
+        return best
 
     def _choose_in_window(
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> Candidate:
         """Return the replica that knows the longest prefix, among those that are not crowded.
 
-        If none of them knows any, return the least loaded one, which becomes a home of the prefix;
+        If none of them knows any, return the least loaded one, which knows the prefix from then on;
         if all are full, one where no other account waits.
         """
         least = self._least(candidates)
         window = [one for one in candidates if not is_crowded(self._load(one), least, one)]
-        if homes := self._find_homes(request, window):
-            return min(homes, key=self._load)
+        if longest := self._list_longest(request, window):
+            return min(longest, key=self._load)
         calm = [one for one in candidates if not self._others_wait(one, request.account)]
         rest = calm if least >= min(one.max_num_seqs for one in candidates) else ()
         order = [(self._load(one), self._seconds(one)) for one in rest or candidates]
@@ -220,21 +220,21 @@ class Router:
 
     # --- prefixes -------------------------------------------------------------------------------
 
-    def _find_homes(
+    def _list_longest(
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> list[Candidate]:
         """Return those of ``candidates`` that know the longest prefix of the request; empty if none
         knows any.
         """
-        bits = found = 0
+        bits = longest = 0
         for one in candidates:
             bits |= 1 << one.number
         for block in request.blocks:
             bits &= self._table.get(block, 0)
             if not bits:
                 break
-            found = bits
-        return [one for one in candidates if found >> one.number & 1]
+            longest = bits
+        return [one for one in candidates if longest >> one.number & 1]
 
     def _remember(self, blocks: Sequence[int], bit: int) -> int:
         """Record that a replica gets ``blocks``. Return how many of the first ones it knew.

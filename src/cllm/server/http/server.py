@@ -55,7 +55,7 @@ KEEP_ALIVE = 75
 TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
 TICKS_PER_CHECK = 4  # of the accounts
 MIN_KV_SHARE = 8  # of the memory for all models, divided by this, must be free for a KV cache
-LAST_WORDS = 2  # seconds in which streams that were ended send their error
+ERROR_SECONDS = 2  # in which streams that were ended send their error
 
 
 class HttpServer(uvicorn.Server):
@@ -279,7 +279,7 @@ def open_server(
         ssl_certfile=expand(settings.server.tls_certificate),
         ssl_keyfile=expand(settings.server.tls_key),
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
+        timeout_graceful_shutdown=int(settings.server.drain_timeout) + ERROR_SECONDS,
     )
     return HttpServer(config, registry, app.state.batches, access, settings)
 

@@ -18,8 +18,8 @@ while ENDS[-1] < 10_000_000:
     ENDS.append(ENDS[-1] + max(BLOCK, ENDS[-1] // 5))
 
 
-class Homes:
-    """Chooses an engine for each request, and knows it until the request has ended.
+class Assignments:
+    """Chooses an engine for each request, and finds it until the request has ended.
 
     With several engines, this is the one that has most of the prompt in its cache, unless it is
     crowded; see ``Router``.
@@ -27,7 +27,6 @@ class Homes:
 
     def __init__(self, members: list[Member]) -> None:
         self._members = members
-        self._by_id: dict[str, Member] = {}
         self._router = Router("prefix-window", max_blocks=0)
 
     def list_ready(self) -> list[Member]:
@@ -52,27 +51,22 @@ class Homes:
             candidates = [Candidate(one.number, max(1, one.stats.num_seq_ids)) for one in members]
             booking = self._router.choose(describe(request), candidates)
             member = self._members[booking.number]
-        self._by_id[request.request_id] = member
         num_seqs = 0 if isinstance(request, EmbeddingRequest) else request.params.n
         return member, Booked(booking, request.priority, num_seqs)
 
     def find(self, request_id: str) -> Member | None:
         """Return the engine of a request that has not ended."""
-        return self._by_id.get(request_id)
+        return next((one for one in self._members if request_id in one.bookings), None)
 
     def find_ready(self, request_id: str) -> Member | None:
         """Return the engine of a request, if that has got it and is ready."""
-        home = self._by_id.get(request_id)
-        return home if home is not None and home.has(request_id) else None
+        member = self.find(request_id)
+        return member if member is not None and member.has(request_id) else None
 
     def remove(self, request_id: str, *, abort: bool = False) -> None:
-        """Forget a request that has ended, or is to end: ``abort``."""
-        if (home := self._by_id.pop(request_id, None)) is not None:
-            (home.abort if abort else home.remove)(request_id)
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        self._by_id.clear()
+        """Forget a request that has ended. With ``abort``, the engine ends it first."""
+        if (member := self.find(request_id)) is not None:
+            (member.abort if abort else member.remove)(request_id)
 
     def forget_prefixes(self, member: Member) -> None:
         """Note that the cache of an engine is empty."""
