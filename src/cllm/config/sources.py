@@ -42,8 +42,9 @@ class LoadedConfig:
     """The effective settings, the origin of each dotted key, and notes for the operator, one line
     each.
 
-    An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port". models: for each
-    model that the file names in the section models, all settings with its own ones among them.
+    An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port". ``models`` has
+    the settings of each model that the file names in the section models: the global ones,
+    overridden by the model's.
     """
 
     settings: Settings

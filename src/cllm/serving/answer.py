@@ -46,7 +46,7 @@ class SchedulingOptions:
     """How a generation is scheduled: its account, its priority, and its time limits in seconds.
 
     What is computed for it is shared only with requests that have the same ``cache_salt``.
-    ``claim``: to a reserved place in the queue. ``arrived``: when the time limits began to count.
+    ``claim`` is for a reserved place in the queue. Time limits count from ``arrived``.
     """
 
     account: Account = ANONYMOUS
@@ -128,7 +128,7 @@ class Answer:
         recorder: Recorder | None,
         charge: Charge | None = None,
     ) -> None:
-        """``charge``: what the account reserves for it."""
+        """``charge`` is what the account has reserved for it."""
         self.generation = generation
         self._stream = stream
         self._engine = engine
@@ -246,8 +246,8 @@ class Answer:
         part of a choice.
 
         A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a
-        grammar that allows no further token, after all deltas that arrived before; but a limit that
-        has expired counts before what has not been taken by then.
+        grammar that allows no further token, after all deltas that arrived before. Deltas that
+        nobody has taken when a time limit expires are dropped.
         """
         try:
             for limit in self._limits:  # what arrives later comes too late
@@ -348,8 +348,8 @@ def grammar_error() -> BadRequest:
 
 
 class AdapterUse(NamedTuple):
-    """How a model computes with adapters. identity: of their scales and files. invocation: as in
-    AdapterFile.
+    """How a model computes with adapters. ``identity`` is a text that differs if their scales or
+    files do; ``invocation`` is the one of AdapterFile.
     """
 
     adapters: Adapters = ()
@@ -385,8 +385,8 @@ class AdapterUse(NamedTuple):
         return at // tokens.itemsize if at >= 0 else None
 
     def salt(self, salt: str) -> str:
-        """Return the cache salt of a request that asks for ``salt``, which has no zero byte at its
-        begin but that of a tenant.
+        """Return the cache salt of a request that asks for ``salt``. Only the salt of a tenant may
+        begin with a zero byte.
         """
         return f"\0\0{self.identity}\0{salt}" if self.adapters else salt
 

@@ -101,7 +101,7 @@ class Batches:
         lines: Mapping[str, Lines],
         max_lines_at_once: int,
     ) -> None:
-        """``lines``: by endpoint."""
+        """``lines`` maps each endpoint to what reads and answers its lines."""
         self.store = store
         self._registry = registry
         self._lines = lines
@@ -447,7 +447,9 @@ def seconds_to_wait(error: RateLimited | Unauthorized) -> float | None:
 
 
 def newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:
-    """Return the newest record of a batch. ``unfinished``: as they were before it was read."""
+    """Return the newest record of a batch: the one in ``unfinished``, which were read before
+    ``stored``, unless it has ended since.
+    """
     return stored if stored.has_ended else unfinished.get(stored.id, stored)
 
 

@@ -52,7 +52,7 @@ class LoadedModels:
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_bytes``: the memory for all loaded models together; None: as much as they take.
+        """``max_bytes`` limits the memory of all loaded models together; None for no limit.
         ``clock`` returns seconds.
         """
         self.models = list(models)
@@ -256,8 +256,8 @@ class LoadedModels:
         return free
 
     async def _unload_one(self, models: Sequence[ServedModel]) -> None:
-        """Unload the model that was used the longest ago, of those that are idle if there are any,
-        as soon as it may leave and its requests have ended.
+        """Unload the least recently used model, idle ones first. Wait until it may leave and its
+        requests have ended.
         """
         drained: ServedModel | None = None
         try:

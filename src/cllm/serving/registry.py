@@ -31,10 +31,10 @@ class Registry(LoadedModels):
         scan: Callable[[bool], list[ServedModel]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_bytes``: the memory for all loaded models together; None: as much as they take.
-        ``recorder``: of the trace file, closed with the registry. ``scan`` returns all models
-        of the settings and the folder, and reads the settings again if its argument says so; it is
-        called in another thread. ``clock`` returns seconds.
+        """``max_bytes`` limits the memory of all loaded models together; None for no limit.
+        ``recorder`` writes the trace file, and is closed with the registry. ``scan`` returns all
+        models of the settings and the folder, and reads the settings again if its argument says so;
+        it is called in another thread. ``clock`` returns seconds.
         """
         super().__init__(models, max_bytes, clock)
         self.metrics = ServerMetrics()

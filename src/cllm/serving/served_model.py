@@ -22,17 +22,19 @@ from cllm.serving.service import Service
 class ServedModel:
     """A model that the server has under ``name``, loaded or not.
 
-    aliases: other names, or patterns of names. open: makes its service, whose engine is not
-    started, and sets min_bytes. keep_alive: seconds without a request after which it is unloaded,
-    None for never. stay: the same after the last request, which may have asked for another time.
-    pinned: never unloaded to make room. is_found: by the scan of a folder.
-    parent: the model that computes for it, if it differs from that one only in its name, its
-    system message, its defaults of sampling parameters, and its adapters. is_created: by a client.
-    adapter_key, adapter_file: the name by which its engine knows its
-    adapter, and that file; None if it is not one. min_bytes: the memory that must
-    be free for it. path: of its file, "" if unknown. file_task: what it is for, by its file.
-    recipe: everything that its engine and service are made from; they are replaced if that changes.
-    successor: the model that is being loaded to replace it.
+    ``aliases`` are other names, or patterns of names. ``open`` makes its service, whose engine is
+    not started yet, and sets ``min_bytes``: the memory that must be free for the model. It is
+    unloaded ``keep_alive`` seconds after its last request, None for never; ``stay`` is that time
+    for the last request, which may have asked for another one. A ``pinned`` model is never unloaded
+    to make room. ``is_found`` says that the scan of a folder found it, and ``is_created`` that a
+    client created it.
+
+    ``parent`` is the model that computes for it, if the two differ only in their names, system
+    messages, defaults of sampling parameters, and adapters. ``adapter_key`` is the name by which
+    its engine knows its adapter, and ``adapter_file`` describes the adapter's file; "" and None if
+    it is no adapter. ``path`` is its file, "" if unknown, and ``file_task`` what that file is for.
+    ``recipe`` is everything that its engine and service are made from; they are replaced if it
+    changes. ``successor`` is the model that is being loaded to replace it.
     """
 
     name: str

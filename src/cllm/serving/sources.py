@@ -40,8 +40,8 @@ MAX_INVOCATION = 256  # tokens
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model's name, its settings, and its file; None if the file is still to be resolved, or if
-    the backend needs none. adapters: that change it. is_first: its engine is started with the
-    server. is_found: it was found in a folder or a cache.
+    the backend needs none. ``adapters`` can change it. ``is_first`` says that its engine is started
+    with the server, and ``is_found`` that it was found in a folder or a cache.
     """
 
     name: str
@@ -92,8 +92,8 @@ def resolve(settings: Settings, progress: Progress | None = None) -> Path | None
 def list_sources(
     loaded: LoadedConfig, progress: Progress | None = None, *, again: bool = False
 ) -> list[Source]:
-    """Return the models of all settings, the default one first. ``again``: while the server runs,
-    when adapters of models whose files are gone are left out.
+    """Return the models of all settings, the default one first. With ``again``, which is for a
+    running server, adapters of models whose files are gone are left out.
 
     The model of model.path, or the built-in one if the settings name no other, is the first to be
     loaded. Only its file is downloaded. Raises StartupError for files that do not exist, and names
@@ -173,8 +173,8 @@ def stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def inspect_adapter(path: Path) -> AdapterFile:
-    """Return what a file with an adapter is. Raises OSError, and ValueError for tokens of an
-    activated LoRA that cannot be some.
+    """Return what a file with an adapter is. Raises OSError, and ValueError if it is an activated
+    LoRA whose invocation tokens are not a list of token ids.
     """
     return _inspect_file(path, stamp(path))
 
