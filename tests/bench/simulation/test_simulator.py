@@ -21,6 +21,8 @@ from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry, read_trace, write_trace
 from cllm.scheduler.policy import FirstComeFirstServed
 
+pytestmark = pytest.mark.slow  # together they compute for half a minute
+
 COSTS = Costs(step=0.01, row=0.002, token=0.001)
 TOKEN = 0.012  # seconds of a step in which one sequence decodes
 
