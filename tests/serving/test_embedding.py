@@ -28,10 +28,10 @@ from cllm.serving.embedding import (
     embed,
     encode_pairs,
     encode_texts,
-    names,
     rank,
     shortened,
 )
+from cllm.text.pairs import name_texts
 
 INFO = ModelInfo(
     name="tiny",
@@ -157,7 +157,7 @@ def refused(work: Coroutine[Any, Any, Any]) -> BadRequest:
 
 
 def test_names_of_a_list() -> None:
-    assert names("input", 3) == ["input[0]", "input[1]", "input[2]"]
+    assert name_texts("input", 3) == ["input[0]", "input[1]", "input[2]"]
 
 
 def test_shortened_vectors_have_length_1_again() -> None:

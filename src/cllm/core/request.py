@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, PromptTooLong
 
@@ -92,6 +93,16 @@ class EmbeddingRequest(msgspec.Struct, frozen=True):
     texts: list[list[int]]
     account: str = ""
     priority: Priority = Priority.NORMAL
+
+
+def check_generates(info: ModelInfo, routes: str = "") -> None:
+    """Raise BadRequest for a model that does not generate text. The error names ``routes``, which
+    such a model serves.
+    """
+    if not info.generates:
+        use = f" ({routes})" if routes else ""
+        message = f"This model computes embeddings{use}; it does not generate text."
+        raise BadRequest(message, param="model", code="unsupported_model")
 
 
 def check_prompt(prompt: list[int], vocabulary_size: int, context_length: int, param: str) -> None:

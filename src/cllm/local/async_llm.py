@@ -34,6 +34,7 @@ from cllm.local.model import (
 )
 from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text.messages import Messages
+from cllm.text.pairs import read_scores
 
 
 class AsyncLLM:
@@ -245,7 +246,7 @@ class AsyncLLM:
         listed = list_of_texts(documents, "documents")
         prepared = await asyncio.to_thread(model._prepare_ranking, query, listed)
         vectors = await self._compute(prepared, priority)
-        return model._scores_of(vectors) if listed else []
+        return read_scores(vectors, model.info) if listed else []
 
     async def rerank(
         self,

@@ -30,6 +30,7 @@ from cllm.local.model import (
 )
 from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text.messages import Messages
+from cllm.text.pairs import read_scores
 
 
 class LLM(LocalModel):
@@ -195,7 +196,7 @@ class LLM(LocalModel):
         """
         listed = list_of_texts(documents, "documents")
         prepared = self._prepare_ranking(query, listed)
-        return self._scores_of(self._compute(prepared, priority)) if listed else []
+        return read_scores(self._compute(prepared, priority), self.info) if listed else []
 
     def rerank(
         self,

@@ -11,12 +11,11 @@ from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import Any, Literal, TypeVar, cast
 
-from cllm.backends.base import Vectors
 from cllm.backends.registry import import_loader
 from cllm.config.settings import OPTIONS, Settings
 from cllm.config.sources import load_settings
 from cllm.core.params import MAX_LEXER_STATES, SamplingParams
-from cllm.core.request import EmbeddingRequest, Priority, Request, check_prompt
+from cllm.core.request import EmbeddingRequest, Priority, Request, check_generates, check_prompt
 from cllm.core.segments import tokenize_segments
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.settings import engine_params
@@ -31,7 +30,7 @@ from cllm.text.chat_format import ChatFormats, OutputPlan
 from cllm.text.fences import Fences
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import OutputReader
-from cllm.text.pairs import PairFormat
+from cllm.text.pairs import PairFormat, name_texts
 from cllm.text.templates.chat_template import make_templates
 from cllm.text.tools.call_grammar import message_grammar
 
@@ -166,7 +165,7 @@ class LocalModel:
         self, prompts: Prompts, params: Params, response_format: Any = None
     ) -> list[PreparedPrompt]:
         """Return prompts to continue."""
-        self._check_generates()
+        check_generates(self.info)
         encoded = self._encode_all(prompts)
         prepared = []
         asked = self._params_of(params, len(encoded))
@@ -186,7 +185,7 @@ class LocalModel:
         variables: dict[str, Any],
     ) -> list[PreparedPrompt]:
         """Return the prompts of conversations."""
-        self._check_generates()
+        check_generates(self.info)
         are_many = is_list_of_conversations(messages)
         chats = [
             make_chat(one, tools, tool_choice, variables, f"messages[{i}]" if are_many else "")
@@ -243,12 +242,6 @@ class LocalModel:
 
         return check
 
-    def _check_generates(self) -> None:
-        if not self.info.generates:
-            raise BadRequest(
-                "This model computes embeddings; it does not generate text.", param="model"
-            )
-
     def _check_prompt(self, tokens: list[int], params: SamplingParams, param: str) -> None:
         params.check_vocabulary(self.info.vocabulary_size)
         check_prompt(tokens, self.info.vocabulary_size, self.info.context_length, param)
@@ -293,16 +286,18 @@ class LocalModel:
         if self.info.pooling == "rank" or not self.info.embedding_size:
             raise BadRequest("This model does not compute embeddings.", param="model")
         given: Any = [texts] if isinstance(texts, str) else texts
-        return self._encode_texts(list_of_texts(given, "texts", "text or a list of texts"), "texts")
+        listed = list_of_texts(given, "texts", "text or a list of texts")
+        return self._encode_texts(listed, name_texts("texts", len(listed)))
 
     def _prepare_ranking(self, query: str, documents: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of what ``scores_of`` needs: the pairs for a reranker, else the
+        """Return the token ids of what ``read_scores`` needs: the pairs for a reranker, else the
         query and the documents.
         """
         if not self.info.embedding_size:
             raise BadRequest("This model does not compute embeddings.", param="model")
         listed = list_of_texts(documents, "documents")
-        encoded = [*self._encode_texts([query], "query"), *self._encode_texts(listed, "documents")]
+        names = name_texts("documents", len(listed))
+        encoded = self._encode_texts([query, *listed], ["query", *names])
         if self.info.pooling != "rank":
             return encoded
         with self._shared.in_use():
@@ -311,27 +306,20 @@ class LocalModel:
             pairs = form.join(
                 tokenize_segments(vocabulary, text) for text in form.split(query, listed)
             )
-        self._check_texts(pairs, "documents")
+        self._check_texts(pairs, names)
         return pairs
 
-    def _scores_of(self, vectors: Vectors) -> list[float]:
-        """Return the scores of documents from the vectors of what ``_prepare_ranking`` returned."""
-        if self.info.pooling == "rank":
-            return cast("list[float]", vectors[:, 0].tolist())
-        return cast("list[float]", (vectors[1:] @ vectors[0]).tolist())
-
-    def _encode_texts(self, texts: Sequence[str], param: str) -> list[list[int]]:
-        names = names_of(param, len(texts))
+    def _encode_texts(self, texts: Sequence[str], names: list[str]) -> list[list[int]]:
         encoded = [
             self._tokenize(text, name, add_special=True, parse_special=False)
             for text, name in zip(texts, names, strict=True)
         ]
-        self._check_texts(encoded, param)
+        self._check_texts(encoded, names)
         return encoded
 
-    def _check_texts(self, encoded: list[list[int]], param: str) -> None:
+    def _check_texts(self, encoded: list[list[int]], names: list[str]) -> None:
         limit = self.info.max_embedding_tokens
-        for tokens, name in zip(encoded, names_of(param, len(encoded)), strict=True):
+        for tokens, name in zip(encoded, names, strict=True):
             if not 0 < len(tokens) <= limit:
                 message = f"{name} has {len(tokens)} tokens; it must have 1 to {limit}."
                 raise BadRequest(message, param=name)
@@ -432,11 +420,6 @@ def list_of_texts(texts: Any, param: str, form: str = "a list of texts") -> list
     if not isinstance(texts, Iterable) or isinstance(texts, bytes | str):
         raise BadRequest(f"{param} must be {form}.", param=param)
     return list(texts)
-
-
-def names_of(param: str, number: int) -> list[str]:
-    """Return the names of texts in errors."""
-    return [param] if param == "query" else [f"{param}[{i}]" for i in range(number)]
 
 
 def rank(documents: Sequence[str], scores: list[float], top_n: int | None) -> list[Ranked]:

@@ -18,7 +18,7 @@ from cllm.process.embeddings import Waiter
 from cllm.serving.answer import RequestTimeout, SchedulingOptions, list_limits
 from cllm.serving.service import Service
 from cllm.text.output_reader import Usage
-from cllm.text.pairs import PairFormat
+from cllm.text.pairs import PairFormat, name_texts, read_scores
 
 if TYPE_CHECKING:  # most servers compute no embeddings; NumPy takes 10 MB and 0.2 s
     import numpy as np
@@ -40,11 +40,6 @@ class Embedding:
 
     vectors: Vectors
     num_tokens: int
-
-
-def names(param: str, count: int) -> list[str]:
-    """Return the names of a list's texts for errors."""
-    return [f"{param}[{i}]" for i in range(count)]
 
 
 def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
@@ -130,15 +125,15 @@ async def rank(
 
     Raises what ``embed`` raises, naming the query or an entry of ``param``.
     """
-    params = names(param, len(documents))
-    if service.info.pooling == "rank":
-        pairs = await encode_pairs(service, query, documents, params, scheduling)
-        rows, num_tokens = await compute(service, pairs, params, scheduling)
-        return Ranking(rows[:, 0].tolist(), True, num_tokens)
-    params = ["query", *params]
-    texts = await encode_texts(service, [query, *documents], params, scheduling)
+    params = name_texts(param, len(documents))
+    is_reranker = service.info.pooling == "rank"
+    if is_reranker:
+        texts = await encode_pairs(service, query, documents, params, scheduling)
+    else:
+        params = ["query", *params]
+        texts = await encode_texts(service, [query, *documents], params, scheduling)
     rows, num_tokens = await compute(service, texts, params, scheduling)
-    return Ranking((rows[1:] @ rows[0]).tolist(), False, num_tokens)
+    return Ranking(read_scores(rows, service.info), is_reranker, num_tokens)
 
 
 async def encode_pairs(

@@ -19,7 +19,7 @@ from typing import Any
 from cllm.config.settings import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
-from cllm.core.request import check_prompt
+from cllm.core.request import check_generates, check_prompt
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError, PromptTooLong, RateLimited
@@ -418,12 +418,7 @@ class Service:
             raise BadRequest(message, param="n", code="invalid_value")
 
     def _check_generates(self) -> None:
-        if not self.info.generates:
-            message = (
-                "This model computes embeddings (/v1/embeddings, /v1/rerank); it does not "
-                "generate text."
-            )
-            raise BadRequest(message, param="model", code="unsupported_model")
+        check_generates(self.info, "/v1/embeddings, /v1/rerank")
 
     def submit(self, generation: Generation) -> Answer:
         """Send a generation to the engine. The caller must close the answer.

@@ -1,13 +1,21 @@
-"""Write a query and a document as the one text that a reranker was trained for."""
+"""Write a query and a document as the one text that a reranker was trained for, and read the scores
+of documents.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
 
+from cllm.core.model_info import ModelInfo
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyFacts
 from cllm.text.fences import Fences
+
+if TYPE_CHECKING:  # most servers rank nothing, and NumPy takes time and memory
+    import numpy as np
+    import numpy.typing as npt
 
 PLACES = re.compile(r"(\{query\}|\{document\})")
 
@@ -38,3 +46,16 @@ class PairFormat:
         before, between, behind = self._vocabulary.pair_tokens
         query, *documents = tokenized
         return [[*before, *query, *between, *tokens, *behind] for tokens in documents]
+
+
+def name_texts(param: str, count: int) -> list[str]:
+    """Return the names that errors use for the texts of the list ``param``."""
+    return [f"{param}[{i}]" for i in range(count)]
+
+
+def read_scores(vectors: npt.NDArray[np.float32], info: ModelInfo) -> list[float]:
+    """Return the scores of documents from the vectors of their pairs, if the model is a reranker,
+    or else from those of the query and the documents.
+    """
+    scores = vectors[:, 0] if info.pooling == "rank" else vectors[1:] @ vectors[0]
+    return cast("list[float]", scores.tolist())

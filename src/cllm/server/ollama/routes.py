@@ -62,11 +62,12 @@ from cllm.server.resolve import (
 )
 from cllm.server.vectors import encode_vectors
 from cllm.serving.answer import Generation, SchedulingOptions
-from cllm.serving.embedding import embed, encode_texts, names, shortened
+from cllm.serving.embedding import embed, encode_texts, shortened
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
 from cllm.text.chat import Chat
 from cllm.text.grammar import FREE, CheckedGrammar
+from cllm.text.pairs import name_texts
 
 service_for = partial(resolve.service_for, message=UNKNOWN)
 router = APIRouter(tags=["Ollama"])
@@ -221,7 +222,7 @@ async def embed_texts(request: Request) -> Response:
             {"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0}
         )
     given = [body.input] if isinstance(body.input, str) else body.input
-    params = ["input"] if isinstance(body.input, str) else names("input", len(given))
+    params = ["input"] if isinstance(body.input, str) else name_texts("input", len(given))
     size = service.info.embedding_size
     if len(given) > MAX_TEXTS:
         raise BadRequest(

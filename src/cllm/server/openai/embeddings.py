@@ -19,8 +19,9 @@ from cllm.server.openai.answers import EmbeddingList
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.vectors import encode_vectors
-from cllm.serving.embedding import embed, encode_texts, names, shortened
+from cllm.serving.embedding import embed, encode_texts, shortened
 from cllm.serving.service import Service
+from cllm.text.pairs import name_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +61,7 @@ class EmbeddingsBody(TermsBody):
     def names(self, count: int) -> list[str]:
         """Return the names of the inputs in errors."""
         is_list = isinstance(self.input, list) and not isinstance(self.input[0], int)
-        return names("input", count) if is_list else ["input"]
+        return name_texts("input", count) if is_list else ["input"]
 
 
 @router.post("/embeddings", include_in_schema=False)
