@@ -54,6 +54,9 @@ UPWARD = {
 }
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
+# The folders of text/, each of which may import those before it. The files beside them may import all.
+TEXT_FOLDERS = ["schema", "tools", "templates"]
+
 # A dialect that adds routes to another one, and uses it.
 EXTENDS = {("llama_server", "openai")}
 
@@ -120,6 +123,18 @@ def test_imports_go_down() -> None:
         for source, target in inner_imports()
         if not may_import(package_of(source), package_of(target))
         and (source, target.rpartition(".")[0]) not in UPWARD
+    ] == []
+
+
+def test_folders_of_text_import_in_one_direction() -> None:
+    def level(module: str) -> int:
+        folder = (module + "...").split(".")[2]
+        return TEXT_FOLDERS.index(folder) if folder in TEXT_FOLDERS else len(TEXT_FOLDERS)
+
+    assert [
+        edge
+        for edge in inner_imports()
+        if {*map(package_of, edge)} == {"text"} and level(edge[0]) < level(edge[1])
     ] == []
 
 

@@ -15,8 +15,8 @@ from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.anthropic.stream import MessageEvents, collect
 from cllm.serving.answer import Generation
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
+from cllm.text.tools.parser import Channel
 
 TEXTS = st.text(max_size=20)
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)

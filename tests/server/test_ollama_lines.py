@@ -16,8 +16,8 @@ from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.ollama.stream import Clock, Lines, collect
 from cllm.serving.answer import Generation
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
+from cllm.text.tools.parser import Channel
 
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)
 CALLS = st.lists(ARGUMENTS, max_size=3)

@@ -33,7 +33,7 @@ from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import MANY_FENCES, Service
 from cllm.text.chat import Chat
-from cllm.text.fences import Fences
+from cllm.text.templates.fences import Fences
 
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
 ENDLESS = {"max_tokens": 32_000, "ignore_eos": True, "stream": True}  # minutes

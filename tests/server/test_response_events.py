@@ -14,8 +14,8 @@ from cllm.server.openai.responses.items import MessageItem, messages_of
 from cllm.server.openai.responses.stream import ResponseEvents
 from cllm.server.openai.responses.tools import ToolTarget, extract_input
 from cllm.serving.answer import Generation
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
+from cllm.text.tools.parser import Channel
 
 HEAD = {
     "id": "resp_1",

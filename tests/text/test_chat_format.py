@@ -7,8 +7,9 @@ from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.vocabulary import Pieces
 from cllm.errors import BadRequest
-from cllm.text.chat import Channel, Chat, Effort
+from cllm.text.chat import Chat, Effort
 from cllm.text.tools.call_grammar import message_grammar
+from cllm.text.tools.parser import Channel
 
 THINKING = "{{ tools }}<tool_call><think></think>"
 HARMONY = "{{ tools }}<|start|><|channel|><|message|>reasoning_effort"

@@ -14,8 +14,8 @@ from cllm.bench.servers import MODEL
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.segments import tokenize_segments
-from cllm.text.fences import Fences
 from cllm.text.templates.chat_template import ChatTemplate
+from cllm.text.templates.fences import Fences
 
 # servers' own defaults differ
 SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")

@@ -27,11 +27,11 @@ from cllm.local.work import Embedding, Generating, PreparedPrompt
 from cllm.text import grammar
 from cllm.text.chat import Chat
 from cllm.text.chat_format import ChatFormats, OutputPlan
-from cllm.text.fences import Fences
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import OutputReader
 from cllm.text.pairs import PairFormat, name_texts
 from cllm.text.templates.chat_template import make_templates
+from cllm.text.templates.fences import Fences
 from cllm.text.tools.call_grammar import message_grammar
 
 T = TypeVar("T")

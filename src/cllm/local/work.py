@@ -16,9 +16,9 @@ from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
 from cllm.local.completion import Completion, Output, Piece, ToolCallPiece
 from cllm.local.response_format import ResponseFormat
-from cllm.text.chat import Channel
 from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import OutputReader
+from cllm.text.tools.parser import Channel
 
 
 class PreparedPrompt(NamedTuple):

@@ -42,10 +42,10 @@ from cllm.store.usage import EXPECTED_OUTPUT, UsageLedger
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING, ChatFormats
 from cllm.text.dry_breakers import DryBreakers
-from cllm.text.fences import CUT, OPEN, Fences
 from cllm.text.grammar import FREE, CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
+from cllm.text.templates.fences import CUT, OPEN, Fences
 
 # characters; the queue is checked before a text of this length or more is tokenized
 LONG_TEXT = 16_384

@@ -6,8 +6,6 @@ import enum
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import msgspec
-
 # Names that already have a meaning in templates. Clients cannot use them for variables.
 RESERVED = frozenset(
     {
@@ -26,12 +24,6 @@ RESERVED = frozenset(
 
 
 MAX_FORCED_CALLS = 8  # in a message that must call: weak models would go on to their last token
-
-
-class Channel(enum.StrEnum):
-    TEXT = "text"
-    REASONING = "reasoning"
-    CALL = "call"
 
 
 class Effort(enum.StrEnum):
@@ -118,15 +110,3 @@ class Chat:
             for tool in self.tools
             if tool["function"].get("strict") is True
         }
-
-
-class Part(msgspec.Struct, gc=False):
-    """A piece of a model's output.
-
-    call: the call's ordinal, from 0. name: the function's, in a call's first part.
-    """
-
-    channel: Channel
-    text: str
-    call: int = 0
-    name: str = ""

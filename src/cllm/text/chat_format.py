@@ -15,8 +15,8 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.vocabulary import Pieces, VocabularyFacts
 from cllm.errors import BadRequest
 from cllm.text.chat import Chat, Effort
-from cllm.text.fences import CUT
 from cllm.text.templates.chat_template import CHATML, choose_templates
+from cllm.text.templates.fences import CUT
 from cllm.text.templates.prompted_tools import declare_tools
 from cllm.text.tools.call_grammar import BoundMessage, Tool
 from cllm.text.tools.model_family import Reasoning, find_family, load_families

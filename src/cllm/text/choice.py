@@ -6,10 +6,9 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import Alignment, TokenLogprob
-from cllm.text.chat import Channel, Part
 from cllm.text.detokenizer import Detokenizer
 from cllm.text.stop_strings import StopStrings
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, OutputPart, Parser
 
 TOOL_CALLS = "tool_calls"
 
@@ -66,7 +65,7 @@ class Choice:
             )
         return text, self.finish
 
-    def parts(self, output: TokenOutput) -> list[Part]:
+    def parts(self, output: TokenOutput) -> list[OutputPart]:
         """Return the parts that ``output`` adds or continues.
 
         Sets ``finish`` as ``feed`` does, or to "tool_calls" if the model called tools and then
@@ -93,7 +92,7 @@ class Choice:
             self.finish = TOOL_CALLS
         return parts
 
-    def _attach_logprobs(self, token: TokenLogprob, parts: list[Part]) -> None:
+    def _attach_logprobs(self, token: TokenLogprob, parts: list[OutputPart]) -> None:
         """Report tokens with the next text part.
 
         Tokens of reasoning, calls and marks are not reported.
@@ -106,24 +105,24 @@ class Choice:
             if part.channel != Channel.TEXT or part.text:
                 self._pending_logprobs = []
 
-    def _is_stopped(self, parts: list[Part]) -> list[Part]:
+    def _is_stopped(self, parts: list[OutputPart]) -> list[OutputPart]:
         """Return ``parts`` up to a stop string."""
-        kept: list[Part] = []
+        kept: list[OutputPart] = []
         for part in parts:
             if part.channel != Channel.TEXT:
                 if held := self._stops.flush():
-                    kept.append(Part(Channel.TEXT, held))
+                    kept.append(OutputPart(Channel.TEXT, held))
                 kept.append(part)
                 continue
             text, stopped = part.text, False
             if self.num_tokens > self._min_tokens:
                 text, stopped = self._stops.feed(part.text)
-            kept.append(Part(Channel.TEXT, text))
+            kept.append(OutputPart(Channel.TEXT, text))
             if stopped:
                 self.finish = FinishReason.STOP.value
                 return kept
         if self.finish and (held := self._stops.flush()):
-            kept.append(Part(Channel.TEXT, held))
+            kept.append(OutputPart(Channel.TEXT, held))
         return kept
 
     @property

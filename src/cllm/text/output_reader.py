@@ -11,9 +11,9 @@ from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.request import Request
 from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import TokenLogprob
-from cllm.text.chat import Channel
 from cllm.text.chat_format import OutputPlan
 from cllm.text.choice import Choice
+from cllm.text.tools.parser import Channel
 
 FAILURES = frozenset({FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.TIMEOUT})
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from cllm.core.model_info import ModelInfo
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyFacts
-from cllm.text.fences import Fences
+from cllm.text.templates.fences import Fences
 
 if TYPE_CHECKING:  # most servers rank nothing, and NumPy takes time and memory
     import numpy as np

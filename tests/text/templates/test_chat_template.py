@@ -13,8 +13,8 @@ from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
 from cllm.core.segments import tokenize_segments
 from cllm.errors import BadRequest, StartupError
 from cllm.text.chat import RESERVED
-from cllm.text.fences import CLOSE, OPEN, Fences
 from cllm.text.templates.chat_template import ChatTemplate, choose_templates, make_templates
+from cllm.text.templates.fences import CLOSE, OPEN, Fences
 
 START, END = CONTROL
 CONTROLS = list(CONTROL.values())

@@ -14,8 +14,9 @@ from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.serving.service import Service
-from cllm.text.chat import Channel, Chat
-from cllm.text.fences import CLOSE, CUT, MARKS, OPEN
+from cllm.text.chat import Chat
+from cllm.text.templates.fences import CLOSE, CUT, MARKS, OPEN
+from cllm.text.tools.parser import Channel
 
 ASKED = {"role": "user", "content": "Q"}
 ASK = "{% if add_generation_prompt %}[A]{% endif %}"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
-from cllm.text.fences import MARKS, Fences, remove_fences
 from cllm.text.templates.chat_template import ChatTemplate
+from cllm.text.templates.fences import MARKS, Fences, remove_fences
 
 FOLDER = Path(__file__).parents[2] / "data" / "templates"
 END = "<|im_end|>"

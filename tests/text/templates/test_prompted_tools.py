@@ -9,11 +9,11 @@ import pytest
 from call_texts import chat_format_of
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
-from cllm.text.chat import Channel, Chat
+from cllm.text.chat import Chat
 from cllm.text.templates.chat_template import ChatTemplate
 from cllm.text.templates.prompted_tools import declare_tools
 from cllm.text.tools.model_family import ModelFamily, load_families
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, Parser
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
 CALL: dict[str, Any] = {

@@ -6,9 +6,8 @@ import pytest
 from call_texts import CALLING, TOOLS, WEATHER, WORDS, grammar_of, with_thoughts
 
 from cllm.errors import BadRequest
-from cllm.text.chat import Channel
 from cllm.text.tools.model_family import load_families
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, Parser
 
 
 def follows(grammar: str, text: str) -> bool:

@@ -10,11 +10,10 @@ from call_texts import CALLING, FAMILIES, THINK, TOOLS, WEATHER, with_thoughts
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.vocabulary import Pieces
-from cllm.text.chat import Channel
 from cllm.text.choice import Choice
 from cllm.text.tools.arguments import object_of
 from cllm.text.tools.model_family import ModelFamily, load_families
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, Parser
 
 BYTES = Pieces.of([bytes([i]) for i in range(256)])
 

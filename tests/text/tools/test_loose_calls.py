@@ -9,9 +9,8 @@ import jsonschema
 import pytest
 from call_texts import CALLING, TOOLS, WEATHER, WORDS, grammar_of, with_thoughts
 
-from cllm.text.chat import Channel
 from cllm.text.tools.model_family import ModelFamily, load_families
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, Parser
 
 THEN = "<|end|><|start|>assistant"
 SAY = load_families()["harmony"].header.final

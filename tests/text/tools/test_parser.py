@@ -14,9 +14,8 @@ from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.text.chat import Channel
 from cllm.text.tools.model_family import ModelFamily, find_family, load_families
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, Parser
 
 SCHEMA = {
     "type": "object",

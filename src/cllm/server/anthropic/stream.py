@@ -9,9 +9,9 @@ from pydantic_core import to_json
 
 from cllm.server.anthropic.errors import error_event
 from cllm.serving.answer import Answer, Generation
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta, Usage
 from cllm.text.tools.arguments import object_of
+from cllm.text.tools.parser import Channel
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'

@@ -32,7 +32,7 @@ from cllm.server.openai.conversation import (
 from cllm.server.resolve import service_for
 from cllm.serving.service import Service
 from cllm.text.chat import Chat
-from cllm.text.fences import OPEN, remove_fences
+from cllm.text.templates.fences import OPEN, remove_fences
 
 router = APIRouter(tags=["Tokens"])
 

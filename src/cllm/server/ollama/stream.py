@@ -17,9 +17,9 @@ from cllm.server.ollama.errors import error_line
 from cllm.server.token_logprobs import token_objects
 from cllm.serving.answer import Answer, Generation
 from cllm.text.alignment import TokenLogprob
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
 from cllm.text.tools.arguments import object_of
+from cllm.text.tools.parser import Channel
 
 MEDIA_TYPE = "application/x-ndjson"
 

@@ -12,8 +12,8 @@ from cllm.server.errors import error_event
 from cllm.server.timings import build_timings
 from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta, Usage
+from cllm.text.tools.parser import Channel
 
 DONE = b"data: [DONE]\n\n"
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import product
 from types import SimpleNamespace
@@ -23,9 +23,9 @@ import jinja2.ext
 import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
-from cllm.text.fences import CUT, Fences, restore_marks
 from cllm.text.templates.call_ids import CallIds, link_results
 from cllm.text.templates.cut_marks import CutMarks
+from cllm.text.templates.fences import CUT, Fences, restore_marks
 from cllm.text.templates.tool_defaults import (
     PROBED_NAME,
     PROBED_TOOLS,
@@ -38,7 +38,6 @@ from cllm.text.templates.turns import Repair, find_repair, join_texts, shorten, 
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
-    from cllm.text.worker import Work
 
 # The template of models without one, which other servers also use.
 CHATML = (
@@ -368,8 +367,8 @@ class ChatTemplate:
         return None
 
 
-def prepare(texts: dict[str, Any]) -> Work:
-    """Return the Work of a rendering process; its input is the arguments of
+def prepare(texts: dict[str, Any]) -> Callable[[Any], str]:
+    """Return the Work (text/worker.py) of a rendering process; its input is the arguments of
     ``ChatTemplate.render``.
 
     ``texts``: the fields of VocabularyFacts that it needs. With a template that has a syntax error,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from cllm.text.fences import BREAK, CLOSE, CUT, OPEN, Fenced
+from cllm.text.templates.fences import BREAK, CLOSE, CUT, OPEN, Fenced
 
 Messages = list[dict[str, Any]]
 

@@ -7,15 +7,16 @@ precede one, or the head of a possible call: MAX_HEAD characters at most.
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
-from cllm.text.chat import Channel, Part
+import msgspec
+
 from cllm.text.tools.arguments import Bare, Keywords, Object, Pairs, Reader
-from cllm.text.tools.call_heads import is_begun, may_begin_call
 from cllm.text.tools.model_family import (
     MAX_HEAD,
     Calls,
@@ -34,8 +35,30 @@ BARE_BEGUN = re.compile(r'(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[a-z]{0,8})?)?')
 PYTHON = re.compile(r"\[\s{0,64}[A-Za-z_][\w.-]{0,255}\(")
 PYTHON_BEGUN = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.-]{0,255})?")
 STRING = re.compile(r'"[^"]*"')
+# How the head of a call in JSON begins, without white space.
+HEAD_KEYS = ("id", "type", "function", "name")  # that a head in JSON may begin with
+HEAD_BEGUN = re.compile(r'\[?(?:\{(?:"(?P<key>[^"]*)(?P<closed>"?).*)?)?', re.DOTALL)
+HEAD_NAME = re.compile(r'"name":"([^"]*)("?)')
 
 NO_CALLS = Calls(write="")
+
+
+class Channel(enum.StrEnum):
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
+class OutputPart(msgspec.Struct, gc=False):
+    """A piece of a model's output.
+
+    call: the call's ordinal, from 0. name: the function's, in a call's first part.
+    """
+
+    channel: Channel
+    text: str
+    call: int = 0
+    name: str = ""
 
 
 class Parser:
@@ -73,7 +96,7 @@ class Parser:
         self._max_calls = max_calls
         self._buffer = ""
         self._space = ""
-        self._parts: list[Part] = []
+        self._parts: list[OutputPart] = []
         self._is_last = False
         self._is_cut = False
         self._is_fresh = inside and not begun  # drop white space until other text arrives
@@ -104,7 +127,7 @@ class Parser:
         if inside:
             self.channel, self._state = Channel.REASONING, self._in_region
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[OutputPart]:
         """Return the parts that ``text`` adds or continues."""
         self._parts = []
         if self.done:
@@ -114,7 +137,7 @@ class Parser:
             pass
         return self._parts
 
-    def flush(self, tail: str = "", *, is_cut: bool = False) -> list[Part]:
+    def flush(self, tail: str = "", *, is_cut: bool = False) -> list[OutputPart]:
         """Return the parts still held back, at the end of the text.
 
         ``tail``: replaces the bytes of an incomplete character. ``is_cut``: the text ended because
@@ -327,7 +350,7 @@ class Parser:
     def _begin_call(self, name: str) -> None:
         self._space = ""
         self.channel = Channel.CALL
-        self._parts.append(Part(Channel.CALL, "", self.num_calls, name))
+        self._parts.append(OutputPart(Channel.CALL, "", self.num_calls, name))
         self.num_calls += 1
 
     def _begin_arguments(self, name: str, head: str) -> bool:
@@ -396,7 +419,7 @@ class Parser:
         if last and last.channel == self.channel and last.call == call:
             last.text += text
         else:
-            self._parts.append(Part(self.channel, text, call))
+            self._parts.append(OutputPart(self.channel, text, call))
 
 
 @cache
@@ -415,3 +438,44 @@ def compile_head_ends(calls: Calls) -> re.Pattern[str]:
 def long_closes(calls: Calls) -> tuple[str, ...]:
     """Return the marks that only end calls; brackets and fences also occur in heads."""
     return tuple(mark for mark in calls.close if len(mark) > 3)
+
+
+def may_begin_call(head: str, opener: str, calls: Calls, names: Collection[str]) -> bool:
+    """Whether ``head``, the text after the mark ``opener``, can become a call of one of ``names``.
+
+    It is compared with how the family writes calls, without white space.
+    """
+    text = "".join(head.split())
+    whole = calls.begin + calls.write
+    lead = calls.write  # after a separator
+    if not opener or (opener in calls.open and opener in whole):
+        lead = whole.partition(opener)[2] if opener else whole
+    lead = "".join(lead.partition("$")[0].split())
+    if text.startswith(("{", "[{")) or (text in ("", "[") and "json" in calls.head):
+        return may_begin_object(text, calls, names)
+    variants = {"", lead, lead.removeprefix("[")}
+    return any(
+        is_begun(text.removeprefix("[") if lead.startswith("[") else text, variant + name)
+        for variant in variants
+        for name in names
+    )
+
+
+def may_begin_object(text: str, calls: Calls, names: Collection[str]) -> bool:
+    match = HEAD_BEGUN.fullmatch(text)
+    if match is None or "json" not in calls.head:
+        return match is not None
+    key, is_closed = match["key"], match["closed"]
+    if key is not None and not any(
+        known == key if is_closed else known.startswith(key) for known in HEAD_KEYS
+    ):
+        return False
+    name = HEAD_NAME.search(text)
+    return name is None or any(
+        known == name[1] if name[2] else known.startswith(name[1]) for known in names
+    )
+
+
+def is_begun(text: str, word: str) -> bool:
+    """Whether one of two texts begins with the other."""
+    return text.startswith(word) or word.startswith(text)

@@ -17,8 +17,8 @@ from cllm.server.openai.responses.items import new_id
 from cllm.server.openai.responses.tools import ToolTarget, extract_input
 from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
-from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta, Usage
+from cllm.text.tools.parser import Channel
 
 PREFIXES = {Channel.TEXT: "msg", Channel.REASONING: "rs", Channel.CALL: "fc"}
 DELTAS = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.core.vocabulary import VocabularyFacts
-from cllm.text.fences import CLOSE, OPEN, Fences
+from cllm.text.templates.fences import CLOSE, OPEN, Fences
 
 TEKKEN = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "<pad>"]
 TEKKEN += [f"<SPECIAL_{i}>" for i in range(20, 1000)]
