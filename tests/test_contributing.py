@@ -38,7 +38,7 @@ def test_example_parameter_appears_in_its_dialects(tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src")
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    command = [sys.executable, "-m", "cllm", "config", "api"]
+    command = [sys.executable, str(ROOT / "tools" / "api_page.py")]
     page = subprocess.check_output(command, env=environment, text=True, cwd=tmp_path)
     sections = dict(re.findall(r"^### POST (\S+)\n(.*?)(?=^##)", page, re.DOTALL | re.MULTILINE))
     row = "top_a` | done | number from 0 to 1. Drop tokens"
