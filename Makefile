@@ -40,10 +40,11 @@ models: ## fetch two trained models (350 MB) for the tests marked real, and for 
 coverage: ## run all tests in one process and show the lines that none of them reaches
 	@exec $(RUN) pytest --cov=cllm --cov-report=term-missing:skip-covered $(ARGS)
 
-lint: ## lint, format check, types
+lint: ## lint, format check, types, the workflows of GitHub
 	@$(CHECK) ruff check
 	@$(CHECK) ruff format --check
 	@$(CHECK) mypy
+	@$(CHECK) actionlint
 
 format: ## rewrite the sources in the house format
 	@$(CHECK) ruff format
