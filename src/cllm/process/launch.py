@@ -21,6 +21,7 @@ else:
 
 __all__ = [
     "ANYWHERE",
+    "EngineSpec",
     "Place",
     "Popen",
     "build_engine_environment",
@@ -39,6 +40,17 @@ class Place(NamedTuple):
 
 
 ANYWHERE = Place()
+
+
+class EngineSpec(NamedTuple):
+    """An engine of a pool: its ``number``, from 0, its name in the log, and where it computes.
+    ``launched`` is the process that becomes the first one, if it has been started already.
+    """
+
+    number: int = 0
+    label: str = "the engine"
+    place: Place = ANYWHERE
+    launched: Popen[bytes] | None = None
 
 
 def enable_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:

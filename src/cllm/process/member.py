@@ -12,11 +12,11 @@ import msgspec
 
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import Priority
-from cllm.engine.commands import Abort, Add, Embed, Explain, LoadAdapter, Resume, SetYielding
+from cllm.engine.commands import Abort, Command, Explain, LoadAdapter
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
 from cllm.process.futures import resolve
-from cllm.process.launch import Place, Popen
+from cllm.process.launch import EngineSpec
 from cllm.process.messages import (
     AdapterLoaded,
     Explained,
@@ -43,14 +43,10 @@ class Owner(Protocol):
         """Return whether a request has not been answered completely."""
         ...
 
-    def make_command(self, request_id: str) -> Add | Resume | Embed | None:
-        """Return the command with which another engine computes the rest of a request; None if it
+    def make_commands(self, request_id: str) -> list[Command]:
+        """Return the commands with which another engine computes the rest of a request; none if it
         has ended.
         """
-        ...
-
-    def yields(self, request_id: str) -> bool:
-        """Return whether a request yields to others."""
         ...
 
     def has_texts(self, member: Member) -> bool:
@@ -65,24 +61,24 @@ class Owner(Protocol):
         """Handle results of an engine."""
         ...
 
-    def welcome(self, member: Member) -> None:
+    def on_loading(self, member: Member, share: float) -> None:
+        """Handle the loaded share of the model, 0 to 1."""
+        ...
+
+    def on_ready(self, member: Member) -> None:
         """Give work to an engine that has become ready."""
         ...
 
-    def fill(self, member: Member) -> None:
-        """Let an engine that has room take over requests that wait for others."""
+    def on_death(self, member: Member, death: Death) -> None:
+        """Prepare to continue the requests of an engine that has died."""
         ...
 
-    def record_death(self, member: Member, death: Death) -> None:
-        """Handle the death of an engine."""
+    def on_failure(self, member: Member) -> None:
+        """Handle that a restart has failed."""
         ...
 
     def fail(self, member: Member, request_ids: Iterable[str], error: EngineError) -> None:
         """End requests of an engine, and the texts that it is to tokenize, with ``error``."""
-        ...
-
-    def record_failure(self, member: Member) -> None:
-        """Note that a restart has failed."""
         ...
 
 
@@ -99,43 +95,29 @@ class Booked(NamedTuple):
 class Member:
     """One engine of a pool, and the requests that it was given.
 
-    number: from 0. ``stats`` are its latest statistics. ``bookings``: the requests that it computes
-    or will compute, in the order in which it got them. ``num_seqs``: their sequences by class,
-    with those that are on their way from or to other engines.
+    ``stats`` are its latest statistics. ``bookings`` has the requests that it computes or will
+    compute, in the order in which it got them. ``num_seqs`` counts their sequences by class. It
+    includes sequences that other engines are to withdraw for this one, and excludes those that this
+    one is to withdraw.
     """
 
     def __init__(
         self,
-        number: int,
         params: EngineParams,
         owner: Owner,
-        on_loading: Callable[[float], None] | None,
-        launched: Popen[bytes] | None,
-        clock: Callable[[], float],
-        place: Place,
+        spec: EngineSpec,
         ends: Counter[str],
-        label: str,
+        clock: Callable[[], float],
     ) -> None:
-        """``ends``: as in Suspects, of all members. ``label``: its name in the log."""
-        self.number = number
-        self.place = place
+        """``ends`` is the counter that the Suspects of all members share. ``clock`` returns
+        seconds.
+        """
+        self.number = spec.number
+        self.place = spec.place
         self.stats = Stats()
         self.bookings: dict[str, Booked] = {}
         self.num_seqs = [0] * len(Priority)
-        self.supervisor = Supervisor(
-            params,
-            self._take,
-            self._resume_all,
-            lambda death: owner.record_death(self, death),
-            lambda: owner.record_failure(self),
-            self._has_work,
-            self._owes_answers,
-            on_loading,
-            launched,
-            clock,
-            place,
-            label,
-        )
+        self.supervisor = Supervisor(params, self, spec, clock)
         self._owner = owner
         self._earlier_stats = Stats()  # of the engines that have died
         self._ends = ends
@@ -165,20 +147,20 @@ class Member:
         return len(self.bookings) - len(self._held)
 
     def count_seqs(self, priority: Priority) -> int:
-        """Return how many sequences are here, or on their way, that a sequence of a class does not
-        go before.
-        """
+        """Return the number of sequences that would be served before one of this class."""
         return sum(self.num_seqs[: priority + 1])
 
     def has_room(self, priority: Priority) -> bool:
-        """Return whether a sequence of a class has to wait here at most for those of lower ones."""
+        """Return whether a sequence of this class would start at once, if need be in the place of
+        one of a lower class.
+        """
         count, stats = self.count_seqs(priority), self.stats
         waits = stats.num_waiting > 0 and count >= stats.num_running  # for memory
         return count < stats.num_seq_ids and not waits
 
     def should_relieve(self, other: Member, priority: Priority) -> bool:
-        """Return whether this engine should take over requests of a class that wait for ``other``:
-        it has none, or much fewer.
+        """Return whether this engine should take over requests of a class that wait for ``other``,
+        because it has none of the class or above, or far fewer than ``other``.
         """
         count, stats = other.count_seqs(priority), other.stats
         if not stats.num_waiting or count <= min(stats.num_seq_ids, stats.num_running):
@@ -186,12 +168,14 @@ class Member:
         least = self.count_seqs(priority)
         return not least or is_crowded(count, least, Candidate(other.number, stats.num_seq_ids))
 
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
+        """See EngineClient."""
         asked = self._pending_explanations or self._pending_adapters
         return self.num_requests > 0 or bool(asked)
 
-    def _owes_answers(self) -> bool:
-        return self._has_work() or self._owner.has_texts(self)
+    def owes_answers(self) -> bool:
+        """See EngineClient."""
+        return self.has_work() or self._owner.has_texts(self)
 
     def has(self, request_id: str) -> bool:
         """Return whether the engine has got a request, and is ready."""
@@ -216,7 +200,7 @@ class Member:
 
     @property
     def is_searching(self) -> bool:
-        """Whether it is being found out what has killed engines, so that further requests wait."""
+        """Whether further requests wait until it is known which one has killed engines."""
         return self._suspects.is_searching or self._owner.is_separating_texts(self)
 
     def give(self, request_id: str, booked: Booked) -> None:
@@ -253,7 +237,9 @@ class Member:
             self.resume()
 
     def leave(self, request_id: str) -> None:
-        """Forget a request that another engine continues, and that this one has forgotten."""
+        """Forget a request that another engine continues. This engine process does not know it any
+        longer.
+        """
         num_ends = self._ends[request_id]
         self.remove(request_id)
         if self._has_suspects and self._suspects.forget(request_id):
@@ -262,7 +248,7 @@ class Member:
             self._ends[request_id] = num_ends
 
     def forget_suspects(self, request_ids: Iterable[str]) -> None:
-        """Let no request wait for these, which have got an error, in the next engine."""
+        """Let no request of the next engine wait for ``request_ids``, which have got an error."""
         for request_id in request_ids:
             self._suspects.forget(request_id)
 
@@ -294,7 +280,9 @@ class Member:
         return await future
 
     def forget_step(self, error: CLLMError) -> None:
-        """Forget what only this engine knows. Answers that it owes become ``error``."""
+        """Forget what only this engine process knew. Callers that wait for its answers get
+        ``error``.
+        """
         self.stats = without_work(self.stats)
         for explanation in self._pending_explanations:
             resolve(explanation, error)
@@ -304,7 +292,8 @@ class Member:
 
     # --- messages of the engine ------------------------------------------------------------------
 
-    def _take(self, message: FromChild) -> None:
+    def take(self, message: FromChild) -> None:
+        """See EngineClient."""
         match message:
             case Stepped():
                 self.stats = message.stats
@@ -344,8 +333,20 @@ class Member:
             log.error("the engine died twice because of %s alone; it gets an error", fatal)
         return fatal
 
-    def _resume_all(self) -> None:
-        """Send everything that waits to an engine that has become ready."""
+    def on_loading(self, share: float) -> None:
+        """See EngineClient."""
+        self._owner.on_loading(self, share)
+
+    def on_death(self, death: Death) -> None:
+        """See EngineClient."""
+        self._owner.on_death(self, death)
+
+    def on_failure(self) -> None:
+        """See EngineClient."""
+        self._owner.on_failure(self)
+
+    def on_ready(self) -> None:
+        """See EngineClient."""
         info = self.supervisor.info
         assert info is not None
         file = info.fingerprint.partition(" ")[0]
@@ -360,10 +361,14 @@ class Member:
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=info.max_num_seqs, num_cells=info.num_cells)
         self._ready_since = self._clock()
-        self._owner.welcome(self)
+        self._owner.on_ready(self)
+
+    def resume_all(self) -> None:
+        """Send all requests to an engine that has none yet, except those that must wait for
+        others.
+        """
         self._held = {*self.bookings}
         self.resume()
-        self._owner.fill(self)
 
     def resume(self) -> None:
         """Send held requests to the engine, except those that must wait for others."""
@@ -373,11 +378,9 @@ class Member:
             if request_id not in self._held or self._suspects.must_wait(request_id):
                 continue
             self._held.remove(request_id)
-            command = self._owner.make_command(request_id)
-            if command is not None:
-                self.write(frame(command))
-                if self._owner.yields(request_id):
-                    self.write(frame(SetYielding(request_id, True)))
+            commands = self._owner.make_commands(request_id)
+            if commands:
+                self.write(b"".join(map(frame, commands)))
             elif self._suspects.forget(request_id):  # it has ended meanwhile
                 self.resume()
 
@@ -396,7 +399,9 @@ class Member:
             self._has_suspects, self._suspects = False, Suspects(self._ends)
 
     def forget_all(self, error: CLLMError) -> None:
-        """Forget all requests, which get an error. Explanations get ``error``."""
+        """Forget all requests, to which the caller gives an error. Callers that wait for other
+        answers get ``error``.
+        """
         self.forget_step(error)
         for request_id in [*self.bookings]:
             self.remove(request_id)

@@ -18,10 +18,10 @@ from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import (
     Abort,
     Add,
+    Command,
     Embed,
     Fault,
     LoadAdapter,
-    Resume,
     SetFaults,
     SetWeights,
     SetYielding,
@@ -34,7 +34,7 @@ from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
-from cllm.process.launch import ANYWHERE, Place, Popen
+from cllm.process.launch import ANYWHERE, EngineSpec, Place, Popen
 from cllm.process.member import Member, Result
 from cllm.process.messages import Stepped, Tokenized, Withdrawn, frame
 from cllm.process.pending_tokens import Texts
@@ -69,10 +69,11 @@ class Pool:
         on_wanted: Callable[[], None] = lambda: None,
         places: Sequence[Place] = (ANYWHERE,),
     ) -> None:
-        """``limits``: of the queue; none by default. ``results``: the result cache; off by default.
-        ``launched``: a process that becomes the first engine. ``clock`` returns seconds.
-        ``on_wanted`` is called when something arrives while the engines are unloaded. ``places``:
-        of the engines, one for each. Raises StartupError for an unknown policy.
+        """Without ``limits`` the queue has none, and without ``results`` there is no result cache.
+        There is one engine at each of ``places``; ``launched`` is the process of the first one, if
+        it has been started. ``on_loading`` gets the loaded share of the model, 0 to 1.
+        ``on_wanted`` is called when something arrives while the engines are unloaded. ``clock``
+        returns seconds. Raises StartupError for an unknown policy.
         """
         self.params = params
         self._shares = [0.0] * len(places)  # loaded, of each engine's model
@@ -85,20 +86,13 @@ class Pool:
             clock,
         )
         ends = Counter[str]()  # see Suspects
-        self.members = [
-            Member(
-                number,
-                params,
-                self,
-                self._report_loading(number),
-                launched if number == 0 else None,
-                clock,
-                place,
-                ends,
-                f"engine {number}" if len(places) > 1 else "the engine",
-            )
+        specs = [
+            EngineSpec(number, f"engine {number}", place, None if number else launched)
             for number, place in enumerate(places)
         ]
+        if len(specs) == 1:
+            specs = [specs[0]._replace(label="the engine")]
+        self.members = [Member(params, self, spec, ends, clock) for spec in specs]
         self._assignments = Assignments(self.members)
         self._texts = Texts(self.members, lambda member: member.resume())
         self._in_flight = InFlightRequests(
@@ -111,14 +105,6 @@ class Pool:
         self.draining = False  # whether the server shuts down, and accepts no further requests
         self._faults: list[Fault] = []
         self.more_adapters: dict[str, str] = {}  # paths of those that were loaded meanwhile
-
-    def _report_loading(self, number: int) -> Callable[[float], None]:
-        def report(share: float) -> None:
-            self._shares[number] = share
-            if self._on_loading is not None:
-                self._on_loading(sum(self._shares) / len(self._shares))
-
-        return report
 
     @property
     def info(self) -> ModelInfo | None:
@@ -198,8 +184,8 @@ class Pool:
         return bool(self.num_unfinished or self._texts.pending)
 
     async def start(self, max_bytes: int = 0) -> None:
-        """Start the engines and wait until all are ready. ``max_bytes``: the memory that they may
-        take, 0 for any.
+        """Start the engines, which may take ``max_bytes`` of memory together (0 for any amount),
+        and wait until all are ready.
 
         Raises StartupError if one cannot load the model.
         """
@@ -270,13 +256,13 @@ class Pool:
         """See Owner."""
         return self._in_flight.knows(request_id) or self._embeddings.knows(request_id)
 
-    def make_command(self, request_id: str) -> Add | Resume | Embed | None:
+    def make_commands(self, request_id: str) -> list[Command]:
         """See Owner."""
-        return self._in_flight.make_command(request_id) or self._embeddings.make_command(request_id)
-
-    def yields(self, request_id: str) -> bool:
-        """See Owner."""
-        return self._in_flight.yields(request_id)
+        makers = self._in_flight.make_command, self._embeddings.make_command
+        commands: list[Command] = [one for make in makers if (one := make(request_id))]
+        if commands and self._in_flight.yields(request_id):
+            commands.append(SetYielding(request_id, True))
+        return commands
 
     def has_texts(self, member: Member) -> bool:
         """See Owner."""
@@ -286,7 +272,13 @@ class Pool:
         """See Owner."""
         return self._texts.is_separating(member)
 
-    def welcome(self, member: Member) -> None:
+    def on_loading(self, member: Member, share: float) -> None:
+        """See Owner."""
+        self._shares[member.number] = share
+        if self._on_loading is not None:
+            self._on_loading(sum(self._shares) / len(self._shares))
+
+    def on_ready(self, member: Member) -> None:
         """See Owner."""
         self._assignments.measure_caches()
         self._in_flight.backlog.observe(self.stats)
@@ -296,9 +288,14 @@ class Pool:
         for name, path in self.more_adapters.items():  # before the requests that name them
             member.write(frame(LoadAdapter(name, path)))
         self._texts.resend(member)
+        member.resume_all()
+        for other in self.members:
+            if not other.ready:
+                self._balancer.move_all(other)
+        self._balancer.relieve_others(member)
 
-    def record_death(self, member: Member, death: Death) -> None:
-        """Prepare to continue all requests in other engines, except one that kills engines."""
+    def on_death(self, member: Member, death: Death) -> None:
+        """See Owner. A request that is known to kill engines gets an error instead."""
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
         member.forget_step(error)
         self._balancer.cancel(member)
@@ -317,7 +314,7 @@ class Pool:
             self._embeddings.fail_one(fatal, fault)
         self._balancer.move_all(member)
 
-    def record_failure(self, member: Member) -> None:
+    def on_failure(self, member: Member) -> None:
         """See Owner."""
         if member.supervisor.num_failed < MAX_FAILED_STARTS:
             return
@@ -334,13 +331,6 @@ class Pool:
             self._embeddings.fail_one(request_id, error)
         member.forget_suspects(request_ids)
         self._texts.fail(error, member)
-
-    def fill(self, member: Member) -> None:
-        """See Owner."""
-        for other in self.members:
-            if not other.ready:
-                self._balancer.move_all(other)
-        self._balancer.relieve_others(member)
 
     @property
     def reservations(self) -> Mapping[str, int]:

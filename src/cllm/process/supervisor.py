@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -20,7 +20,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import KilledWhileLoading, StartupError
 from cllm.models.memory import count_oom_kills
 from cllm.process.futures import resolve
-from cllm.process.launch import ANYWHERE, Place, Popen
+from cllm.process.launch import EngineSpec
 from cllm.process.liveness import WATCH_SECONDS, Hang, Liveness
 from cllm.process.messages import Failed, FromChild, Loading, Ping, Ready, Start, frame
 from cllm.process.spawn import EngineProcess, spawn
@@ -38,14 +38,16 @@ USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 # An engine does not respond if it finishes no step within QUIET_SECONDS, or QUIET_FACTOR times the
 # expected duration of its step if that is more. This only matters to requests in the queue.
 QUIET_SECONDS, QUIET_FACTOR = 0.3, 3.0
-# In the same way, a restart hangs, compared with the last load. The user can end the first load.
+# A restart is treated as hung after LOAD_SECONDS, or LOAD_FACTOR times the last load if that is
+# more. The first load has no limit, because the user can end it.
 LOAD_SECONDS, LOAD_FACTOR = 60.0, 10.0
 PING = frame(Ping())
 
 
 class Death(NamedTuple):
-    """cause: in words. in_step: the requests in the step that died. is_own_fault: the engine was
-    not ended from outside. retry_after: seconds until the next engine is expected to be ready.
+    """The end of an engine: its ``cause`` in words, and the requests ``in_step`` when it died.
+    ``is_own_fault`` says that it was not ended from outside. The next engine is expected to be
+    ready ``retry_after`` seconds later.
     """
 
     cause: str
@@ -54,36 +56,55 @@ class Death(NamedTuple):
     retry_after: float
 
 
+class EngineClient(Protocol):
+    """What a supervisor tells and asks about the work of its engine."""
+
+    def take(self, message: FromChild) -> None:
+        """Handle a message of an engine that is loaded."""
+        ...
+
+    def has_work(self) -> bool:
+        """Return whether the engine must make steps."""
+        ...
+
+    def owes_answers(self) -> bool:
+        """Return whether anything waits for the engine process."""
+        ...
+
+    def on_loading(self, share: float) -> None:
+        """Handle the loaded share of the model, 0 to 1, of the first engine."""
+        ...
+
+    def on_ready(self) -> None:
+        """Handle that an engine has become ready."""
+        ...
+
+    def on_death(self, death: Death) -> None:
+        """Handle the death of an engine."""
+        ...
+
+    def on_failure(self) -> None:
+        """Handle that a restart has failed."""
+        ...
+
+
 class Supervisor:
     """Owns one engine process after the other.
 
-    ``num_bytes``: the memory that the last engine has taken, 0 if unknown. ``info`` and
-    ``vocabulary`` are set once an engine has been ready. ``ready`` says whether one is ready now.
-    ``num_failed``: restarts that have failed since an engine was ready. ``unloaded``: whether the
-    engine was ended by ``unload``, and none is to be started until ``start``.
+    ``info`` and ``vocabulary`` are set once an engine has been ready, and ``ready`` says whether
+    one is ready now. ``num_failed`` counts the restarts that have failed since then. ``unloaded``
+    says that ``unload`` has ended the engine, and that none is started until ``start``. The last
+    engine has taken ``num_bytes`` of memory, 0 if unknown.
     """
 
     def __init__(
         self,
         params: EngineParams,
-        take: Callable[[FromChild], None],
-        on_ready: Callable[[], None],
-        on_death: Callable[[Death], None],
-        on_failure: Callable[[], None],
-        has_work: Callable[[], bool],
-        owes_answers: Callable[[], bool],
-        on_loading: Callable[[float], None] | None = None,
-        launched: Popen[bytes] | None = None,
+        client: EngineClient,
+        spec: EngineSpec,
         clock: Callable[[], float] = time.monotonic,
-        place: Place = ANYWHERE,
-        label: str = "the engine",
     ) -> None:
-        """``take`` gets each message of an engine that is loaded. ``on_ready`` and ``on_death`` are
-        called for each engine, ``on_failure`` for each restart that failed. ``has_work`` says
-        whether the engine must make steps, ``owes_answers`` whether anything waits for its process.
-        ``launched`` is a process that becomes the first engine, and ``place`` is where the others
-        compute. ``clock`` returns seconds. ``label`` names the engine in the log.
-        """
+        """``clock`` returns seconds."""
         self.info: ModelInfo | None = None
         self.vocabulary: VocabularyTable | None = None
         self.ready = False
@@ -94,16 +115,10 @@ class Supervisor:
         self.process: EngineProcess | None = None
         self._params = params
         self._restart_params = params  # with the sizes of the last engine, once one was ready
-        self._take_loaded = take
-        self._on_ready = on_ready
-        self._on_death = on_death
-        self._on_failure = on_failure
-        self._has_work = has_work
-        self._owes_answers = owes_answers
-        self._on_loading = on_loading
-        self._launched = launched
-        self._place = place
-        self._label = label
+        self._client = client
+        self._launched = spec.launched
+        self._place = spec.place
+        self._label = spec.label
         self._clock = clock
         self._loaded: asyncio.Future[Ready]
         self._record: StepRecord | None = None
@@ -121,8 +136,8 @@ class Supervisor:
         self._load_seconds = USUAL_LOAD_SECONDS
 
     async def start(self, max_bytes: int = 0) -> None:
-        """Start the engine and wait until it is ready. ``max_bytes``: the memory that it may take,
-        0 for any.
+        """Start the engine, which may take ``max_bytes`` of memory (0 for any amount), and wait
+        until it is ready.
 
         Raises StartupError if it cannot load the model.
         """
@@ -205,7 +220,7 @@ class Supervisor:
         self._ready_since = self._clock()
         self._load_seconds = self._ready_since - self._started
         self.ready, self.num_failed = True, 0
-        self._on_ready()
+        self._client.on_ready()
 
     async def _load(self, step_record: str) -> None:
         """Start a process and wait until it is ready, or raise StartupError."""
@@ -274,14 +289,14 @@ class Supervisor:
     def _take(self, message: FromChild) -> None:
         match message:
             case Loading():
-                if self._on_loading and self.info is None:  # nobody watches a restart
-                    self._on_loading(message.share)
+                if self.info is None:  # nobody watches a restart
+                    self._client.on_loading(message.share)
             case Ready():
                 resolve(self._loaded, message)
             case Failed():
                 resolve(self._loaded, StartupError(message.reason))
             case _:
-                self._take_loaded(message)
+                self._client.take(message)
 
     def _look(
         self, liveness: Liveness, process: EngineProcess, has_work: bool = False
@@ -290,7 +305,7 @@ class Supervisor:
         assert self._record is not None
         entry, num_read = self._record.read(), self._record.num_read
         hang = liveness.look(time.monotonic(), entry, process.num_sent, num_read, has_work)
-        if num_read >= process.num_sent and (not self.ready or self._owes_answers()):
+        if num_read >= process.num_sent and (not self.ready or self._client.owes_answers()):
             process.write(PING)
         return hang
 
@@ -301,7 +316,7 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.ended.wait(), WATCH_SECONDS)
                 return
-            self._hang = self._look(liveness, process, self._has_work())
+            self._hang = self._look(liveness, process, self._client.has_work())
             if self._hang is not None:
                 log.error("%s %s; killing it", self._label, self._hang.cause)
                 await process.stop()
@@ -322,7 +337,7 @@ class Supervisor:
             self.ready = False
             if self.closing or self.unloaded:
                 return
-            self._on_death(self._record_death(process, entry))
+            self._client.on_death(self._record_death(process, entry))
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -339,7 +354,7 @@ class Supervisor:
                         self._backoff,
                         exc_info=None if is_expected else error,
                     )
-                    self._on_failure()
+                    self._client.on_failure()
             self.num_restarts += 1
             log.warning("%s is ready again", self._label)
 
@@ -353,7 +368,7 @@ class Supervisor:
         is_own_fault = out_of_memory or not (was_stopped or process.was_ended_from_outside)
         if self._clock() - self._ready_since >= HEALTHY_AFTER:
             self._backoff = 0.0
-        elif is_own_fault and self._owes_answers():
+        elif is_own_fault and self._client.owes_answers():
             self._backoff = min(self._backoff, LONGEST_SEARCH_BACKOFF)
         log.error(
             "%s died (%s) with %d requests in its step; restarting it in %.1f s",
