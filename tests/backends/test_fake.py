@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.backends.fake.backend import Costs, FakeBackend, Faults
+from cllm.backends.fake.backend import Costs, FailingSteps, FakeBackend
 from cllm.backends.fake.vocabulary import CONTROL, END, VOCABULARY_SIZE, FakeVocabulary
 from cllm.core.batch import Batch, Copy, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
@@ -59,7 +59,7 @@ def test_step_sleeps_for_its_cost():
 
 def test_step_raises_at_raise_at_step():
     """No other step raises."""
-    backend = FakeBackend(faults=Faults(raise_at_step=2))
+    backend = FakeBackend(failing=FailingSteps(raise_at_step=2))
     batch = Batch([Row(sequence([1]), 0, 1, 1)], [Trim(0, 0)])
     backend.forward(batch)
     with pytest.raises(EngineError, match="fails as configured"):

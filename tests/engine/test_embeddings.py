@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cllm.backends.fake.backend import TOKEN_VECTORS, Costs, Faults
+from cllm.backends.fake.backend import TOKEN_VECTORS, Costs, FailingSteps
 from cllm.core.request import EmbeddingRequest, Priority
 from cllm.engine.commands import Abort, Embed
 
@@ -189,7 +189,7 @@ def test_aborted_embedding_request_leaves_nothing(fake_engine) -> None:
 
 
 def test_transient_fault_loses_no_embeddings(fake_engine) -> None:
-    fake = fake_engine(faults=Faults(raise_at_step=2))
+    fake = fake_engine(failing=FailingSteps(raise_at_step=2))
     texts = [[i] * 10 for i in range(20)]
     embed(fake, "a", texts)
     embed(fake, "b", texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.backends.fake.backend import FakeBackend, Faults
+from cllm.backends.fake.backend import FailingSteps, FakeBackend
 from cllm.backends.fake.vocabulary import END
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -144,7 +144,10 @@ def test_sequence_ends_after_repeated_failures():
     """A sequence ends with "error" after MAX_FAILURES failed batches. The others are computed."""
     script = Script([add("A", [1]), add("B", [7]), add("C", [20])], *[[]] * (MAX_FAILURES + 5))
     sent = run(
-        script, length=2, max_num_seqs=2, faults=Faults(raise_at_step=1, raise_times=MAX_FAILURES)
+        script,
+        length=2,
+        max_num_seqs=2,
+        failing=FailingSteps(raise_at_step=1, raise_times=MAX_FAILURES),
     )
     assert ends(sent) == {"A.0": "error", "B.0": "stop", "C.0": "stop"}, (
         "the sequences are retried one by one"
@@ -162,7 +165,7 @@ def test_engine_continues_after_error(step):
     """
     script = Script([add("A", [1]), add("B", [7])], *[[]] * (step - 1), [add("C", [20])], *[[]] * 5)
     script.commands[-1:-1] = [[]] * 8
-    sent = run(script, length=4, max_num_seqs=2, faults=Faults(raise_at_step=step))
+    sent = run(script, length=4, max_num_seqs=2, failing=FailingSteps(raise_at_step=step))
     assert ends(sent) == {"A.0": "stop", "B.0": "stop", "C.0": "stop"}
     assert [tokens(sent, name) for name in "ABC"] == [[*range(n, n + 4), END] for n in (2, 8, 21)]
 
@@ -176,7 +179,7 @@ def test_operations_of_failed_batch_are_done_later():
         [],
         [],
     )
-    sent = run(script, max_num_seqs=1, faults=Faults(raise_at_step=2))
+    sent = run(script, max_num_seqs=1, failing=FailingSteps(raise_at_step=2))
     assert ends(sent) == {"A.0": "length", "B.0": "length", "C.0": "length"}
 
 

@@ -11,7 +11,7 @@ import time
 import jsonschema
 import pytest
 
-from cllm.backends.fake.backend import FakeBackend, Faults
+from cllm.backends.fake.backend import FailingSteps, FakeBackend
 from cllm.backends.fake.vocabulary import END
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -197,7 +197,7 @@ def test_parked_sequences_resume_their_grammar():
 
 
 def test_failed_step_does_not_advance_grammar():
-    answers = Answers(faults=Faults(raise_at_step=4, raise_times=2))
+    answers = Answers(failing=FailingSteps(raise_at_step=4, raise_times=2))
     answers.ask("A", grammar='start: "abcdefgh"')
     answers.run()
     assert (answers.texts["A", 0], answers.ends["A", 0]) == (b"abcdefgh", "stop")

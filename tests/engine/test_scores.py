@@ -145,9 +145,9 @@ def test_prompt_logprobs_are_complete_when_sequences_are_parked(
 
 def test_prompt_logprobs_of_failed_batch_are_reported_once(fake_engine):
     """The batch is computed again from the last reported position."""
-    from cllm.backends.fake.backend import Faults
+    from cllm.backends.fake.backend import FailingSteps
 
-    engine = fake_engine(max_num_batched_tokens=8, faults=Faults(raise_at_step=2))
+    engine = fake_engine(max_num_batched_tokens=8, failing=FailingSteps(raise_at_step=2))
     engine.add("A", [*LONG, 3], prompt_logprobs=0, max_tokens=2)
     engine.finish()
     assert scores(engine, "A") == pytest.approx(expected_scores([*LONG, 3]), abs=1e-4)

@@ -10,7 +10,7 @@ from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest
 from cllm.errors import EngineError
 from cllm.process.backlog import QueueFull, QueueLimits
-from cllm.process.embeddings import MAX_TOKENS, Embeddings
+from cllm.process.embeddings import MAX_TOKENS, InFlightEmbeddings
 
 
 def request(
@@ -28,7 +28,7 @@ def run(work) -> None:
 
 def test_vectors_arrive_in_order() -> None:
     async def work() -> None:
-        embeddings = Embeddings(QueueLimits())
+        embeddings = InFlightEmbeddings(QueueLimits())
         waiter = embeddings.begin(request("a", num_texts=3))
         embeddings.put(EmbeddingOutput("a", []))
         assert waiter.started.done()
@@ -44,7 +44,7 @@ def test_vectors_arrive_in_order() -> None:
 
 def test_errors_reach_waiting_callers() -> None:
     async def work() -> None:
-        embeddings = Embeddings(QueueLimits())
+        embeddings = InFlightEmbeddings(QueueLimits())
         failed, orphan = embeddings.begin(request("a")), embeddings.begin(request("b"))
         embeddings.put(EmbeddingOutput("a", [], "no reason"))
         with pytest.raises(EngineError, match="no reason"):
@@ -58,7 +58,7 @@ def test_errors_reach_waiting_callers() -> None:
 
 def test_forgotten_request_is_aborted_once() -> None:
     async def work() -> None:
-        embeddings = Embeddings(QueueLimits())
+        embeddings = InFlightEmbeddings(QueueLimits())
         waiter = embeddings.begin(request("a"))
         assert embeddings.forget(waiter)
         assert not embeddings.forget(waiter)
@@ -79,7 +79,7 @@ def test_queue_limits_reject_requests(limits, bound) -> None:
     """The first request is admitted whatever its size, and rejected ones leave nothing behind."""
 
     async def work() -> None:
-        embeddings = Embeddings(limits)
+        embeddings = InFlightEmbeddings(limits)
         first = embeddings.begin(request("first", 100, 10))
         # 100 tokens are left, and the cost of one is known
         embeddings.put(EmbeddingOutput("first", [b""] * 9))
@@ -105,7 +105,7 @@ def test_short_texts_do_not_raise_the_estimate_for_long_ones() -> None:
 
     async def work() -> None:
         now = 0.0
-        embeddings = Embeddings(QueueLimits(seconds=100), clock=lambda: now)
+        embeddings = InFlightEmbeddings(QueueLimits(seconds=100), clock=lambda: now)
         for i in range(20):
             short = embeddings.begin(request(f"short {i}", 1))
             now += 0.5
@@ -125,7 +125,7 @@ def test_short_texts_do_not_raise_the_estimate_for_long_ones() -> None:
 
 def test_full_queue_of_one_account_admits_embeddings_of_another() -> None:
     async def work() -> None:
-        embeddings = Embeddings(QueueLimits(requests=3, tokens=500))
+        embeddings = InFlightEmbeddings(QueueLimits(requests=3, tokens=500))
         for i in range(4):
             embeddings.begin(request(str(i), 100, account="greedy"))
         with pytest.raises(QueueFull):
@@ -138,7 +138,7 @@ def test_full_queue_of_one_account_admits_embeddings_of_another() -> None:
 
 def test_tokens_are_limited_without_queue_limits() -> None:
     async def work() -> None:
-        embeddings = Embeddings(QueueLimits())
+        embeddings = InFlightEmbeddings(QueueLimits())
         embeddings.begin(request("0", 1000, MAX_TOKENS // 1000))
         with pytest.raises(QueueFull, match="tokens"):
             embeddings.begin(request("1", 1))

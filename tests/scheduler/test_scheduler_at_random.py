@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 import cllm.scheduler
-from cllm.backends.fake.backend import Costs, Faults
+from cllm.backends.fake.backend import Costs, FailingSteps
 from cllm.core.request import Priority, Request
 from cllm.kv_cache import layouts, ledger, model_state, snapshots
 from cllm.kv_cache.naive import NaiveCache
@@ -222,7 +222,7 @@ class FaultyMachine(SchedulerMachine):
 
     @rule(times=st.integers(1, 3))
     def let_the_backend_fail(self, times: int) -> None:
-        self.engine.backend._faults = Faults(
+        self.engine.backend._failing = FailingSteps(
             raise_at_step=self.engine.backend.num_steps + 1, raise_times=times
         )
 

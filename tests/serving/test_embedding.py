@@ -20,7 +20,7 @@ from cllm.core.segments import Segment, tokenize_segments
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueLimits
-from cllm.process.embeddings import Embeddings, Waiter
+from cllm.process.embeddings import InFlightEmbeddings, Waiter
 from cllm.serving.answer import NO_ADAPTERS, RequestTimeout, SchedulingOptions
 from cllm.serving.embedding import (
     MAX_TOKENS,
@@ -69,7 +69,7 @@ class Engine:
     """Answers requests with ``answer``, or never."""
 
     def __init__(self, answer: Callable[[list[int]], list[float]] | None) -> None:
-        self.embeddings = Embeddings(QueueLimits())
+        self.embeddings = InFlightEmbeddings(QueueLimits())
         self.requests: list[EmbeddingRequest] = []
         self.answer = answer
         self.aborted: list[bool] = []

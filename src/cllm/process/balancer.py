@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cllm.core.request import Priority
 from cllm.engine.commands import Withdraw
 from cllm.process.assignments import Assignments
-from cllm.process.embeddings import Embeddings
+from cllm.process.embeddings import InFlightEmbeddings
 from cllm.process.in_flight import InFlightRequests
 from cllm.process.member import Member
 from cllm.process.messages import Withdrawn, frame
@@ -40,7 +40,7 @@ class Balancer:
         members: list[Member],
         assignments: Assignments,
         in_flight: InFlightRequests,
-        embeddings: Embeddings,
+        embeddings: InFlightEmbeddings,
         clock: Callable[[], float],
     ) -> None:
         """``clock`` returns seconds."""

@@ -49,7 +49,7 @@ class Waiter:
         resolve(self.done, error)
 
 
-class Embeddings:
+class InFlightEmbeddings:
     """All requests for embeddings in the engine. Rejects a request that would exceed a limit."""
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:

@@ -32,7 +32,7 @@ from cllm.models.memory import measure_available_bytes
 from cllm.process.assignments import Assignments
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
-from cllm.process.embeddings import Embeddings, Waiter
+from cllm.process.embeddings import InFlightEmbeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import ANYWHERE, EngineSpec, Place, Popen
 from cllm.process.member import Member, Result
@@ -78,7 +78,7 @@ class Pool:
         self.params = params
         self._shares = [0.0] * len(places)  # loaded, of each engine's model
         self._on_loading = on_loading
-        self._embeddings = Embeddings(limits or QueueLimits())
+        self._embeddings = InFlightEmbeddings(limits or QueueLimits())
         backlog = Backlog(
             limits or QueueLimits(),
             make_policy(params.policy, params.weights),

@@ -45,7 +45,7 @@ class Costs(msgspec.Struct, frozen=True):
         return self.step + rows * self.row + others * self.token + before * self.context
 
 
-class Faults(msgspec.Struct, frozen=True):
+class FailingSteps(msgspec.Struct, frozen=True):
     """The first step, counted from 1, that fails (0: none), and the number of consecutive steps
     that fail.
     """
@@ -54,7 +54,7 @@ class Faults(msgspec.Struct, frozen=True):
     raise_times: int = 1
 
 
-NO_COSTS, NO_FAULTS = Costs(), Faults()
+NO_COSTS, NONE_FAIL = Costs(), FailingSteps()
 
 
 class Cell:
@@ -86,7 +86,7 @@ class FakeBackend:
         can_trim: bool = True,
         length: int = 16,
         costs: Costs = NO_COSTS,
-        faults: Faults = NO_FAULTS,
+        failing: FailingSteps = NONE_FAIL,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.info = ModelInfo(
@@ -112,7 +112,7 @@ class FakeBackend:
         self.vocabulary = FakeVocabulary()
         self._length = length
         self._costs = costs
-        self._faults = faults
+        self._failing = failing
         self._sleep = sleep
         self._cells: dict[int, list[Cell]] = {}
         self._snapshots: dict[int, bytes] = {}
@@ -243,9 +243,9 @@ class FakeBackend:
     def _break(self) -> None:
         if (
             0
-            < self._faults.raise_at_step
+            < self._failing.raise_at_step
             <= self.num_steps
-            < self._faults.raise_at_step + self._faults.raise_times
+            < self._failing.raise_at_step + self._failing.raise_times
         ):
             raise EngineError("the fake backend fails as configured")
 
