@@ -134,6 +134,36 @@ def test_merged_alternatives_allow_what_both_allow(first, second, value):
     )
 
 
+MERGED: list[dict[str, Any]] = [
+    {"type": "number", "minimum": 0, "exclusiveMaximum": 6},
+    {"type": "integer", "exclusiveMinimum": 1, "maximum": 6},
+    {"type": "number", "minimum": 2, "maximum": 5, "multipleOf": 2},
+    {"type": "number", "exclusiveMinimum": 4, "exclusiveMaximum": 7, "multipleOf": 1.5},
+    {"type": "array", "minItems": 1, "maxItems": 3, "prefixItems": [WHOLE]},
+    {"type": "array", "minItems": 2, "maxItems": 4, "items": WHOLE},
+    {"type": "object", "minProperties": 1, "maxProperties": 3, "required": ["a"]},
+    {"type": "object", "minProperties": 2, "maxProperties": 4, "properties": {"a": WHOLE}},
+    {"type": "object", "patternProperties": {"^x": WHOLE}, "additionalProperties": NONE},
+    {"type": ["string", "null"], "minLength": 2, "pattern": "^a"},
+    {"type": "string", "maxLength": 3},
+]
+TRIED: list[Any] = [
+    *(*range(8), 0.5, 1.5, 4.5, None, "", "a", "ab", "bb", "abcd"),
+    *([1] * length for length in range(6)),
+    *(["a", *[1] * length] for length in range(3)),
+    *(dict.fromkeys("abcde"[:length], 1) for length in range(6)),
+    *({"x": 1}, {"x": None}, {"a": None}, {"a": "b", "c": None}, {"b": 1, "c": 1}),
+]
+
+
+@pytest.mark.parametrize("first", MERGED, ids=str)
+@pytest.mark.parametrize("second", MERGED, ids=str)
+def test_narrower_keyword_of_two_merged_alternatives_holds(first, second):
+    merged = [merge(a, b) for a in own_alternatives(first) for b in own_alternatives(second)]
+    allowed = [one for one in TRIED if any(both and allows(both, one) for both in merged)]
+    assert allowed == [one for one in TRIED if holds(first, one) and holds(second, one)]
+
+
 @given(st.lists(values, max_size=4), values)
 def test_constants_allow_their_values_only(listed, value):
     found = constants(listed)
