@@ -15,7 +15,7 @@ from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
 from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES
 from cllm.server.http.protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
 from cllm.server.off_loop import LARGE, MAX_WAITING_BYTES
-from cllm.server.openapi import model_of
+from cllm.server.openapi import find_type
 from cllm.server.queueing import TICKET
 
 INTRODUCTION = f"""\
@@ -120,7 +120,7 @@ def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
 def body_model(route: APIRoute) -> type[Body] | None:
     """Return the model of a route's body; that of the entries if it is a list."""
     name = (route.openapi_extra or {}).get("x-models", {}).get("body")
-    model = None if name is None else model_of(name)
+    model = None if name is None else find_type(name)
     if model is not None and issubclass(model, RootModel):
         [model] = get_args(model.model_fields["root"].annotation)
     assert model is None or issubclass(model, Body)

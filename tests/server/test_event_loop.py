@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.reliability import watched_serve
 from cllm.server.app import routes
-from cllm.server.openapi import model_of
+from cllm.server.openapi import find_type
 
 LIMIT = 0.2  # seconds of CPU time
 # A little less than a body may have: bytes, objects and members, values, messages and parts.
@@ -84,7 +84,7 @@ def bodies():
     for route in routes():
         model = (route.openapi_extra or {}).get("x-models", {}).get("body")
         if model is not None and route.path not in NOT_JSON | COSTLY:
-            extra: Any = model_of(model).model_config["json_schema_extra"]
+            extra: Any = find_type(model).model_config["json_schema_extra"]
             (example,) = extra["examples"]
             yield pytest.param(route.path, example, id=route.path[1:])
 

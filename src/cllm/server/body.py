@@ -100,60 +100,47 @@ class Body(pydantic.BaseModel):
 
 
 class ResponseModel(pydantic.BaseModel):
-    """Base of answer models.
-
-    They are used only for the OpenAPI document: answers are not validated.
-    """
-
-
-class ErrorObject(ResponseModel):
-    """OpenAI's error object. All four keys are always present."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(ResponseModel):
-    error: ErrorObject
+    """Base of answer models that are used only for the OpenAPI document."""
 
 
 def describe_route(
     body: type[pydantic.BaseModel] | None = None,
-    answer: type[pydantic.BaseModel] | None = None,
+    answer: Any = None,
     *,
     takes: str = "application/json",
     stream: str = "",
-    error: type[pydantic.BaseModel] = Error,
+    error: Any = None,
 ) -> dict[str, Any]:
     """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself, as
     in
 
     @router.post("/v1/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingList))
 
-    body: the model given to ``read_body``; None if the route reads no body. answer: the model of a
-    200 answer, a ResponseModel; fields with a default may be missing. takes: the media type of the
-    body. stream: the media type of a streamed answer, if the route can stream. error: the model of
-    4xx and 5xx answers, in the dialect's form. The models must be defined at module level. A class
-    gives its example with ``model_config = example(name=value)``; every body has one. The route's
-    docstring is its description.
+    ``body`` is the model given to ``read_body``; None if the route reads no body. ``answer`` is the
+    type of a 200 answer; a route that returns a value of that type, not a Response, needs none
+    here. ``takes`` is the media type of the body, ``stream`` that of a streamed answer, if the
+    route can stream. ``error`` is the type of 4xx and 5xx answers, if it is not OpenAI's.
 
-    openapi.py makes schemas of the models when the document is first requested, because that takes
+    Types of answers are TypedDicts, which mypy compares with what a route builds. They stand at
+    module level, beside the function that builds the answer. A body gives its example with
+    ``model_config = example(name=value)``, and an answer can have one with
+    ``@with_config(example(name=value))``. The route's docstring is its description.
+
+    openapi.py makes schemas of the types when the document is first requested, because that takes
     time. tests/server/test_openapi.py sends requests made from the schemas and compares the answers
     with them.
     """
-    models = {"body": body, "answer": answer, "error": error}
+    types = {"body": body, "answer": answer, "error": error}
     named = {
-        role: f"{model.__module__}:{model.__qualname__}"
-        for role, model in models.items()
-        if model is not None
+        role: f"{kind.__module__}:{kind.__qualname__}"
+        for role, kind in types.items()
+        if kind is not None
     }
     return {"x-models": {**named, "takes": takes, "stream": stream}}
 
 
 def example(**values: Any) -> pydantic.ConfigDict:
-    """Return the configuration of a model that has ``values`` as its example."""
+    """Return the configuration of a model or a TypedDict that has ``values`` as its example."""
     return pydantic.ConfigDict(json_schema_extra={"examples": [values]})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pydantic_core
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from typing_extensions import TypedDict
 
 from cllm.errors import (
     BadRequest,
@@ -63,7 +64,7 @@ class Fault(NamedTuple):
     prompt_tokens: tuple[int, int] | None = None
 
 
-ErrorFormat = Callable[[Fault, str], tuple[int, dict[str, Any]]]
+ErrorFormat = Callable[[Fault, str], tuple[int, Mapping[str, Any]]]
 """Takes a fault and the request id; returns the status and the body of a dialect's answer."""
 
 
@@ -140,9 +141,27 @@ def describe_in_stream(error: Exception) -> Fault:
     return describe(error)
 
 
-def openai_error(fault: Fault, _: str = "") -> tuple[int, dict[str, Any]]:
-    """Return the status and OpenAI's error object, which always has its four keys."""
-    error = {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}
+class ErrorObject(TypedDict):
+    """OpenAI's error object. All four keys are always present."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    error: ErrorObject
+
+
+def openai_error(fault: Fault, _: str = "") -> tuple[int, Error]:
+    """Return the status and the body of OpenAI's error answers."""
+    error: ErrorObject = {
+        "message": fault.message,
+        "type": fault.type,
+        "param": fault.param,
+        "code": fault.code,
+    }
     return fault.status, {"error": error}
 
 

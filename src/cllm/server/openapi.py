@@ -9,79 +9,78 @@ import base64
 import hashlib
 import re
 import sys
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-import pydantic
 from fastapi import APIRouter, FastAPI
-from pydantic.json_schema import models_json_schema
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
 
+DEFAULTS = {"error": "cllm.server.errors:Error"}
 MEDIA_TYPES = ("takes", "stream")  # entries of an operation's x-models that are not models
 
 
 def install(app: FastAPI) -> None:
-    """Let ``app.openapi`` include what routes declare with ``describe_route``.
-
-    It is built once, on the first request.
+    """Let ``app.openapi`` include what routes declare with ``describe_route`` and as the types of
+    what they return. It is built once, on the first request.
     """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = add_schemas(generate())
+            app.openapi_schema = add_schemas(generate(), app.state.routes)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
-    """Return ``document`` with the schemas of all models that its operations name."""
-    operations = [operation for path in document["paths"].values() for operation in path.values()]
-    named = [
-        operation.pop("x-models", {"error": "cllm.server.body:Error"}) for operation in operations
-    ]
-    models = {
-        name: model_of(name)
-        for models in named
-        for role, name in models.items()
-        if role not in MEDIA_TYPES
+def add_schemas(document: dict[str, Any], routes: Sequence[APIRoute]) -> dict[str, Any]:
+    """Return ``document`` with the schemas of all types that its operations name or return."""
+    returned = {
+        (route.path_format, method.lower()): route.response_model
+        for route in routes
+        if route.include_in_schema
+        for method in route.methods
     }
-    references, definitions = models_json_schema(
-        [(model, "validation") for model in models.values()],
+    operations = []
+    for path, verbs in document["paths"].items():
+        for verb, operation in verbs.items():
+            names = DEFAULTS | operation.pop("x-models", {})
+            types = {role: find_type(names[role]) for role in names if role not in MEDIA_TYPES}
+            if answer := returned[path, verb]:
+                types.setdefault("answer", answer)
+            operations.append((operation, names, types))
+    distinct = dict.fromkeys(kind for _, _, types in operations for kind in types.values())
+    references, definitions = TypeAdapter.json_schemas(
+        [(kind, "validation", TypeAdapter(kind)) for kind in distinct],
         ref_template="#/components/schemas/{model}",
     )
     # replaces the framework's error form
     document["components"] = {"schemas": definitions.get("$defs", {})}
-    for operation, roles in zip(operations, named, strict=True):
-        add_operation_schemas(
-            operation,
-            {
-                role: references[models[name], "validation"]
-                for role, name in roles.items()
-                if name in models
-            },
-        )
+    for operation, names, types in operations:
+        schemas = {role: references[kind, "validation"] for role, kind in types.items()}
+        add_operation_schemas(operation, schemas)
         if "requestBody" in operation:
             content = operation["requestBody"]["content"]
-            content[roles["takes"]] = content.pop("application/json")
-        if stream := roles.get("stream"):
+            content[names["takes"]] = content.pop("application/json")
+        if stream := names.get("stream"):
             content = operation["responses"]["200"]["content"]
-            if "answer" not in roles:
+            if "answer" not in types:
                 content.clear()
             content[stream] = {"schema": {"description": "The events of a stream."}}
     return document
 
 
-def model_of(name: str) -> type[pydantic.BaseModel]:
+def find_type(name: str) -> Any:
     """Return the class with the name ``module:class``."""
     module, _, qualname = name.partition(":")
-    model: type[pydantic.BaseModel] = getattr(sys.modules[module], qualname)
-    return model
+    return getattr(sys.modules[module], qualname)
 
 
 def add_operation_schemas(operation: dict[str, Any], schemas: dict[str, Any]) -> None:

@@ -8,17 +8,17 @@ import secrets
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
-from cllm.server.anthropic.answers import DeletedBatch, Error, MessageBatch, MessageBatchList
 from cllm.server.anthropic.batch_lines import (
     CUSTOM_ID,
     ENDPOINT,
@@ -27,6 +27,7 @@ from cllm.server.anthropic.batch_lines import (
     read_requests,
     write_requests,
 )
+from cllm.server.anthropic.errors import Error
 from cllm.server.anthropic.routes import check_version
 from cllm.server.batches import chunks, open_batches, store_file
 from cllm.server.body import Body, check_type, describe_route, example, read_bytes
@@ -63,8 +64,45 @@ class BatchBody(Body):
     requests: Annotated[list[RequestBody], Field(min_length=1, max_length=MAX_REQUESTS)]
 
 
-@router.post("", openapi_extra=describe_route(BatchBody, MessageBatch, error=Error))
-async def create(request: Request) -> dict[str, Any]:
+class MessageBatchCounts(TypedDict):
+    """The requests by their state, while the batch is computed too. They add up to all."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(TypedDict):
+    """Times are in RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: str | None
+    results_url: str | None
+
+
+class MessageBatchList(TypedDict):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class DeletedBatch(TypedDict):
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
+@router.post("", openapi_extra=describe_route(BatchBody, error=Error))
+async def create(request: Request) -> MessageBatch:
     """Compute all requests, with the lowest priority.
 
     Each gets a result, in any order; one that is not valid gets an error as its result. A batch
@@ -119,13 +157,13 @@ def model_of(request: Request, first: BatchRequest) -> str:
         return model_for(request).name
 
 
-@router.get("", openapi_extra=describe_route(answer=MessageBatchList, error=Error))
+@router.get("", openapi_extra=describe_route(error=Error))
 async def list_batches(
     request: Request,
     before_id: str | None = None,
     after_id: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-) -> dict[str, Any]:
+) -> MessageBatchList:
     """List the batches of this API key, newest first."""
     check_version(request)
     batches = await open_batches(request)
@@ -148,8 +186,8 @@ async def list_batches(
     }
 
 
-@router.get("/{batch_id}", openapi_extra=describe_route(answer=MessageBatch, error=Error))
-async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
+@router.get("/{batch_id}", openapi_extra=describe_route(error=Error))
+async def retrieve(request: Request, batch_id: str) -> MessageBatch:
     """Return the progress of a batch, and where its results are once it has ended."""
     _, record = await find(request, batch_id)
     return batch_object(request, record)
@@ -174,15 +212,15 @@ async def results(request: Request, batch_id: str) -> Response:
     return StreamingResponse(chunks_of(contents), headers=headers, media_type="application/x-jsonl")
 
 
-@router.post("/{batch_id}/cancel", openapi_extra=describe_route(answer=MessageBatch, error=Error))
-async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
+@router.post("/{batch_id}/cancel", openapi_extra=describe_route(error=Error))
+async def cancel(request: Request, batch_id: str) -> MessageBatch:
     """Cancel a batch. It keeps the results that it has so far."""
     batches, record = await find(request, batch_id)
     return batch_object(request, await batches.cancel(record))
 
 
-@router.delete("/{batch_id}", openapi_extra=describe_route(answer=DeletedBatch, error=Error))
-async def delete(request: Request, batch_id: str) -> dict[str, Any]:
+@router.delete("/{batch_id}", openapi_extra=describe_route(error=Error))
+async def delete(request: Request, batch_id: str) -> DeletedBatch:
     """Delete a batch that has ended, with its results."""
     batches, record = await find(request, batch_id)
     if not record.has_ended:
@@ -236,8 +274,9 @@ def is_archived(record: BatchRecord) -> bool:
     return time.time() >= record.created_at + KEPT
 
 
-def batch_object(request: Request, record: BatchRecord) -> dict[str, Any]:
+def batch_object(request: Request, record: BatchRecord) -> MessageBatch:
     """Return a batch as Anthropic's clients see it."""
+    status: Literal["in_progress", "canceling", "ended"]
     status = "ended" if record.has_ended else "in_progress"
     cancelled_at = record.times.get("cancelling")
     if cancelled_at and not record.has_ended:
@@ -252,15 +291,14 @@ def batch_object(request: Request, record: BatchRecord) -> dict[str, Any]:
         "request_counts": count_requests(record),
         "created_at": format_time(record.created_at),
         "expires_at": format_time(record.expires_at),
-        "ended_at": format_time(ended_at),
-        "cancel_initiated_at": format_time(cancelled_at),
+        "ended_at": format_time(ended_at) if ended_at else None,
+        "cancel_initiated_at": format_time(cancelled_at) if cancelled_at else None,
         "archived_at": format_time(record.created_at + KEPT) if is_archived(record) else None,
         "results_url": url if has_results else None,
     }
 
 
-def count_requests(record: BatchRecord) -> dict[str, int]:
-    """Return the numbers of requests by their state, which add up to all."""
+def count_requests(record: BatchRecord) -> MessageBatchCounts:
     left = record.total - record.completed - record.failed
     lost = left if record.has_ended else 0  # the disk was full
     return {
@@ -272,7 +310,5 @@ def count_requests(record: BatchRecord) -> dict[str, int]:
     }
 
 
-def format_time(seconds: int | None) -> str | None:
-    if seconds is None:
-        return None
+def format_time(seconds: int) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, NotRequired
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers
+from typing_extensions import TypedDict
 
 from cllm.server.errors import Dialect, Fault, describe_in_stream
 
@@ -24,6 +25,24 @@ TYPES = {
 ERROR_CODES = {"thread": "thread_unsupported_request"}
 
 
+class ErrorDetails(TypedDict):
+    error_code: str
+
+
+class ErrorObject(TypedDict):
+    """``details`` is for an error that Anthropic's clients handle themselves."""
+
+    type: str
+    message: str
+    details: NotRequired[ErrorDetails]
+
+
+class Error(TypedDict):
+    type: Literal["error"]
+    error: ErrorObject
+    request_id: str
+
+
 def speaks_anthropic(path: str, headers: Headers) -> bool:
     """Return whether a request is in this dialect. For /v1/models, which OpenAI's dialect has too,
     its headers decide.
@@ -38,7 +57,7 @@ def is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
-def anthropic_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
+def anthropic_error(fault: Fault, request_id: str) -> tuple[int, Error]:
     """Build an error answer.
 
     A full queue is 529, because it affects all clients; 429 is a client's own limit. A prompt that
@@ -49,7 +68,7 @@ def anthropic_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]
     message = fault.message
     if fault.prompt_tokens:
         message = "prompt is too long: {} tokens > {} maximum".format(*fault.prompt_tokens)
-    error: dict[str, Any] = {"type": kind, "message": message}
+    error: ErrorObject = {"type": kind, "message": message}
     if fault.code == "unsupported_parameter" and fault.param in ERROR_CODES:
         error["details"] = {"error_code": ERROR_CODES[fault.param]}
     return status, {"type": "error", "error": error, "request_id": request_id}

@@ -10,20 +10,21 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi.routing import APIRoute
+from pydantic import with_config
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server import resolve
-from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
-from cllm.server.anthropic.errors import speaks_anthropic
+from cllm.server.anthropic.errors import Error, speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
-from cllm.server.anthropic.stream import PING, MessageEvents, collect
-from cllm.server.body import describe_route, read_body
+from cllm.server.anthropic.stream import PING, MessageAnswer, MessageEvents, collect
+from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.http.request_id import request_id
 from cllm.server.http.sse import EventStream, until_disconnect
@@ -91,10 +92,13 @@ async def message_generation(call: Call, service: Service, body: MessagesBody) -
     )
 
 
-@router.post(
-    "/messages/count_tokens", openapi_extra=describe_route(CountBody, TokenCount, error=Error)
-)
-async def count_tokens(request: Request) -> dict[str, int]:
+@with_config(example(input_tokens=18))
+class TokenCount(TypedDict):
+    input_tokens: int
+
+
+@router.post("/messages/count_tokens", openapi_extra=describe_route(CountBody, error=Error))
+async def count_tokens(request: Request) -> TokenCount:
     """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
     would use. The prompt may be longer than the context.
     """

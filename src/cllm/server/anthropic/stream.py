@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from cllm.server.anthropic.errors import error_event
 from cllm.serving.answer import Answer, Generation
@@ -21,7 +22,8 @@ SIGNATURE = "cllm"
 signature.
 """
 
-REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 # For each channel: the type of its block's deltas and the field that has their text.
 DELTAS = {
     Channel.TEXT: (b"text_delta", b"text"),
@@ -30,8 +32,50 @@ DELTAS = {
 }
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Return the usage. ``input_tokens`` does not include the tokens from the cache."""
+class ContentBlock(TypedDict):
+    """text, thinking (with a signature) or tool_use (with id, name and input)."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: NotRequired[str]
+    thinking: NotRequired[str]
+    signature: NotRequired[str]
+    id: NotRequired[str]
+    name: NotRequired[str]
+    input: NotRequired[dict[str, Any]]
+
+
+class OutputDetails(TypedDict):
+    thinking_tokens: int
+
+
+class MessageUsage(TypedDict):
+    """``input_tokens`` does not include the tokens from the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    service_tier: NotRequired[Literal["standard"]]
+
+
+class Ending(TypedDict):
+    """Both are null until a streamed message ends."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class MessageAnswer(Ending):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    usage: MessageUsage
+
+
+def usage_object(usage: Usage) -> MessageUsage:
     cached = min(usage.cached_tokens, usage.prompt_tokens)
     return {
         "input_tokens": usage.prompt_tokens - cached,
@@ -42,7 +86,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def message_object(generation: Generation, model: str) -> dict[str, Any]:
+def message_object(generation: Generation, model: str) -> MessageAnswer:
     """Return a message that has not ended, without content."""
     return {
         "id": generation.request_id,
@@ -56,12 +100,13 @@ def message_object(generation: Generation, model: str) -> dict[str, Any]:
     }
 
 
-def ending(last: Delta) -> dict[str, Any]:
+def ending(last: Delta) -> Ending:
+    reason: StopReason
     reason = "stop_sequence" if last.stop else REASONS.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop or None}
 
 
-def empty_block(delta: Delta) -> dict[str, Any]:
+def empty_block(delta: Delta) -> ContentBlock:
     """Return the block that ``delta`` begins, without content."""
     if delta.channel is Channel.CALL:
         return {
@@ -75,9 +120,9 @@ def empty_block(delta: Delta) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) -> dict[str, Any]:
+async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) -> MessageAnswer:
     """Return the whole message. Without ``shows_thinking``, its thinking blocks are empty."""
-    blocks: list[dict[str, Any]] = []
+    blocks: list[ContentBlock] = []
     texts: list[list[str]] = []
     where, last = None, Delta(0, "", 0)
     async for deltas in answer:

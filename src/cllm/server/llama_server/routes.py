@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -42,7 +43,7 @@ STOP_TYPES = {"length": "limit", "stop": "eos"}
 PATHS = ("/completion", "/infill")  # whose errors have llama-server's form
 
 
-def llama_server_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
+def llama_server_error(fault: Fault, request_id: str) -> tuple[int, Mapping[str, Any]]:
     """Build an error answer: OpenAI's, but for a prompt that is too long llama-server's, in which
     its clients find both numbers.
     """
