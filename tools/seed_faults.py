@@ -211,8 +211,8 @@ FAULTS = [
         ("bool(self._decoder.getstate()[0])", "False"),
     ),
     *faults_in(
-        "text/tools/arguments.py",
-        "text/tools/test_arguments.py",
+        "text/tools/argument_readers.py",
+        "text/tools/test_argument_readers.py",
         ("keep = count_begun(body, self._quote)", "keep = 0"),
         ("keep += 1", "keep += 0"),
         ("int(text[1:], 8)", "int(text[1:], 10)"),

@@ -17,7 +17,7 @@ from cllm.errors import BadRequest
 from cllm.text.chat import Chat, Effort
 from cllm.text.templates.chat_template import CHATML, choose_templates
 from cllm.text.templates.fences import CUT
-from cllm.text.templates.prompted_tools import declare_tools
+from cllm.text.templates.tool_declarations import declare_tools
 from cllm.text.tools.call_grammar import BoundMessage, Tool
 from cllm.text.tools.model_family import Reasoning, find_family, load_families
 from cllm.text.tools.parser import Parser

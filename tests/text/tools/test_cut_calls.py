@@ -11,7 +11,7 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.vocabulary import Pieces
 from cllm.text.choice import Choice
-from cllm.text.tools.arguments import object_of
+from cllm.text.tools.argument_readers import object_of
 from cllm.text.tools.model_family import ModelFamily, load_families
 from cllm.text.tools.parser import Channel, Parser
 

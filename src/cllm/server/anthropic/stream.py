@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from cllm.server.anthropic.errors import error_event
 from cllm.serving.answer import Answer, Generation
 from cllm.text.output_reader import Delta, Usage
-from cllm.text.tools.arguments import object_of
+from cllm.text.tools.argument_readers import object_of
 from cllm.text.tools.parser import Channel
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

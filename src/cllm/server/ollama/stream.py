@@ -18,7 +18,7 @@ from cllm.server.token_logprobs import token_objects
 from cllm.serving.answer import Answer, Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.output_reader import Delta
-from cllm.text.tools.arguments import object_of
+from cllm.text.tools.argument_readers import object_of
 from cllm.text.tools.parser import Channel
 
 MEDIA_TYPE = "application/x-ndjson"

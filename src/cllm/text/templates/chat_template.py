@@ -26,13 +26,14 @@ from cllm.errors import BadRequest, StartupError
 from cllm.text.templates.call_ids import CallIds, link_results
 from cllm.text.templates.cut_marks import CutMarks
 from cllm.text.templates.fences import CUT, Fences, restore_marks
-from cllm.text.templates.tool_defaults import (
+from cllm.text.templates.tool_declarations import (
     PROBED_NAME,
     PROBED_TOOLS,
     object_or_text,
     parse_object,
     render_with_tools,
     with_tools_in_system,
+    write_calls_as_text,
 )
 from cllm.text.templates.turns import Repair, find_repair, join_texts, shorten, with_marks
 
@@ -276,7 +277,6 @@ class ChatTemplate:
 
     def _as_text(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``messages`` with calls and their results as text."""
-        from cllm.text.templates.prompted_tools import write_calls_as_text
         from cllm.text.tools.model_family import find_family, load_families
 
         calls = find_family(self._source).calls or load_families()["prompted"].calls

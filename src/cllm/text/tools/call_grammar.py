@@ -17,7 +17,7 @@ from cllm.text.schema.faults import fault_of_arguments
 from cllm.text.schema.json_schema import invalid_schema
 from cllm.text.schema.lark import Rules
 from cllm.text.schema.repair import repair
-from cllm.text.tools.call_arguments import SPACE, CallArguments, LarkTerms, loose_regex
+from cllm.text.tools.argument_grammar import SPACE, ArgumentGrammar, LarkTerms, loose_regex
 from cllm.text.tools.model_family import Calls, Header, ModelFamily
 
 PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs)")
@@ -233,7 +233,7 @@ class CallGrammar:
         return term
 
     def _term(self, schema: dict[str, Any], unenforced: set[str] | None, place: str) -> str | None:
-        term = CallArguments(self._family_calls, self._terms, schema, unenforced).term(place)
+        term = ArgumentGrammar(self._family_calls, self._terms, schema, unenforced).term(place)
         return None if term is None else self._rules.rule(term)
 
 

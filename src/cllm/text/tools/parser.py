@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cllm.text.tools.arguments import Bare, Keywords, Object, Pairs, Reader
+from cllm.text.tools.argument_readers import Bare, Keywords, Object, Pairs, Reader
 from cllm.text.tools.model_family import (
     MAX_HEAD,
     Calls,

@@ -10,7 +10,7 @@ from cllm.errors import BadRequest
 from cllm.text.schema.json_schema import ASSERTIONS
 from cllm.text.schema.lark import Rules, text_term
 from cllm.text.schema.rules import json_rule
-from cllm.text.tools.arguments import types_of
+from cllm.text.tools.argument_readers import types_of
 from cllm.text.tools.model_family import Calls, one_of_texts
 
 MAX_DEPTH = 16  # of a schema that is written out here
@@ -103,7 +103,7 @@ def loose_regex(text: str) -> str:
     )
 
 
-class CallArguments:
+class ArgumentGrammar:
     """Writes terms for the arguments of one function's calls."""
 
     def __init__(

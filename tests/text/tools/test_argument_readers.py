@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cllm.text.tools.arguments import (
+from cllm.text.tools.argument_readers import (
     Bare,
     Keywords,
     Object,

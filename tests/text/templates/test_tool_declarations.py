@@ -11,7 +11,7 @@ from call_texts import chat_format_of
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.text.chat import Chat
 from cllm.text.templates.chat_template import ChatTemplate
-from cllm.text.templates.prompted_tools import declare_tools
+from cllm.text.templates.tool_declarations import declare_tools
 from cllm.text.tools.model_family import ModelFamily, load_families
 from cllm.text.tools.parser import Channel, Parser
 
