@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from cllm.backends.base import Vocabulary
 from cllm.text.chat_format import ChatFormat
-from cllm.text.tools.call_grammar import BoundMessage, Tool, message_grammar
+from cllm.text.tools.call_grammar import BoundMessage, CallableTool, message_grammar
 from cllm.text.tools.model_family import ModelFamily, load_families, one_of_texts
 
 THINK = load_families()["think"].reasoning
@@ -181,7 +181,7 @@ def grammar_of(
     unenforced=None,
     **options,
 ) -> str:
-    declared = {name: Tool(schema, strict) for name, schema in tools.items()}
+    declared = {name: CallableTool(schema, strict) for name, schema in tools.items()}
     calls = family.calls
     texts = [*family.marks, *([calls.begin, calls.write, calls.end, calls.pair] if calls else [])]
     used = {

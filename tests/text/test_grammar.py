@@ -14,7 +14,7 @@ from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
-from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.call_grammar import BoundMessage, CallableTool
 from cllm.text.tools.model_family import load_families
 
 BYTES = bytes_tokenizer({}, 257)
@@ -155,7 +155,7 @@ def test_messages_may_name_special_tokens_of_the_vocabulary():
     def message(token: int) -> dict:
         control = {"<tool_call>": token}
         return msgspec.to_builtins(
-            BoundMessage(load_families()["hermes"], {"f": Tool({})}, control, calls=True)
+            BoundMessage(load_families()["hermes"], {"f": CallableTool({})}, control, calls=True)
         )
 
     assert "<[280]>" in lark("message", message(280))

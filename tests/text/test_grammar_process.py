@@ -18,7 +18,7 @@ from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar_process, workers
 from cllm.text.grammar import CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
-from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.call_grammar import BoundMessage, CallableTool
 from cllm.text.tools.model_family import load_families
 
 NUMBER = Constraint("json_schema", {"type": "integer"})
@@ -56,7 +56,7 @@ def test_cached_checks_do_not_show_what_other_tenants_use():
     async def use(process):
         for salt in ("a\0", "b\0", "a\0", "b\0x", "a\0"):
             await process.check(NUMBER, "field", salt)
-            await process.bind(loose({"f": Tool(INTEGER, True)}), salt)
+            await process.bind(loose({"f": CallableTool(INTEGER, True)}), salt)
 
     checks.run(use)
     assert [seconds is None for seconds in checks.seconds[::2]] == [False, False, True, False, True]
@@ -161,7 +161,7 @@ def test_optional_calls_are_constrained_as_far_as_possible(case):
     schemas, sign, unenforced = CALLABLE[case]
 
     def message(*, strict: bool) -> BoundMessage:
-        tools = {name: Tool(schema, strict) for name, schema in schemas.items()}
+        tools = {name: CallableTool(schema, strict) for name, schema in schemas.items()}
         return BoundMessage(load_families()["hermes"], tools, calls=True, is_loose=True)
 
     async def use(process):
@@ -184,7 +184,7 @@ INTEGER = {
 }
 
 
-def loose(tools: dict[str, Tool], family: str = "hermes") -> BoundMessage:
+def loose(tools: dict[str, CallableTool], family: str = "hermes") -> BoundMessage:
     return BoundMessage(load_families()[family], tools, calls=True, is_loose=True)
 
 
@@ -195,14 +195,16 @@ def test_strict_function_is_enforced_next_to_oversized_ones():
 
     async def use(process):
         large = {"properties": {"y": LARGE}}
-        bound = await process.bind(loose({"f": Tool(INTEGER, True), "g": Tool(large)}))
+        bound = await process.bind(
+            loose({"f": CallableTool(INTEGER, True), "g": CallableTool(large)})
+        )
         assert '"x' in bound.grammar
         assert bound.unenforced == ("parameters",)
         with pytest.raises(BadRequest):
-            await process.bind(loose({"f": Tool(INTEGER), "g": Tool(large, True)}))
-        assert await process.bind(loose({"f": Tool(large, True)}, "qwen3_coder")) != CheckedGrammar(
-            "", ("tools",)
-        )
+            await process.bind(loose({"f": CallableTool(INTEGER), "g": CallableTool(large, True)}))
+        assert await process.bind(
+            loose({"f": CallableTool(large, True)}, "qwen3_coder")
+        ) != CheckedGrammar("", ("tools",))
 
     Checks().run(use)
 
@@ -215,11 +217,13 @@ def test_optional_calls_do_not_wait_long_for_other_grammars(monkeypatch):
 
     async def use(process):
         async with process._turn:
-            strict = asyncio.create_task(process.bind(loose({"f": Tool(INTEGER, True)})))
-            assert await process.bind(loose({"f": Tool(INTEGER)})) == CheckedGrammar("", ("tools",))
+            strict = asyncio.create_task(process.bind(loose({"f": CallableTool(INTEGER, True)})))
+            assert await process.bind(loose({"f": CallableTool(INTEGER)})) == CheckedGrammar(
+                "", ("tools",)
+            )
             assert not strict.done()
         assert (await strict).grammar
-        assert (await process.bind(loose({"f": Tool(INTEGER)}))).grammar
+        assert (await process.bind(loose({"f": CallableTool(INTEGER)}))).grammar
 
     Checks().run(use)
 
@@ -246,7 +250,9 @@ def test_unexpected_errors_are_not_cached(monkeypatch):
     async def use(process):
         with pytest.raises(EngineError, match="KeyError"):
             await process.check(NUMBER, "field")
-        assert await process.bind(loose({"f": Tool(INTEGER)})) == CheckedGrammar("", ("tools",))
+        assert await process.bind(loose({"f": CallableTool(INTEGER)})) == CheckedGrammar(
+            "", ("tools",)
+        )
         assert not process._known
 
     Checks().run(use)
@@ -372,7 +378,7 @@ def test_cache_is_bounded_by_number_and_size(monkeypatch):
             await process.check(Constraint("regex", f"{i}" * 2000), "field")
         assert len(process._known) < 6
         assert process._known_size == sum(
-            grammar_process.size_of(question, verdict)
+            grammar_process.entry_size(question, verdict)
             for question, verdict in process._known.items()
         )
 

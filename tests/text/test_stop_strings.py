@@ -65,8 +65,8 @@ def test_included_stop_string_ends_the_text(stops, text, cuts):
             whole += piece
     assert has_ended == stopped
     if stopped:
-        assert whole == shown + including.found
-        assert including.found in stops
+        assert whole == shown + including.matched
+        assert including.matched in stops
 
 
 @given(stops, texts, cuts)
@@ -122,6 +122,6 @@ def test_found_stop_string_is_reported():
     """The longer of two that end together; None until one is found."""
     stops = StopStrings(("b", "ab", "c"))
     assert stops.feed("xa") == ("x", False)
-    assert stops.found == ""
+    assert stops.matched == ""
     assert stops.feed("bc") == ("", True)
-    assert stops.found == "ab"
+    assert stops.matched == "ab"

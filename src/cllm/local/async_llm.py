@@ -32,7 +32,7 @@ from cllm.local.model import (
     rank,
     read_settings,
 )
-from cllm.local.work import Embedding, Generating, PreparedPrompt
+from cllm.local.work import EmbeddingWork, GenerationWork, PreparedPrompt
 from cllm.text.messages import Messages
 from cllm.text.pairs import read_scores
 
@@ -308,7 +308,7 @@ class Reader:
         """Wake the coroutine, from any thread. Raises RuntimeError if its loop is closed."""
         self._alarm.ring(self._arrival)
 
-    async def read(self, work: Generating | Embedding) -> list[Piece]:
+    async def read(self, work: GenerationWork | EmbeddingWork) -> list[Piece]:
         """Wait until something is computed, and return it. Raises what ``work.read`` raises."""
         await self._arrival.wait()
         self._arrival.clear()

@@ -28,7 +28,7 @@ from cllm.local.model import (
     rank,
     read_settings,
 )
-from cllm.local.work import Embedding, Generating, PreparedPrompt
+from cllm.local.work import EmbeddingWork, GenerationWork, PreparedPrompt
 from cllm.text.messages import Messages
 from cllm.text.pairs import read_scores
 
@@ -232,7 +232,7 @@ class LLM(LocalModel):
                 pass
             return work.vectors()
 
-    def _read(self, work: Generating | Embedding) -> Iterator[Piece]:
+    def _read(self, work: GenerationWork | EmbeddingWork) -> Iterator[Piece]:
         """Yield what is computed until ``work`` has finished."""
         while not work.finished:
             piece = work.read(self._shared.take(work.inbox))

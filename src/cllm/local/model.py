@@ -23,7 +23,7 @@ from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest
 from cllm.local.completion import Ranked
 from cllm.local.response_format import ResponseFormat
-from cllm.local.work import Embedding, Generating, PreparedPrompt
+from cllm.local.work import EmbeddingWork, GenerationWork, PreparedPrompt
 from cllm.text import grammar
 from cllm.text.chat import Chat
 from cllm.text.chat_format import ChatFormats, OutputPlan
@@ -168,7 +168,7 @@ class LocalModel:
         check_generates(self.info)
         encoded = self._encode_all(prompts)
         prepared = []
-        asked = self._params_of(params, len(encoded))
+        asked = self._params_for(params, len(encoded))
         answer = None if response_format is None else ResponseFormat.of(response_format)
         for i, (tokens, one) in enumerate(zip(encoded, asked, strict=True)):
             self._check_prompt(tokens, one, f"prompts[{i}]")
@@ -192,7 +192,7 @@ class LocalModel:
             for i, one in enumerate(messages if are_many else [messages])
         ]
         answer = None if response_format is None else ResponseFormat.of(response_format)
-        asked = self._params_of(params, len(chats))
+        asked = self._params_for(params, len(chats))
         prepared = []
         for i, (chat, one) in enumerate(zip(chats, asked, strict=True)):
             tokens = self._render(chat)
@@ -265,7 +265,7 @@ class LocalModel:
             raise BadRequest(f"{param} must be text or a list of token ids.", param=param)
         return prompt
 
-    def _params_of(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+    def _params_for(self, params: Params, num_prompts: int) -> list[SamplingParams]:
         """Return the params of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self._default] * num_prompts
@@ -331,9 +331,9 @@ class LocalModel:
         prompts: list[PreparedPrompt],
         priority: PriorityName,
         wake: Callable[[], None] | None = None,
-    ) -> Generating:
+    ) -> GenerationWork:
         """Begin to continue ``prompts``."""
-        chosen = priority_of(priority)
+        chosen = read_priority(priority)
         with self._shared.in_use():
             pieces = self._backend.vocabulary.pieces
         requests = [
@@ -344,17 +344,17 @@ class LocalModel:
             request.request_id: (i, OutputReader([request], pieces, prompt.plan))
             for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
         }
-        return Generating(self._shared, prompts, requests, readers, wake)
+        return GenerationWork(self._shared, prompts, requests, readers, wake)
 
     def _embed(
         self,
         texts: list[list[int]],
         priority: PriorityName,
         wake: Callable[[], None] | None = None,
-    ) -> Embedding:
+    ) -> EmbeddingWork:
         """Begin to embed ``texts``."""
-        request = EmbeddingRequest(f"e{next(self._ids)}", texts, "", priority_of(priority))
-        return Embedding(self._shared, request, self.info.embedding_size, wake)
+        request = EmbeddingRequest(f"e{next(self._ids)}", texts, "", read_priority(priority))
+        return EmbeddingWork(self._shared, request, self.info.embedding_size, wake)
 
 
 def read_settings(model: str | None, settings: dict[str, object]) -> Settings:
@@ -387,7 +387,7 @@ def make_chat(
     variables: dict[str, Any],
     param: str = "",
 ) -> Chat:
-    """Return a conversation, checked. ``param``: its name in errors, if it is one of several."""
+    """Return a conversation, checked. Errors name it ``param`` if it is one of several."""
     try:
         checked = messages_for_template(messages)
     except BadRequest as error:
@@ -409,7 +409,7 @@ def make_chat(
     return Chat(checked, declared, "required", (tool_choice,), variables=variables)
 
 
-def priority_of(name: Any) -> Priority:
+def read_priority(name: Any) -> Priority:
     if isinstance(name, str) and (chosen := Priority.__members__.get(name.upper())) is not None:
         return chosen
     known = ", ".join(priority.name.lower() for priority in Priority)

@@ -30,8 +30,11 @@ class PreparedPrompt(NamedTuple):
     format: ResponseFormat | None = None
 
 
-class Generating:
-    """Prompts that are being continued together. To be closed, or it goes on unread."""
+class GenerationWork:
+    """Prompts that the engine is continuing together.
+
+    Call ``close`` at the end; otherwise the engine goes on.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Generating:
         readers: dict[str, tuple[int, OutputReader]],
         wake: Callable[[], None] | None,
     ) -> None:
-        """``readers``: by request id, with the position of the prompt."""
+        """``readers`` maps each request id to the position of its prompt and its reader."""
         self._shared = shared
         self._prompts = prompts
         self._readers = readers
@@ -112,8 +115,11 @@ class Generating:
         return completions
 
 
-class Embedding:
-    """Texts that are being embedded. To be closed, or it goes on unread."""
+class EmbeddingWork:
+    """Texts that the engine is embedding.
+
+    Call ``close`` at the end; otherwise the engine goes on.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ LOOK_AHEAD = 64  # bytes of a text that its tokens may leave out at one place
 class TokenLogprob(NamedTuple):
     """A sampled token and its logprobs.
 
-    ``at``: the index of the answer's character at which its text begins.
+    Its text begins at the character ``at`` of the answer.
 
     A token that contains only a part of a character begins where that character begins.
     """
@@ -54,9 +54,8 @@ class Alignment:
         self._num_read += len(text)
 
     def shown(self, text: str, *, is_all: bool) -> list[TokenLogprob]:
-        """Return the tokens that begin in ``text``, which is shown now.
-
-        ``is_all``: return all tokens held back.
+        """Return the tokens that begin in ``text``, which is shown now. If ``is_all``, return all
+        that are held back.
         """
         self._num_shown += len(text)
         token_logprobs = []
@@ -66,9 +65,10 @@ class Alignment:
 
 
 def find_offsets(vocabulary: VocabularyTable, tokens: list[int], text: str | None) -> list[int]:
-    """Return the characters of a prompt's text at which its tokens begin. ``text``: what was
-    tokenized, in which control tokens are written out; None if the text is that of the tokens, in
-    which control tokens have none.
+    """Return the characters of a prompt's text at which its tokens begin.
+
+    ``text`` was tokenized, with control tokens written out. If it is None, the prompt's text is
+    that of its tokens, and control tokens have none.
 
     A token that contains only a part of a character begins where that character begins.
     """
@@ -100,8 +100,8 @@ def find_places(vocabulary: VocabularyTable, tokens: list[int], data: bytes) -> 
         elif data.startswith(piece, after := end_of_blanks(data, at)):
             start, length = after, len(piece)
         else:
-            found = -1 if is_control else data.find(piece, at, at + len(piece) + LOOK_AHEAD)
-            start, length = (found, len(piece)) if found >= 0 else (at, 0)
+            begin = -1 if is_control else data.find(piece, at, at + len(piece) + LOOK_AHEAD)
+            start, length = (begin, len(piece)) if begin >= 0 else (at, 0)
         yield start
         at = start + length
 

@@ -18,7 +18,7 @@ from cllm.text.chat import Chat, Effort
 from cllm.text.templates.chat_template import CHATML, choose_templates
 from cllm.text.templates.fences import CUT
 from cllm.text.templates.tool_declarations import declare_tools
-from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.call_grammar import BoundMessage, CallableTool
 from cllm.text.tools.model_family import Reasoning, find_family, load_families
 from cllm.text.tools.parser import Parser
 
@@ -79,7 +79,7 @@ class ChatFormat:
         template: str | None = None,
     ) -> None:
         """``tokens_of`` returns the token ids of each of ``marks``, with control tokens parsed.
-        ``template``: its source; None is the model's for chats without tools.
+        ``template`` is its source; None means the model's for chats without tools.
         """
         self._vocabulary = vocabulary
         self._tokens_of = tokens_of
@@ -256,7 +256,7 @@ class ChatFormat:
             strict = chat.strict_tools
             bound = BoundMessage(
                 family,
-                {name: Tool(schema, name in strict) for name, schema in tools.items()},
+                {name: CallableTool(schema, name in strict) for name, schema in tools.items()},
                 self._control,
                 "" if is_required else params.grammar,
                 calls=may_call,
@@ -359,7 +359,7 @@ class ChatFormat:
 
     def _ends_of_reasoning(self, *, may_call: bool, is_off: bool) -> tuple[str, str, str]:
         """Return the marks that begin and end reasoning, and the text that ends it when the limit
-        is reached. ``is_off``: the limit is 0.
+        is reached. If ``is_off``, the limit is 0.
         """
         header, reasoning = self.family.header, self.family.reasoning
         if header is None:
@@ -400,7 +400,7 @@ class ChatFormats:
         tokens_of: Callable[[str], list[int]],
         given: str = "",
     ) -> None:
-        """``given``: a template to use instead of the model's."""
+        """``given`` is a template to use instead of the model's."""
         sources = choose_templates(vocabulary, given)
         made = {source: ChatFormat(vocabulary, tokens_of, source) for source in sources}
         self._all = [made[source] for source in sources]

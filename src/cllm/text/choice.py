@@ -18,14 +18,14 @@ class Choice:
 
     ``finish`` is "" until the choice ends, then the reason. ``num_tokens`` counts the tokens fed.
     With a ``parser``, call ``parts`` instead of ``feed``; stop strings then apply to the text
-    channel, not to reasoning and calls. ``token_logprobs``: the tokens of the text that the last
-    call returned, if logprobs were requested.
+    channel, not to reasoning and calls. If logprobs were requested,
+    ``token_logprobs`` has the tokens of the text that the last call returned.
     """
 
     def __init__(
         self, index: int, pieces: Pieces, params: SamplingParams, parser: Parser | None = None
     ) -> None:
-        """``pieces``: the bytes of each token id."""
+        """``pieces`` has the bytes of each token id."""
         self.index = index
         self.finish = ""
         self.num_tokens = 0
@@ -128,4 +128,4 @@ class Choice:
     @property
     def stop(self) -> str:
         """The stop string that ended the choice, or ""."""
-        return self._stops.found
+        return self._stops.matched

@@ -17,7 +17,7 @@ class Detokenizer:
     """
 
     def __init__(self, pieces: Pieces) -> None:
-        """``pieces``: the bytes of each token id."""
+        """``pieces`` has the bytes of each token id."""
         self._pieces = pieces
         self._decoder = _utf8("replace")
         self._is_open = False  # a character has begun

@@ -42,12 +42,12 @@ class DryBreakers:
                 f"characters are accepted."
             )
             raise BadRequest(message, param=PARAM, code="invalid_value")
-        found = {text: self._find(text) for text in (USUAL if texts is None else texts)}
-        for text, ids in found.items():
+        ids_of_texts = {text: self._find(text) for text in (USUAL if texts is None else texts)}
+        for text, ids in ids_of_texts.items():
             if texts is not None and not len(ids):
                 message = (
                     f"Invalid '{PARAM}': no token of this model contains {text!r}, so "
                     f"it can never break a repetition."
                 )
                 raise BadRequest(message, param=PARAM, code="invalid_value")
-        return tuple(sorted({token for tokens in found.values() for token in tokens}))
+        return tuple(sorted({token for tokens in ids_of_texts.values() for token in tokens}))

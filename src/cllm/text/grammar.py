@@ -75,7 +75,8 @@ def to_lark(
     """Return the grammar, not compiled yet. Raises BadRequest, naming ``param``.
 
     If a schema is not strict, keywords that cannot be enforced are added to ``unenforced``; some of
-    them are only found if ``careful``. ``special``: the ids of all special tokens, for a message.
+    them are only found if ``careful``. A message needs ``special``,
+    the ids of all special tokens.
     """
     value = constraint.value
     match constraint.kind:
@@ -208,7 +209,7 @@ def prepare(begin: list[Any]) -> Work:
     """Return the Work of a process that checks constraints.
 
     Its input is a constraint and its param; its reply is the fields of CheckedGrammar as JSON.
-    ``begin``: the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
+    ``begin`` has the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
     """
     importlib.import_module("llguidance")  # now, or the first check would pay for it
     size, tokens, max_lexer_states = begin

@@ -18,7 +18,7 @@ import pydantic_core
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest, EngineError
 from cllm.text.grammar import CheckedGrammar, Constraint, Special, invalid
-from cllm.text.tools.call_grammar import BoundMessage, Tool
+from cllm.text.tools.call_grammar import BoundMessage, CallableTool
 from cllm.text.worker import Reply, describe_refusal, to_json
 from cllm.text.workers import Workers
 
@@ -91,7 +91,7 @@ class GrammarProcess(Workers):
         attempts = [message]
         enforced = {name: tool for name, tool in message.tools.items() if message.enforces(tool)}
         if message.is_loose:
-            tools = dict.fromkeys(message.tools, Tool({})) | enforced
+            tools = dict.fromkeys(message.tools, CallableTool({})) | enforced
             attempts.append(msgspec.structs.replace(message, tools=tools, names_only=True))
         is_needed = bool(enforced) or not message.is_loose
         deadline = time.monotonic() + PATIENCE
@@ -132,14 +132,14 @@ class GrammarProcess(Workers):
     def _remember(self, key: bytes, reply: Reply) -> None:
         self._forget(key)
         self._known[key] = reply
-        self._known_size += size_of(key, reply)
+        self._known_size += entry_size(key, reply)
         while len(self._known) > MAX_KNOWN or self._known_size > MAX_KNOWN_SIZE:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: bytes) -> None:
         reply = self._known.pop(key, None)
         if reply is not None:
-            self._known_size -= size_of(key, reply)
+            self._known_size -= entry_size(key, reply)
 
     async def _checked(self, question: bytes, param: str) -> Reply:
         begun = time.monotonic()
@@ -150,5 +150,5 @@ class GrammarProcess(Workers):
         return reply
 
 
-def size_of(key: bytes, reply: Reply) -> int:
+def entry_size(key: bytes, reply: Reply) -> int:
     return len(key) + len(reply.text) + len(reply.error)

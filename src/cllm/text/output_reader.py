@@ -53,7 +53,7 @@ class Usage:
 
 
 class Ended(msgspec.Struct, gc=False):
-    """A choice that has finished. ``is_known``: the engine ended it; if not, it must be told."""
+    """A choice that has finished. Unless ``is_known``, the engine must be told that it has."""
 
     request_id: str
     index: int
@@ -67,8 +67,8 @@ class OutputReader:
     It knows no clock, engine or process. Choice ``i * n + j`` is the j-th continuation of the i-th
     request. ``usage`` counts tokens; ``prompt_logprobs`` are those of each prompt's tokens from the
     second one on, if the params ask for them; they are complete with the first delta of the
-    prompt's first continuation. ``failure``: why the engine gave up a choice, or None; then nothing
-    more is read.
+    prompt's first continuation. ``failure`` says why the engine gave up a choice; then nothing
+    more is read. It is None otherwise.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OutputReader:
         plan: OutputPlan | None = None,
         usage: Usage | None = None,
     ) -> None:
-        """``pieces``: the bytes of each token id. ``plan``: how to parse a chat's message."""
+        """``pieces`` has the bytes of each token id. ``plan`` says how to parse a message."""
         params = requests[0].params
         self._n = params.n
         self._choices = {

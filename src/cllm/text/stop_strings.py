@@ -11,12 +11,12 @@ class StopStrings:
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
-        """``include``: show the stop string that is found."""
+        """If ``include``, the stop string itself is shown too."""
         self._stops = stops
         self._include = include
         self._held = ""
         self._longest = max(map(len, stops), default=0)
-        self.found = ""  # the stop string that ended the text
+        self.matched = ""  # the stop string that ended the text
 
     def __bool__(self) -> bool:
         """Whether there are any stop strings."""
@@ -32,12 +32,12 @@ class StopStrings:
         text = self._held + text
         # take the stop string that ends first, or the result would depend on how the text is cut
         # into pieces
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, at = min(found)
-            self.found = text[at:end]
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, at = min(ends)
+            self.matched = text[at:end]
             self._held = ""
-            return text[: min(found)[0 if self._include else 1]], True
+            return text[: min(ends)[0 if self._include else 1]], True
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -41,7 +41,7 @@ class Workers:
         it with the JSON that ``begin`` returns to get its Work.
 
         This process does not import it, which saves memory. ``begin`` runs in another thread.
-        ``cpu_limit``: seconds of CPU time for one question.
+        A question may take ``cpu_limit`` seconds of CPU time.
         """
         self._name, _, function = prepare.partition(":")
         self._command = ("-m", "cllm.text.worker", self._name, function, str(cpu_limit))

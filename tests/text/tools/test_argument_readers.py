@@ -15,10 +15,10 @@ from cllm.text.tools.argument_readers import (
     Reader,
     count_begun,
     escape,
-    object_of,
-    types_of,
+    list_types,
+    parse_partial_object,
     unescape,
-    value_of,
+    write_value,
 )
 from cllm.text.tools.model_family import Tags
 
@@ -194,7 +194,7 @@ def test_beginning_of_a_mark(text: str, mark: str, count: int) -> None:
     ],
 )
 def test_values_without_quotes(text: str, types: set[str], value: object) -> None:
-    assert json.loads(value_of(text, types)) == value
+    assert json.loads(write_value(text, types)) == value
 
 
 def test_escapes() -> None:
@@ -218,7 +218,7 @@ def test_escapes() -> None:
     ],
 )
 def test_types_of_a_schema(schema: object, types: set[str]) -> None:
-    assert types_of(schema) == types
+    assert list_types(schema) == types
 
 
 @pytest.mark.parametrize(
@@ -233,4 +233,4 @@ def test_types_of_a_schema(schema: object, types: set[str]) -> None:
     ],
 )
 def test_object_that_was_cut_off(text: str, value: dict[str, object]) -> None:
-    assert object_of(text) == value
+    assert parse_partial_object(text) == value

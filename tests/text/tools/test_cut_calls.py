@@ -11,7 +11,7 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.vocabulary import Pieces
 from cllm.text.choice import Choice
-from cllm.text.tools.argument_readers import object_of
+from cllm.text.tools.argument_readers import parse_partial_object
 from cllm.text.tools.model_family import ModelFamily, load_families
 from cllm.text.tools.parser import Channel, Parser
 
@@ -41,7 +41,7 @@ def test_cut_call_is_never_shown_as_text(name, size):
     for length in range(1, len(call) + 1):
         text, reasoning, arguments = read(family, call[:length], size=size)
         assert (text, reasoning) == ("", ""), call[:length]
-        value = object_of(arguments)
+        value = parse_partial_object(arguments)
         assert "Oslo".startswith(value.get("city", "")), (call[:length], arguments)
         assert value.get("days") in (None, "", 2), (call[:length], arguments)
 

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from cllm.server.anthropic.errors import error_event
 from cllm.serving.answer import Answer, Generation
 from cllm.text.output_reader import Delta, Usage
-from cllm.text.tools.argument_readers import object_of
+from cllm.text.tools.argument_readers import parse_partial_object
 from cllm.text.tools.parser import Channel
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -137,7 +137,7 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
     for block, parts in zip(blocks, texts, strict=True):
         text = "".join(parts)
         if block["type"] == "tool_use":
-            block["input"] = object_of(text)
+            block["input"] = parse_partial_object(text)
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":

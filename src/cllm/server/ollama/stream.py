@@ -18,7 +18,7 @@ from cllm.server.token_logprobs import token_objects
 from cllm.serving.answer import Answer, Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.output_reader import Delta
-from cllm.text.tools.argument_readers import object_of
+from cllm.text.tools.argument_readers import parse_partial_object
 from cllm.text.tools.parser import Channel
 
 MEDIA_TYPE = "application/x-ndjson"
@@ -114,7 +114,7 @@ class Calls:
             function = {
                 "index": self._call,
                 "name": self._name,
-                "arguments": object_of("".join(self._parts)),
+                "arguments": parse_partial_object("".join(self._parts)),
             }
             self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
             self._name, self._parts = "", []

@@ -10,10 +10,10 @@ from functools import cached_property, partial
 from typing import Any
 
 Messages = list[dict[str, Any]]
-MakeId = Callable[[str, str, int], str]  # of an id, the function's name, and the call's ordinal
+MakeId = Callable[[str, str, int], str]  # from an id, the function's name, and the call's ordinal
 
 SAMPLES = ("call_0_1", "c", "call_0123456789abcdef01234567", "12345678-90ab-cdef-1234-567890abcdef")
-MAX_KNOWN = 1000  # forms of ids of which is known whether the template accepts them
+MAX_KNOWN = 1000  # remembered forms of ids, each with whether the template accepts it
 
 
 def short_id(key: str, *_: Any) -> str:
@@ -70,7 +70,7 @@ class Calls:
         self._open: dict[str, deque[str]] = {}
 
     def add(self, call: dict[str, Any], key: str) -> dict[str, Any]:
-        """Return the call with an id. ``key``: the id for a call that has none."""
+        """Return the call with an id, which is ``key`` if it has none."""
         key, name = call.get("id") or key, call["function"]["name"]
         self.names[key] = name
         self._open.setdefault(name, deque()).append(key)

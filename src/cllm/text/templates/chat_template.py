@@ -47,7 +47,7 @@ CHATML = (
 )
 MAX_LENGTH = 1 << 23  # characters of a prompt
 MAX_PROBE_LENGTH = 1 << 20  # characters of a prompt with marks in place of texts
-MAX_FORMS = 1000  # forms of conversations of which is known how the template wants them
+MAX_FORMS = 1000  # remembered forms of conversations, each with its repair
 # What a template may raise on odd messages, in addition to TemplateError.
 TEMPLATE_FAULTS = (
     MemoryError,
@@ -69,7 +69,7 @@ class ChatTemplate:
     """
 
     def __init__(self, vocabulary: VocabularyFacts, source: str | None = None) -> None:
-        """``source``: the template; None is the model's for chats without tools.
+        """Compile the template ``source``; None means the model's for chats without tools.
 
         Raises StartupError if it has a syntax error.
         """
@@ -371,8 +371,8 @@ def prepare(texts: dict[str, Any]) -> Callable[[Any], str]:
     """Return the Work (text/worker.py) of a rendering process; its input is the arguments of
     ``ChatTemplate.render``.
 
-    ``texts``: the fields of VocabularyFacts that it needs. With a template that has a syntax error,
-    every chat is refused, and other requests are served.
+    ``texts`` has the fields of VocabularyFacts that it needs. With a template that has a syntax
+    error, every chat is refused, and other requests are served.
     """
     vocabulary = cast("VocabularyFacts", SimpleNamespace(**texts))
     try:
@@ -389,7 +389,7 @@ def prepare(texts: dict[str, Any]) -> Callable[[Any], str]:
 
 
 def choose_templates(vocabulary: VocabularyFacts, given: str = "") -> tuple[str, str]:
-    """Return the templates for chats without and with tools. ``given``: replaces the model's."""
+    """Return the templates for chats without and with tools. ``given`` replaces the model's."""
     if given:
         return given, given
     plain = vocabulary.chat_template or vocabulary.tool_template or CHATML

@@ -19,7 +19,7 @@ class CutMarks:
     """The marks at which one chat template cuts earlier answers."""
 
     def __init__(self, source: str, show: Callable[[Messages], str | None]) -> None:
-        """``source``: the template. ``show`` renders messages; it returns None if the template
+        """``show`` renders messages with the template ``source``; it returns None if the template
         refuses them.
         """
         self._marks = sorted(set(MARKS.findall(source)))
@@ -41,7 +41,7 @@ class CutMarks:
             end = max((end_of_reasoning(text, mark) for mark in marks), default=0)
         thought, answer = text[:end], text[end:]
         for mark in marks:
-            for one in (mark, opening_of(mark)):
+            for one in (mark, opening_mark(mark)):
                 thought = thought.replace(f"{OPEN}{one}{CLOSE}", one)
                 answer = answer.replace(one, one[0] + BREAK + one[1:])
         return {**message, "content": Fenced(thought + answer)} if marks else message
@@ -56,7 +56,7 @@ class CutMarks:
         return self._is_cut[mark]
 
 
-def opening_of(mark: str) -> str:
+def opening_mark(mark: str) -> str:
     """Return the mark that ``mark`` closes, such as <think>."""
     return mark.replace("/", "", 1)
 
@@ -67,12 +67,12 @@ def end_of_reasoning(text: str, mark: str) -> int:
     The mark that opens it may be missing, because templates write it. Then the one that closes it
     begins or ends a line, unlike one that is mentioned in a sentence.
     """
-    found = re.search(f"{OPEN}?{re.escape(mark)}{CLOSE}?", text)
-    assert found
-    before, after = text[: found.start()], text[found.end() :]
-    opening = opening_of(mark)
+    match = re.search(f"{OPEN}?{re.escape(mark)}{CLOSE}?", text)
+    assert match
+    before, after = text[: match.start()], text[match.end() :]
+    opening = opening_mark(mark)
     if opening in before:
         is_reasoning = before.lstrip().removeprefix(OPEN).startswith(opening)
     else:
         is_reasoning = before.endswith("\n") or after.startswith("\n") or "" in (before, after)
-    return found.end() if is_reasoning else 0
+    return match.end() if is_reasoning else 0

@@ -122,7 +122,7 @@ def complete(schema: Any, depth: int) -> Schema:
     """Return ``schema`` with one type and a description at each place, and defaults as text."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return {"type": "string", "description": ""}
-    kind = type_of(schema)
+    kind = choose_type(schema)
     whole = {"description": "", **schema, "type": kind}
     if kind == "object":
         properties = schema.get("properties")
@@ -130,11 +130,11 @@ def complete(schema: Any, depth: int) -> Schema:
         whole["properties"] = {
             name: complete(value, depth + 1) for name, value in properties.items()
         }
-        whole["required"] = list_of(schema, "required")
+        whole["required"] = read_list(schema, "required")
     if kind == "array":
         whole["items"] = complete(schema.get("items"), depth + 1)
     if "enum" in schema:
-        whole["enum"] = [as_text(value) for value in list_of(schema, "enum")]
+        whole["enum"] = [as_text(value) for value in read_list(schema, "enum")]
         if not whole["enum"]:
             del whole["enum"]
     if "default" in schema:
@@ -142,7 +142,7 @@ def complete(schema: Any, depth: int) -> Schema:
     return whole
 
 
-def type_of(schema: Schema) -> str:
+def choose_type(schema: Schema) -> str:
     """Return the first type that a value of ``schema`` may have, other than null."""
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
@@ -152,12 +152,12 @@ def type_of(schema: Schema) -> str:
     for key, implied in (("properties", "object"), ("items", "array")):
         if key in schema:
             return implied
-    values = [*list_of(schema, "enum"), schema.get("const"), schema.get("default")]
+    values = [*read_list(schema, "enum"), schema.get("const"), schema.get("default")]
     first = next((value for value in values if value is not None), "")
     return next((name for python, name in TYPES if isinstance(first, python)), "string")
 
 
-def list_of(schema: Schema, keyword: str) -> list[Any]:
+def read_list(schema: Schema, keyword: str) -> list[Any]:
     """Return the value of ``keyword``; clients also send ``"required": true``, which is no list."""
     value = schema.get(keyword)
     return value if isinstance(value, list) else []

@@ -245,7 +245,7 @@ def shorten(messages: Messages) -> Messages:
 
     Every three successive forms of messages in ``messages`` are successive in what is returned.
     """
-    forms = [None, *map(form_of, messages), None]
+    forms = [None, *map(describe_form, messages), None]
     places = [tuple(forms[i : i + 3]) for i in range(len(messages))]
     kept: list[int] = []
     count: Counter[Any] = Counter()
@@ -265,7 +265,7 @@ def shorten(messages: Messages) -> Messages:
     return [messages[i] for i in kept]
 
 
-def form_of(message: dict[str, Any]) -> tuple[Any, ...]:
+def describe_form(message: dict[str, Any]) -> tuple[Any, ...]:
     """Return what repairs and templates may depend on."""
     fields = ("content", "reasoning_content", "name")
     calls = len(message.get("tool_calls") or ())

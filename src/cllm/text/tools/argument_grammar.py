@@ -10,7 +10,7 @@ from cllm.errors import BadRequest
 from cllm.text.schema.json_schema import ASSERTIONS
 from cllm.text.schema.lark import Rules, text_term
 from cllm.text.schema.rules import json_rule
-from cllm.text.tools.argument_readers import types_of
+from cllm.text.tools.argument_readers import list_types
 from cllm.text.tools.model_family import Calls, one_of_texts
 
 MAX_DEPTH = 16  # of a schema that is written out here
@@ -23,7 +23,7 @@ class LarkTerms:
     """Writes Lark terms for texts that may contain control tokens."""
 
     def __init__(self, rules: Rules, control: Mapping[str, int]) -> None:
-        """``control``: the ids of the control tokens that texts may contain, by their texts."""
+        """``control`` maps the text of each control token that texts may contain to its id."""
         self.rules = rules
         self._control = control
         self._marks = re.compile(f"({one_of_texts(set(control))})")
@@ -36,8 +36,8 @@ class LarkTerms:
         """Return the last control token in ``text``, None if there is none, and the text after
         it.
         """
-        *_, found = [None, *self._marks.finditer(text)]
-        return (self._control[found[0]], text[found.end() :]) if found else (None, text)
+        *_, last = [None, *self._marks.finditer(text)]
+        return (self._control[last[0]], text[last.end() :]) if last else (None, text)
 
     def ids(self, texts: Iterable[str]) -> set[int]:
         """Return the ids of those ``texts`` that are control tokens."""
@@ -57,9 +57,9 @@ class LarkTerms:
     def first_part(self, text: str) -> tuple[str, str]:
         """Return the first word or control token of ``text``, and the rest."""
         text = text.lstrip()
-        found = self._marks.match(text) or re.match(r"\S+?(?=\s|$)", text)
-        assert found, "something follows the arguments of families without JSON"
-        return found[0], text[found.end() :]
+        word = self._marks.match(text) or re.match(r"\S+?(?=\s|$)", text)
+        assert word, "something follows the arguments of families without JSON"
+        return word[0], text[word.end() :]
 
     def text(self, text: str) -> str:
         """Return a term for exactly ``text``."""
@@ -109,7 +109,9 @@ class ArgumentGrammar:
     def __init__(
         self, calls: Calls, terms: LarkTerms, schema: dict[str, Any], unenforced: set[str] | None
     ) -> None:
-        """``unenforced``: receives the keywords that are left out; if None, they are refused."""
+        """Keywords that cannot be enforced are added to ``unenforced``; if it is None, they are
+        refused.
+        """
         self._calls = calls
         self._terms = terms
         self._rules = terms.rules
@@ -167,7 +169,7 @@ class ArgumentGrammar:
         required: list[str] = []
         optional: list[str] = []
         for key, inner, is_required in self._properties(self._schema):
-            types = types_of(inner)
+            types = list_types(inner)
             if types == {"string"} and "enum" in inner:
                 options = " | ".join(self._terms.text(str(option)) for option in inner["enum"])
                 value = f"({options}) {self._terms.text(end)}"
@@ -194,7 +196,7 @@ class ArgumentGrammar:
         mark.
         """
         quote = self._calls.quote
-        types = types_of(schema)
+        types = list_types(schema)
         if depth > MAX_DEPTH or len(types) != 1:
             self._check(schema)
             self._cannot("type", "every value must have one type")

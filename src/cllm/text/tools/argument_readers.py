@@ -43,10 +43,7 @@ class Object:
     """
 
     def __init__(self, depth: int = 0, ends: tuple[str, ...] = ()) -> None:
-        """``depth``: the number of objects that are already open.
-
-        ``ends``: the marks that end the call.
-        """
+        """``depth`` objects are already open. The marks ``ends`` end the call."""
         self._closes = ["}"] * depth
         self._outside, self._begun = structure_pattern(ends), compile_marks(ends).begun
         self._held = ""
@@ -79,8 +76,8 @@ class Object:
                 return text[: match.start()] + "".join(reversed(self._closes)), text[
                     match.start() :
                 ]
-        if not self._in_string and (found := self._begun.search(text, at)):
-            text, self._held = text[: found.start()], text[found.start() :]
+        if not self._in_string and (begun := self._begun.search(text, at)):
+            text, self._held = text[: begun.start()], text[begun.start() :]
         return text, None
 
     def close(self, *, is_cut: bool = False) -> str:
@@ -115,13 +112,13 @@ class Bare:
         return "".join(written), None
 
     def _string(self, written: list[str]) -> bool:
-        body, found, rest = self._buffer.partition(self._quote)
-        if not found:
+        body, closing, rest = self._buffer.partition(self._quote)
+        if not closing:
             keep = count_begun(body, self._quote)
             body, rest = body[: len(body) - keep], body[len(body) - keep :]
-        written.append(escape(body) + ('"' if found else ""))
-        self._buffer, self._in_string = rest, not found
-        return bool(found)
+        written.append(escape(body) + ('"' if closing else ""))
+        self._buffer, self._in_string = rest, not closing
+        return bool(closing)
 
     def _token(self, written: list[str]) -> bool:
         buffer, size = self._buffer, 1
@@ -135,7 +132,7 @@ class Bare:
             if size == len(buffer) < MAX_HEAD:
                 return False
             is_key = buffer[size : size + 1] == ":"
-            written.append(json.dumps(match[0]) if is_key else value_of(match[0], set()))
+            written.append(json.dumps(match[0]) if is_key else write_value(match[0], set()))
         else:
             written.append(buffer[0])
             self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(buffer[0], 0)
@@ -197,7 +194,7 @@ class Keywords:
             if size == len(buffer) < MAX_HEAD:
                 return False
             self._begin(
-                written, json.dumps(match[0]) if self._is_key else value_of(match[0], set())
+                written, json.dumps(match[0]) if self._is_key else write_value(match[0], set())
             )
         self._buffer = buffer[size:]
         return True
@@ -216,9 +213,9 @@ class Keywords:
         if buffer.startswith("\\"):
             if ESCAPE_BEGUN.fullmatch(buffer):
                 return False
-            found = ESCAPE.match(buffer)
-            written.append(unescape(found[0]) if found else escape("\\"))
-            self._buffer = buffer[found.end() if found else 1 :]
+            sequence = ESCAPE.match(buffer)
+            written.append(unescape(sequence[0]) if sequence else escape("\\"))
+            self._buffer = buffer[sequence.end() if sequence else 1 :]
         elif buffer.startswith(self._quote):
             written.append('"')
             self._buffer, self._quote = buffer[len(self._quote) :], ""
@@ -283,11 +280,11 @@ class Pairs:
         self._buffer = buffer
         if tags.key_open.startswith(buffer) and len(buffer) < len(tags.key_open):
             return False
-        key, found, rest = buffer[len(tags.key_open) :].partition(tags.key_close)
+        key, closing, rest = buffer[len(tags.key_open) :].partition(tags.key_close)
         rest = rest.lstrip() if tags.value_open else rest
         is_pair = buffer.startswith(tags.key_open) and len(key) < MAX_HEAD
         if is_pair and (
-            not found or (tags.value_open.startswith(rest) and len(rest) < len(tags.value_open))
+            not closing or (tags.value_open.startswith(rest) and len(rest) < len(tags.value_open))
         ):
             return False
         if not is_pair or not rest.startswith(tags.value_open):
@@ -304,7 +301,7 @@ class Pairs:
         )
         name, _, attribute = key.strip().partition('"')
         written.append(f"{self._lead}{json.dumps(name, ensure_ascii=False)}: ")
-        self._types = types_of(self._properties.get(name)) or (
+        self._types = list_types(self._properties.get(name)) or (
             {"string"} if STRING_PAIR.search(attribute) else set()
         )
         self._is_first, self._step = True, self._text if self._types == {"string"} else self._whole
@@ -314,8 +311,8 @@ class Pairs:
 
     def _piece(self) -> tuple[str, bool]:
         """Return the part of the value that is certain, and whether the value ends there."""
-        body, found, rest = self._buffer.partition(self._value_close)
-        if not found:
+        body, closing, rest = self._buffer.partition(self._value_close)
+        if not closing:
             keep = count_begun(body, self._value_close)
             if self._tags.trim and body[: len(body) - keep].endswith("\n"):
                 keep += 1
@@ -323,10 +320,10 @@ class Pairs:
         elif self._tags.trim:
             body = body.removesuffix("\n")
         self._buffer = rest
-        if self._is_first and (body or found):
+        if self._is_first and (body or closing):
             self._is_first = False
             body = body.removeprefix("\n") if self._tags.trim else body
-        return body, bool(found)
+        return body, bool(closing)
 
     def _text(self, written: list[str]) -> bool:
         body, is_end = self._piece()
@@ -339,7 +336,7 @@ class Pairs:
         body, is_end = self._piece()
         self._value.append(body)
         if is_end:
-            written.append(value_of("".join(self._value), self._types))
+            written.append(write_value("".join(self._value), self._types))
             self._value, self._lead, self._step = [], ", ", self._key
         return is_end
 
@@ -348,7 +345,7 @@ class Pairs:
         if self._step == self._text:
             return escape(held) + '"}'
         if self._step == self._whole:
-            return value_of("".join(self._value) + held, self._types) + "}"
+            return write_value("".join(self._value) + held, self._types) + "}"
         return "{}" if self._lead == "{" else "}"
 
 
@@ -365,7 +362,7 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def types_of(schema: Any) -> set[str]:
+def list_types(schema: Any) -> set[str]:
     """Return the JSON types that a schema allows; none if it does not say, or is not a schema."""
     if not isinstance(schema, dict):
         return set()
@@ -379,7 +376,7 @@ def types_of(schema: Any) -> set[str]:
     return {item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str)}
 
 
-def value_of(text: str, types: set[str]) -> str:
+def write_value(text: str, types: set[str]) -> str:
     """Return the JSON of a value that was written without quotes."""
     stripped = text.strip()
     if "string" in types:
@@ -396,7 +393,7 @@ def value_of(text: str, types: set[str]) -> str:
     return stripped
 
 
-def object_of(text: str) -> dict[str, Any]:
+def parse_partial_object(text: str) -> dict[str, Any]:
     """Return the arguments of a call; if their text was cut off, those that are complete or
     begun.
     """

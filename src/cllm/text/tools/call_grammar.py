@@ -26,7 +26,7 @@ FUNCTION = r"(?s:.*)to=functions\."  # in a header
 NO_NAME = r"/[^\w.-](?s:.*)/"
 
 
-class Tool(NamedTuple):
+class CallableTool(NamedTuple):
     """A function that may be called.
 
     strict: its whole schema is enforced, or the request is refused.
@@ -49,7 +49,7 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     family: ModelFamily
-    tools: dict[str, Tool]
+    tools: dict[str, CallableTool]
     control: dict[str, int] = {}
     answer: str = ""
     calls: bool = False
@@ -60,7 +60,7 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     begun: bool = False
     names_only: bool = False
 
-    def enforces(self, tool: Tool) -> bool:
+    def enforces(self, tool: CallableTool) -> bool:
         """Whether the message is refused if the schema of ``tool`` cannot be enforced.
 
         Clients set strict by default, with schemas that families without JSON cannot follow.
@@ -79,7 +79,7 @@ def message_grammar(
 ) -> str:
     """Return the grammar of a message, not compiled yet.
 
-    ``special``: the ids of all special tokens.
+    ``special`` has the ids of all special tokens.
 
     For tools that are not strict, keywords that cannot be enforced are added to ``unenforced``.
     Raises BadRequest (tools) for other schemas that cannot be enforced.
@@ -174,7 +174,7 @@ class CallGrammar:
                 case "":
                     terms.append(self._marks(piece))
                 case place:
-                    term, pieces[i + 1] = self._arguments_of(name, place, pieces[i + 1])
+                    term, pieces[i + 1] = self._arguments_term(name, place, pieces[i + 1])
                     terms.append(term)
         return " ".join(filter(None, terms))
 
@@ -182,7 +182,7 @@ class CallGrammar:
         """Return a term for what the family writes around names and arguments."""
         return self._terms.text(text)
 
-    def _arguments_of(self, name: str, place: str, tail: str) -> tuple[str, str]:
+    def _arguments_term(self, name: str, place: str, tail: str) -> tuple[str, str]:
         """Return a term for the arguments, and the part of the ``tail`` after them that the term
         does not include.
         """
@@ -322,7 +322,7 @@ class LooseGrammar(CallGrammar):
         """
         lead, variable, between, place, tail = PLACES.split(whole)
         head = lead + (json.dumps(name) if variable == "name" else name) + between
-        arguments, rest = self._arguments_of(name, place, tail)
+        arguments, rest = self._arguments_term(name, place, tail)
         space = self._marks(head[len(head.rstrip()) :])
         return (
             f"{self._lazy(SPACE + loose_regex(head.rstrip()))} {space} {arguments} "
@@ -351,7 +351,7 @@ class LooseGrammar(CallGrammar):
         )
         calls = []
         for name in self._message.tools:
-            arguments, _ = self._arguments_of(name, "arguments", "")
+            arguments, _ = self._arguments_term(name, "arguments", "")
             head = f"{self._terms.text(name)} {self._rules.terminal(NO_NAME)}? {rest}"
             calls.append(
                 self._rules.rule(f"{head} {arguments} ({opening} | {other} {self._body})?")

@@ -152,23 +152,23 @@ class Marks(NamedTuple):
 
 @cache
 def compile_marks(marks: tuple[str, ...], control: frozenset[str] = frozenset()) -> Marks:
-    """``control``: the texts of control tokens, which a model never writes in parts."""
+    """Compile patterns for ``marks``. Models never write the texts of ``control`` in parts."""
     begun = {mark[:length] for mark in marks for length in range(1, len(mark))}
     parts = {
         mark[:length]
         for mark in marks
-        for start, end in pairwise(sorted({0, len(mark), *edges_of(mark, control)}))
+        for start, end in pairwise(sorted({0, len(mark), *find_control_edges(mark, control)}))
         for length in ([end] if mark[start:end] in control else range(start + 1, end + 1))
         if length < len(mark)
     }
     return Marks(re.compile(one_of_texts(set(marks))), at_end(begun), at_end(parts))
 
 
-def edges_of(mark: str, control: Collection[str]) -> Iterator[int]:
+def find_control_edges(mark: str, control: Collection[str]) -> Iterator[int]:
     """Yield where the control tokens in ``mark`` begin and end, the longest first."""
     if control:
-        for found in re.finditer(one_of_texts(set(control)), mark):
-            yield from found.span()
+        for match in re.finditer(one_of_texts(set(control)), mark):
+            yield from match.span()
 
 
 def at_end(texts: set[str]) -> re.Pattern[str]:

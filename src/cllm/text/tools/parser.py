@@ -170,13 +170,13 @@ class Parser:
                 return False
             if begun.fullmatch(text) and self._is_begun_call(text, ""):
                 return self._drop()
-        found = self._openers.whole.search(self._buffer)
-        if not found:
+        match = self._openers.whole.search(self._buffer)
+        if not match:
             self._emit_certain(self._openers)
             return False
-        self._emit_text(self._buffer[: found.start()])
-        self._buffer = self._buffer[found.end() :]
-        mark = found[0]
+        self._emit_text(self._buffer[: match.start()])
+        self._buffer = self._buffer[match.end() :]
+        mark = match[0]
         if mark in self._calls.open:
             return self._begin_head(mark)
         if self._reasoning and mark == self._reasoning.open:
@@ -192,16 +192,16 @@ class Parser:
 
     def _in_region(self) -> bool:
         """Consume reasoning, or a call that ends with a mark."""
-        found = self._ends.whole.search(self._buffer)
-        if not found:
+        match = self._ends.whole.search(self._buffer)
+        if not match:
             self._emit_certain(self._ends)
             return False
-        self._emit_text(self._buffer[: found.start()])
-        is_opener = self._header is not None and found[0] in self._header.open
-        self._buffer = self._buffer[found.start() if is_opener else found.end() :]
-        if found[0] in self._calls.open:
-            return self._begin_head(found[0])
-        if found[0] in self._calls.skip:
+        self._emit_text(self._buffer[: match.start()])
+        is_opener = self._header is not None and match[0] in self._header.open
+        self._buffer = self._buffer[match.start() if is_opener else match.end() :]
+        if match[0] in self._calls.open:
+            return self._begin_head(match[0])
+        if match[0] in self._calls.skip:
             return True
         if self.channel == Channel.CALL:
             return self._end_call()
@@ -236,8 +236,8 @@ class Parser:
             head = self._buffer[: match.start()]
             if match[0] in "{(" or self._calls.tags:
                 for source in self._calls.head:
-                    if found := compile_head(source).fullmatch(head):
-                        return self._begin_arguments(found["name"], head)
+                    if named := compile_head(source).fullmatch(head):
+                        return self._begin_arguments(named["name"], head)
             if match[0] not in "{(":
                 return self._is_whole_call(head) or self._reject_call()
         if self._is_last and self._is_whole_call(self._buffer):
