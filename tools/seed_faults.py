@@ -203,7 +203,7 @@ FAULTS = [
         "text/stop_strings.py",
         "text/test_stop_strings.py",
         ("self._longest - 1", "self._longest - 2"),
-        ("min(found)[0 if", "min(found)[1 if"),
+        ("min(ends)[0 if", "min(ends)[1 if"),
     ),
     *faults_in(
         "text/detokenizer.py",
@@ -221,7 +221,11 @@ FAULTS = [
         "serving/embedding.py",
         "serving/test_embedding.py",
         ("if waiter.done in done:", "if waiter.done not in done:"),
-        ("rows[1:] @ rows[0]", "rows[:-1] @ rows[-1]"),
+    ),
+    *faults_in(
+        "text/pairs.py",
+        "serving/test_embedding.py",
+        ("vectors[1:] @ vectors[0]", "vectors[:-1] @ vectors[-1]"),
     ),
     *faults_in(
         "server/http/sse.py",

@@ -1,6 +1,7 @@
 """``AsyncLLM``: a model in the caller's process, for event loops."""
 
 import asyncio
+import inspect
 import json
 import time
 from contextlib import aclosing
@@ -26,6 +27,16 @@ def run(work, **settings):
             return await asyncio.wait_for(work(llm), PATIENCE)
 
     return asyncio.run(main())
+
+
+def test_methods_have_the_arguments_of_llm():
+    """Both classes write their signatures out, which help() and type checkers show."""
+    methods = [name for name, _ in inspect.getmembers(AsyncLLM, inspect.isfunction)]
+    shared = {name for name in methods if name[0] != "_" and hasattr(LLM, name)}
+    assert {"generate", "chat", "stream_chat", "rerank"} < shared
+    for name in shared:
+        own, model = (inspect.signature(getattr(kind, name)) for kind in (AsyncLLM, LLM))
+        assert own.parameters == model.parameters, name
 
 
 def slow_down(llm) -> None:
