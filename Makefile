@@ -53,7 +53,9 @@ format: ## rewrite the sources in the house format
 bench: ## measure what the engine adds to llama.cpp; makes what it needs for that
 	@[ -e $(MODEL) ] || { mkdir -p models && $(RUN) cllm bench make-model --shape qwen3-0.6b --quant q4_k_m $(MODEL); }
 	@[ -e $(PEER) ] || $(RUN) python benchmarks/build_peers.py
-	@exec $(RUN) python benchmarks/engine_overhead.py $(ARGS)
+	@mkdir -p .tools/bench
+	@exec $(RUN) cllm bench compare $(MODEL) --rows engine-1 engine-8 engine-32 \
+	  --store .tools/bench/rounds.jsonl --out .tools/bench $(ARGS)
 
 reliability: ## measure what docs/reliability.md promises and write that page; takes hours
 	@exec $(RUN) python -m benchmarks.reliability --out docs/reliability.md $(ARGS)

@@ -1,9 +1,8 @@
-"""Measure whether the scheduler meets its targets, against llama-server on the same machine in the
-same run.
+"""Measure whether the scheduler meets those targets that no row of ``cllm bench compare`` has.
 
     uv run python benchmarks/scheduling.py [NAME ...] --model 0.6b.gguf --rounds 3 --json out.json
 
-NAME: shared-prefix long-prompt small-pool fairness queue speculation restart; all of them if none
+NAME: shared-prefix small-pool fairness queue speculation restart; all of them if none
 is named. Each prints its figures with their spread and targets. Exit code 1 if a target is missed.
 """
 
@@ -100,15 +99,9 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
     """24 requests from 8 clients share 1,000 words and have 20 of their own; each answer has 30
     tokens.
     """
-    peers = {
-        "-np 8": ["-np", 8, "-c", 8 * 4096],
-        "-np 8 -kvu": ["-np", 8, "-kvu", "-c", 8 * 4096],
-        "-np 8 --cache-ram 0": ["-np", 8, "-c", 8 * 4096, "--cache-ram", 0],
-    }
     ours: list[tuple[float, float]] = []
-    theirs: list[tuple[float, float]] = []
     limits: list[tuple[float, float]] = []
-    computed, winner = [], ""
+    computed = []
     for i in range(options.rounds):
         tasks = words(24, options, prompt_words=1020, shared_words=1000, seed=options.seed + i)
         limit, num_tokens = backend_limit(options, tasks)
@@ -124,20 +117,6 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
                 (metric(target, "cllm:prefill_tokens_computed_total") - before) / num_tokens
             )
         print(f"  round {i + 1}: cLLM {ours[-1]}, the backend alone {limits[-1]}", flush=True)
-        best = None
-        for name, flags in peers.items() if i == 0 else [(winner, peers[winner])]:
-            with llama_server(options.model, *flags, *THREADS) as target:
-                load(target, words(1, options, seed=99 + i), 1)
-                outcome = load(target, tasks, 8)
-            print(
-                f"    llama-server {name}: {outcome.wall:.1f} s, mean TTFT "
-                f"{mean_ttft(outcome):.2f} s",
-                flush=True,
-            )
-            if best is None or outcome.wall < best[0]:
-                best, winner = (outcome.wall, mean_ttft(outcome)), name
-        assert best is not None
-        theirs.append(best)
     report.figure(
         "share of the backend's limit",
         [a[0] / b[0] for a, b in zip(limits, ours, strict=True)],
@@ -145,19 +124,6 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
     )
     report.figure(
         "mean TTFT / the backend's own", [a[1] / b[1] for a, b in zip(ours, limits, strict=True)]
-    )
-    report.figure(
-        "the backend's own mean TTFT / llama-server",
-        [a[1] / b[1] for a, b in zip(limits, theirs, strict=True)],
-    )
-    report.figure(
-        "throughput / llama-server", [b[0] / a[0] for a, b in zip(ours, theirs, strict=True)], 3.0
-    )
-    report.figure(
-        "mean TTFT / llama-server",
-        [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)],
-        0.2,
-        least=False,
     )
     report.figure("prompt tokens computed / (shared once + own)", computed, 1.05, least=False)
 
@@ -231,76 +197,6 @@ def metric(target: Target, name: str) -> float:
     with urllib.request.urlopen(f"{target.url}/metrics") as response:
         lines = response.read().decode().splitlines()
     return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name)))
-
-
-# --- a long prompt alongside streams ------------------------------------------------------------
-
-
-def long_prompt(options: argparse.Namespace, report: Report) -> None:
-    """7 decoding streams and one prompt of about 3,000 tokens."""
-    figures: dict[str, list[tuple[float, float, float]]] = {"cLLM": [], "-b 2048": [], "-b 256": []}
-    for i in range(options.rounds):
-        for name, found in figures.items():
-            if name == "cLLM":
-                server = cllm(
-                    options.model,
-                    "--max-num-seqs",
-                    8,
-                    "--context",
-                    4096,
-                    *NO_GUESSES,
-                    *options.flags,
-                )
-            else:
-                server = llama_server(
-                    options.model, "-np", 8, "-c", 8 * 4096, *name.split(), *THREADS
-                )
-            with server as target:
-                found.append(streams_and_a_long_one(target, options, i))
-        print(
-            "  " + ", ".join(f"{name} {found[-1]}" for name, found in figures.items()), flush=True
-        )
-    ours = figures["cLLM"]
-    for name, most in (("-b 2048", 0.2), ("-b 256", 1.0)):
-        ratios = [a[0] / b[0] for a, b in zip(ours, figures[name], strict=True)]
-        report.figure(f"p99 ITL / llama-server {name}", ratios, most, least=False)
-    report.figure("TTFT of the long one / alone", [a[1] / a[2] for a in ours], 1.3, least=False)
-
-
-def streams_and_a_long_one(
-    target: Target, options: argparse.Namespace, i: int
-) -> tuple[float, float, float]:
-    """Return the p99 ITL of seven streams, and the TTFT of a long prompt alongside them and
-    alone.
-    """
-    alone, beside = (
-        words(1, options, prompt_words=options.long_words, max_tokens=2, seed=seed)
-        for seed in (50 + i, 80 + i)
-    )
-    load(target, words(1, options, seed=99 + i), 1)
-    time_alone = ttfts(load(target, alone, 1))[0]
-    streams: list[Outcome] = []
-    thread = threading.Thread(
-        target=lambda: streams.append(
-            load(target, words(7, options, max_tokens=options.stream_tokens, seed=70 + i), 7)
-        )
-    )
-    thread.start()
-    time.sleep(options.lead)
-    sent = time.perf_counter()
-    outcome = load(target, beside, 1)
-    ended = time.perf_counter()
-    thread.join()
-    assert min(answer.ended for answer in streams[0].answers) > ended, (
-        "the streams ended first: --stream-tokens"
-    )
-    gaps = [
-        b - a
-        for answer in streams[0].answers
-        for a, b in zip(answer.content_times, answer.content_times[1:], strict=False)
-        if sent < b < ended
-    ]
-    return float(np.percentile(gaps, 99)), ttfts(outcome)[0], time_alone
 
 
 # --- a pool that is too small -------------------------------------------------------------------
@@ -591,7 +487,6 @@ def restored(backend: Backend, num_tokens: int) -> float:
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
     "shared-prefix": shared_prefix,
-    "long-prompt": long_prompt,
     "small-pool": small_pool,
     "fairness": fairness,
     "queue": queue,
@@ -612,12 +507,6 @@ def main() -> None:
     parser.add_argument(
         "--long-words", type=int, default=1200, help="words that are about 3,000 tokens"
     )
-    parser.add_argument(
-        "--stream-tokens", type=int, default=250, help="tokens of a stream beside the long prompt"
-    )
-    parser.add_argument(
-        "--lead", type=float, default=5.0, help="seconds that the streams run before it"
-    )
     parser.add_argument("--flags", nargs="*", default=[], help="further flags for cllm serve")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -626,7 +515,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     report = Report()
     for name in options.names or BENCHMARKS:
-        if name in ("shared-prefix", "long-prompt", "small-pool") and not LLAMA_SERVER.exists():
+        if name == "small-pool" and not LLAMA_SERVER.exists():
             sys.exit(f"{LLAMA_SERVER} is missing: python benchmarks/build_peers.py")
         print(f"{name}: {BENCHMARKS[name].__doc__}", flush=True)
         BENCHMARKS[name](options, report)
