@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cllm.cli.main import names_of
+from cllm.cli.main import list_names
 from cllm.cli.peer_flags import (
     DEFAULT_VALUES,
     FLAGS,
@@ -89,7 +89,7 @@ def test_hints_name_options_that_exist() -> None:
     """Flags in the hints are flags of ``cllm serve``."""
     named = {flag for text in FLAGS.values() for flag in flags_in(text)}
     assert "--kv.type" in named
-    assert named <= names_of("serve")
+    assert named <= list_names("serve")
 
 
 @pytest.mark.parametrize(
@@ -136,24 +136,24 @@ def test_flags_that_are_not_needed_are_accepted_with_a_note(cllm) -> None:
 
 def test_flags_that_turn_off_logs_of_requests_are_accepted() -> None:
     words = ["--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"]
-    kept, notes = accept_flags([*words, "--port", "1"], names_of("serve"))
+    kept, notes = accept_flags([*words, "--port", "1"], list_names("serve"))
     assert kept == ["--port", "1"]
     assert [note.split()[0] for note in notes] == words
 
 
 def test_flags_that_are_not_needed_have_a_reason() -> None:
     assert FLAGS.keys() >= ACCEPTED
-    own = names_of("serve")
+    own = list_names("serve")
     assert {word.partition("=")[0] for word in REWRITTEN.values()} <= own
     assert not ACCEPTED & own
 
 
 def test_familiar_flags_are_read_as_ours() -> None:
-    own = names_of("serve")
+    own = list_names("serve")
     assert accept_flags(["-hf", "a/b:Q4_K_M", "--no-mmap"], own)[0] == [
         *("--model=hf:a/b:Q4_K_M", "--backend.llama-cpp.use-mmap=false")
     ]
-    assert accept_flags(["-hf", "a/b", "Why?"], names_of("run"))[0] == ["hf:a/b", "Why?"]
+    assert accept_flags(["-hf", "a/b", "Why?"], list_names("run"))[0] == ["hf:a/b", "Why?"]
     assert accept_flags(["-tp", "2", "--metrics=1", "-hf"], own) == (
         ["-tp", "2", "--metrics=1", "-hf"],
         [],
@@ -161,7 +161,7 @@ def test_familiar_flags_are_read_as_ours() -> None:
 
 
 def test_verbose_of_run_stays_its_own() -> None:
-    assert accept_flags(["m", "--verbose"], names_of("run")) == (["m", "--verbose"], [])
+    assert accept_flags(["m", "--verbose"], list_names("run")) == (["m", "--verbose"], [])
 
 
 @pytest.mark.parametrize("name", PEER_KEYS)

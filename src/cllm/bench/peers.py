@@ -58,8 +58,8 @@ def find(program: str, folder: Path = FOLDER) -> Path | None:
 
 def needed(program: str, folder: Path = FOLDER) -> Path:
     """Return the path of the program. Raises StartupError if it is not found."""
-    if found := find(program, folder):
-        return found
+    if path := find(program, folder):
+        return path
     raise StartupError(
         f"{program} is neither in {folder} nor on PATH; cllm bench compare --build builds it"
     )
@@ -167,7 +167,7 @@ def put_sources(folder: Path, source: Path, example: Path, tell: Tell) -> None:
     package = locked_package()
     cache = Path(os.environ.get("UV_CACHE_DIR") or Path.home() / ".cache" / "uv")
     pattern = f"sdists-v*/pypi/{PACKAGE}/{package['version']}/*/src/vendor/llama.cpp"
-    sdist = next((found.parents[1] for found in cache.glob(pattern)), None) or fetch(
+    sdist = next((file.parents[1] for file in cache.glob(pattern)), None) or fetch(
         package["sdist"], folder, tell
     )
     if not source.exists():

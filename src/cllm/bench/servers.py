@@ -218,10 +218,10 @@ def memory_mb(pid: int) -> float | None:
     total = 0
     for member in process_tree(pid):
         with contextlib.suppress(OSError):  # the process has ended
-            found = re.search(
+            count = re.search(
                 r"^Pss: +(\d+) kB", Path(f"/proc/{member}/smaps_rollup").read_text(), re.MULTILINE
             )
-            total += int(found[1]) if found else 0
+            total += int(count[1]) if count else 0
     return total * 1024 / 1e6
 
 

@@ -102,7 +102,7 @@ def run_stages(path: Path, sizes: list[Size], rounds: int, progress: Progress) -
 def run_size(
     path: Path, size: Size, vocabulary: Vocabulary, rounds: int, progress: Callable[[float], None]
 ) -> SizeResult:
-    found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    measured: dict[str, list[float]] = {stage: [] for stage in STAGES}
     with ExitStack() as stack:
         stages, engine = open_stages(path, Work(size, vocabulary), stack)
         count = 0
@@ -118,11 +118,13 @@ def run_size(
                 begun = time.perf_counter()
                 stages[stage](work)
                 if i >= 0:
-                    found[stage].append(round(work.num_tokens / (time.perf_counter() - begun), 2))
+                    measured[stage].append(
+                        round(work.num_tokens / (time.perf_counter() - begun), 2)
+                    )
                 progress(count / (rounds + 1) / len(STAGES))
         parts = step_parts(engine, Work(size, vocabulary, count + 1))
     return SizeResult(
-        size.num_seqs, [StageResult(stage, speeds) for stage, speeds in found.items()], parts
+        size.num_seqs, [StageResult(stage, speeds) for stage, speeds in measured.items()], parts
     )
 
 
@@ -220,7 +222,7 @@ def sequences(count: int) -> str:
 # --- the stages ---------------------------------------------------------------------------------
 
 
-def sequences_of(backend: Backend, work: Work) -> list[Sequence]:
+def make_sequences(backend: Backend, work: Work) -> list[Sequence]:
     """Return the work's sequences as the engine would make them. The seq_id is the index."""
     seqs = [
         Sequence(request, 0, i, backend.info.context_length)
@@ -237,7 +239,7 @@ def prefill_by_hand(engine: Engine, work: Work) -> None:
     """
     forget(engine)
     space = engine.backend.info.max_num_batched_tokens
-    for seq in sequences_of(engine.backend, work):
+    for seq in make_sequences(engine.backend, work):
         for start in range(0, seq.num_prompt_tokens - 1, space):
             engine.backend.forward(
                 Batch([Row(seq, start, min(space, seq.num_prompt_tokens - 1 - start), 0)], [])
@@ -249,7 +251,7 @@ def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
 
     Without a sampler, every token is 1.
     """
-    seqs = sequences_of(backend, work)
+    seqs = make_sequences(backend, work)
     for _ in range(work.size.num_tokens):
         batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
         logits = backend.forward(batch)

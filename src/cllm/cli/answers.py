@@ -17,7 +17,7 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 @dataclass
-class Options:
+class AnswerOptions:
     """The options of an answer.
 
     sampling: the sampling parameters that were given. schema: the JSON schema of the answer, True
@@ -49,10 +49,13 @@ class Options:
         """The variables of the chat template that ``think`` stands for."""
         if self.think is None:
             return {}
-        found: dict[str, Any] = {"enable_thinking": bool(self.think), "thinking": bool(self.think)}
+        arguments: dict[str, Any] = {
+            "enable_thinking": bool(self.think),
+            "thinking": bool(self.think),
+        }
         if isinstance(self.think, str):
-            found["reasoning_effort"] = self.think
-        return found
+            arguments["reasoning_effort"] = self.think
+        return arguments
 
     def for_server(self) -> dict[str, Any]:
         """Return the options as fields of a chat request."""
@@ -89,18 +92,18 @@ def read_schema(text: str | None) -> dict[str, Any] | bool | None:
     return schema
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A piece of an answer."""
 
     text: str
     is_reasoning: bool = False
 
 
-Parts = Generator[Part, None, None]
+Parts = Generator[AnswerPart, None, None]
 
 
 @dataclass
-class Answer:
+class AnswerFacts:
     """The token counts of the last answer, how it ended, and when its parts arrived."""
 
     finish_reason: str = ""
@@ -153,8 +156,8 @@ class Answer:
 class Talker(Protocol):
     """What answers: a server or a model. ``model`` is its name, "" for the default one."""
 
-    options: Options
-    last: Answer
+    options: AnswerOptions
+    last: AnswerFacts
     model: str
 
     def ask(self, messages: Messages) -> Parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from cllm.cli.answers import Messages, Options, Part, Talker, read_schema
+from cllm.cli.answers import AnswerOptions, AnswerPart, Messages, Talker, read_schema
 from cllm.cli.conversation.conversation import Conversation
 from cllm.cli.conversation.printer import (
     CONTROL,
@@ -45,7 +45,7 @@ def chat(
     settings: ModelFlags | None = None,
 ) -> None:
     """Talk with a model: one that is loaded here, or with --url that of a running server."""
-    options = Options(dict(sampling or {}), read_schema(schema), think)
+    options = AnswerOptions(dict(sampling or {}), read_schema(schema), think)
     talker = make_talker(url, options, config, settings, model)
     converse(talker, system or "", hides_reasoning=hide_thinking)
 
@@ -104,7 +104,7 @@ def print_messages(messages: Messages) -> None:
         if message["role"] == "user":
             print(PROMPT + message["content"].translate(CONTROL).replace("\n", f"\n{CONTINUED}"))
         else:
-            print_answer((part for part in [Part(message["content"])]), open_printer(), [])
+            print_answer((part for part in [AnswerPart(message["content"])]), open_printer(), [])
 
 
 def answer(talker: Talker, conversation: Conversation, text: str, *, hides_reasoning: bool) -> None:
@@ -113,7 +113,7 @@ def answer(talker: Talker, conversation: Conversation, text: str, *, hides_reaso
     Raises CLLMError, and KeyboardInterrupt; what has arrived of the answer is kept.
     """
     conversation.ask(text)
-    parts: list[Part] = []
+    parts: list[AnswerPart] = []
     try:
         printer = open_printer(hides_reasoning=hides_reasoning)
         print_answer(talker.ask(conversation.outgoing()), printer, parts)

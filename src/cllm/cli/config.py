@@ -13,7 +13,7 @@ from cllm.cli.settings_flags import (
     SHORT_NAMES,
     ConfigFlag,
     SettingFlags,
-    section_of,
+    find_section,
     settings_from_flags,
 )
 from cllm.config.file import ALIASES, NOT_NEEDED
@@ -56,7 +56,7 @@ def as_json(loaded: LoadedConfig) -> str:
     content = {
         "settings": settings,
         "models": {name: own_settings(loaded, name) for name in loaded.models},
-        "adapters": adapters_of(loaded),
+        "adapters": list_adapters(loaded),
         "origins": loaded.origins,
         "notes": loaded.notes,
     }
@@ -70,7 +70,7 @@ def as_lines(loaded: LoadedConfig) -> str:
         [
             *(f"{line:{width}}  # {loaded.origins[key]}" for key, line in lines.items()),
             *named_lines("models", {name: own_settings(loaded, name) for name in loaded.models}),
-            *named_lines("adapters", adapters_of(loaded)),
+            *named_lines("adapters", list_adapters(loaded)),
             *(f"# note: {note}" for note in loaded.notes),
         ]
     )
@@ -82,7 +82,7 @@ def named_lines(section: str, named: dict[str, dict[str, Any]]) -> list[str]:
     return [f"{section}:", *lines] if lines else []
 
 
-def adapters_of(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
+def list_adapters(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
     return {name: adapter.model_dump() for name, adapter in loaded.adapters.items()}
 
 
@@ -164,7 +164,7 @@ def page() -> str:
 
 def sections() -> Iterator[str]:
     yield INTRODUCTION
-    for name, group in groupby(OPTIONS.values(), key=section_of):
+    for name, group in groupby(OPTIONS.values(), key=find_section):
         rows = "".join(row(option) for option in group)
         yield f"## {name}\n\n| Key | Default | Values | What it does |\n|---|---|---|---|\n{rows}"
 

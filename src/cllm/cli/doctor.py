@@ -59,11 +59,11 @@ def doctor(
     """Check this machine: generate one answer in a child process, and report the results and how to
     fix a failure.
     """
-    found = probe()
+    probed = probe()
     machine_gpus = find_machine_gpus()
     available = measure_available_bytes() or 0
-    on_gpu = bool(found.gpu_offload and found.gpu_free_bytes)
-    fits = list_fits(found.gpu_free_bytes if on_gpu else available, on_gpu=on_gpu)
+    on_gpu = bool(probed.gpu_offload and probed.gpu_free_bytes)
+    fits = list_fits(probed.gpu_free_bytes if on_gpu else available, on_gpu=on_gpu)
     report = {
         "cllm": __version__,
         "python": platform.python_version(),
@@ -73,28 +73,28 @@ def doctor(
         "cpu": describe_cpu(),
         "memory available": format_size(available),
         "llama-cpp-python": installed("llama-cpp-python"),
-        "CPU kernels": f"{found.variant}, chosen for this CPU"
-        if found.variant
+        "CPU kernels": f"{probed.variant}, chosen for this CPU"
+        if probed.variant
         else "one set, as compiled",
-        "compiled by": found.compiler or "unknown",
-        "compiled with": found.switches or "not recorded",
-        "a better build": suggest_build(found, read_cpu_flags()),
-        "llama.cpp uses": found.system or "unknown",
-        "GPU offload": "built in" if found.gpu_offload else "not built in",
-        "GPUs": "; ".join(found.gpus) or "none",
+        "compiled by": probed.compiler or "unknown",
+        "compiled with": probed.switches or "not recorded",
+        "a better build": suggest_build(probed, read_cpu_flags()),
+        "llama.cpp uses": probed.system or "unknown",
+        "GPU offload": "built in" if probed.gpu_offload else "not built in",
+        "GPUs": "; ".join(probed.gpus) or "none",
         "GPUs present": "; ".join(map(str, machine_gpus)) or "none found",
-        "GPU advice": suggest_gpu_build(machine_gpus, found.gpus) or "none",
+        "GPU advice": suggest_gpu_build(machine_gpus, probed.gpus) or "none",
         "decoding": "works: the built-in model answered correctly"
-        if found.passed
-        else failure(found),
+        if probed.passed
+        else failure(probed),
     }
     if as_json:
         sizes = [fit._asdict() for fit in fits]
-        whole = {**report, "what fits": sizes, "passed": found.passed, "cure": cure(found)}
+        whole = {**report, "what fits": sizes, "passed": probed.passed, "cure": cure(probed)}
         print(json.dumps(whole))
     else:
         short = {"decoding": report.pop("decoding"), **report}
-        short["compiled with"] = shorten_switches(found.switches or "not recorded")
+        short["compiled with"] = shorten_switches(probed.switches or "not recorded")
         for name, value in short.items():
             print(f"{name:>17}: {value}")
         place = "the GPUs' memory" if on_gpu else "RAM, with llama.cpp's copy of half the weights"
@@ -102,9 +102,9 @@ def doctor(
         print(f"{'':>17}  (size of the file: tokens of KV cache that the rest of the memory holds)")
         for line in describe_fits(fits):
             print(f"{'':>17}  {line}")
-        if not found.passed:
-            print(f"{'cure':>17}: {cure(found)}")
-    if not found.passed:
+        if not probed.passed:
+            print(f"{'cure':>17}: {cure(probed)}")
+    if not probed.passed:
         sys.exit(1)
 
 
@@ -133,35 +133,35 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-def failure(found: Probe) -> str:
+def failure(probed: Probe) -> str:
     return (
-        f"FAILS: {found.error}"
-        if found.error
-        else f"WRONG: the built-in model answered {found.answer!r}"
+        f"FAILS: {probed.error}"
+        if probed.error
+        else f"WRONG: the built-in model answered {probed.answer!r}"
     )
 
 
-def cure(found: Probe) -> str:
+def cure(probed: Probe) -> str:
     """Return how to fix a failure, in one line, or "" if there was none."""
-    if found.passed:
+    if probed.passed:
         return ""
-    if "No module named" in found.error and "llama_cpp" in found.error:
+    if "No module named" in probed.error and "llama_cpp" in probed.error:
         return "llama.cpp is not installed; run make serve, or see docs/install.md"
-    if found.died_of in ("SIGSEGV", "SIGILL") or not found.error:
+    if probed.died_of in ("SIGSEGV", "SIGILL") or not probed.error:
         return f"this build of llama.cpp does not work on this CPU; rebuild it: {BUILD}"
-    if "no answer" in found.error:
+    if "no answer" in probed.error:
         return "the machine is very busy or the build is broken; stop other programs and try again"
     return "see the message above; cllm serve --log.level debug shows more"
 
 
-def suggest_build(found: Probe, cpu: set[str]) -> str:
+def suggest_build(probed: Probe, cpu: set[str]) -> str:
     """Return what another build of llama.cpp would gain, and how to make it.
 
     ``cpu``: the CPU's flags.
     """
-    if not found.system:
+    if not probed.system:
         return "unknown"
-    used = set(re.findall(r"(\w+) = 1", found.system))
+    used = set(re.findall(r"(\w+) = 1", probed.system))
     if "AVX512_VNNI" in used:  # the same instructions, twice as wide
         used.add("AVX_VNNI")
     if unused := [name for flag, name in EXTENSIONS.items() if flag in cpu and name not in used]:
@@ -169,13 +169,13 @@ def suggest_build(found: Probe, cpu: set[str]) -> str:
             f"this build does not use {', '.join(unused)}, which the CPU supports; a build that "
             f"does is much faster: {BUILD}"
         )
-    if found.compiler.startswith("GCC") and "avx2" in cpu:
-        if not found.switches:
+    if probed.compiler.startswith("GCC") and "avx2" in cpu:
+        if not probed.switches:
             return (
                 f"perhaps: this build does not record its switches. With {' '.join(FASTER)}, "
                 f"{GAIN}: {BUILD}"
             )
-        if not all(switch in found.switches.split() for switch in FASTER):
+        if not all(switch in probed.switches.split() for switch in FASTER):
             return f"with {' '.join(FASTER)}, {GAIN}: {BUILD}"
         if "avx512f" not in cpu:
             return CLANG

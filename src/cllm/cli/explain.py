@@ -70,28 +70,28 @@ def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> by
 
 def lines(explanation: Explanation) -> list[str]:
     """Return the explanation as lines of text."""
-    found = [table(explanation.steps)] if explanation.steps else ["No step has been computed yet."]
+    lines = [table(explanation.steps)] if explanation.steps else ["No step has been computed yet."]
     if explanation.steps and not explanation.running and not explanation.num_waiting:
-        found.insert(0, "The server is idle. The last steps were:")
-    found.append("")
+        lines.insert(0, "The server is idle. The last steps were:")
+    lines.append("")
     if explanation.row_seconds:
         rows = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in explanation.row_seconds.items())
-        found.append(f"Step time by decoding sequences: {rows}.")
+        lines.append(f"Step time by decoding sequences: {rows}.")
     if explanation.token_seconds:
-        found.append(f"Each prompt token adds {explanation.token_seconds * 1e3:.2f} ms.")
-    found += [f"{explanation.cells}", f"Running: {len(explanation.running)}"]
-    found += [f"  {seq}" for seq in explanation.running]
-    found.append(f"Waiting: {explanation.num_waiting}")
+        lines.append(f"Each prompt token adds {explanation.token_seconds * 1e3:.2f} ms.")
+    lines += [f"{explanation.cells}", f"Running: {len(explanation.running)}"]
+    lines += [f"  {seq}" for seq in explanation.running]
+    lines.append(f"Waiting: {explanation.num_waiting}")
     for waiter in explanation.waiting[:MAX_SHOWN]:
         account = f" {waiter.account}" if waiter.account else ""
-        found.append(
+        lines.append(
             f"  {waiter.name} {waiter.priority}{account}, {waiter.num_tokens} tokens, "
             f"{waiter.status} for "
             f"{waiter.waited:.1f} s: {waiter.reason}"
         )
     if explanation.num_waiting > MAX_SHOWN:
-        found.append(f"  ... and {explanation.num_waiting - MAX_SHOWN} more")
-    return found
+        lines.append(f"  ... and {explanation.num_waiting - MAX_SHOWN} more")
+    return lines
 
 
 def what_is_shown(step: Step) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cllm.cli.answers import Answer, Options, Part
-from cllm.cli.conversation.printer import open_printer, print_answer, text_of
+from cllm.cli.answers import AnswerFacts, AnswerOptions, AnswerPart
+from cllm.cli.conversation.printer import join_text, open_printer, print_answer
 from cllm.cli.conversation.reader import read_stdin
 from cllm.cli.settings_flags import ConfigFlag, ModelFlags
 from cllm.cli.talk import PromptFlag, SamplingFlags, UrlFlag, make_talker
@@ -52,23 +52,23 @@ def generate(
         prompt = read_stdin()
     if not prompt:
         raise StartupError("the prompt is empty; give one as an argument or on stdin")
-    talker = make_talker(url, Options(dict(sampling or {})), config, settings, chats=chat)
+    talker = make_talker(url, AnswerOptions(dict(sampling or {})), config, settings, chats=chat)
     pieces = talker.ask([{"role": "user", "content": prompt}]) if chat else talker.complete(prompt)
     if as_json:
         print_json(list(pieces), talker.last)
         return
-    parts: list[Part] = []
+    parts: list[AnswerPart] = []
     print_answer(pieces, open_printer(is_markdown=False), parts)
-    if not text_of(parts):
+    if not join_text(parts):
         print()
         if not chat:
             message = "cllm: the model ended the text at once; --chat asks it a question"
             print(message, file=sys.stderr)
 
 
-def print_json(parts: list[Part], answer: Answer) -> None:
+def print_json(parts: list[AnswerPart], answer: AnswerFacts) -> None:
     """Print an answer with its token counts as one JSON object."""
-    found = {"text": text_of(parts), **answer.counts()}
+    content = {"text": join_text(parts), **answer.counts()}
     if reasoning := "".join(part.text for part in parts if part.is_reasoning):
-        found["reasoning"] = reasoning
-    print(json.dumps(found, ensure_ascii=False))
+        content["reasoning"] = reasoning
+    print(json.dumps(content, ensure_ascii=False))

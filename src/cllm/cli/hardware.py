@@ -39,13 +39,13 @@ def find_machine_gpus() -> list[MachineGpu]:
     if platform.system() == "Darwin":
         apple = platform.machine() == "arm64"
         return [MachineGpu("Apple", "Apple GPU", "Metal")] if apple else []
-    found = [*_read_pci()]
+    gpus = [*_read_pci()]
     if named := _run(NVIDIA_SMI):
-        found = [gpu for gpu in found if gpu.vendor != "NVIDIA"]
+        gpus = [gpu for gpu in gpus if gpu.vendor != "NVIDIA"]
         for line in named:
             name, memory, version = (part.strip() for part in line.rsplit(",", 2))
-            found.append(MachineGpu("NVIDIA", f"{name} ({memory})", f"driver {version}"))
-    return found
+            gpus.append(MachineGpu("NVIDIA", f"{name} ({memory})", f"driver {version}"))
+    return gpus
 
 
 def suggest_gpu_build(gpus: list[MachineGpu], used: tuple[str, ...]) -> str:
@@ -68,7 +68,7 @@ def suggest_gpu_build(gpus: list[MachineGpu], used: tuple[str, ...]) -> str:
 
 
 def _read_pci() -> list[MachineGpu]:
-    found = []
+    gpus = []
     for device in sorted(PCI.glob("*")):
         try:
             vendor = VENDORS.get((device / "vendor").read_text().strip())
@@ -79,8 +79,8 @@ def _read_pci() -> list[MachineGpu]:
             continue
         link = device / "driver"
         driver = link.resolve().name if link.exists() else ""
-        found.append(MachineGpu(vendor, f"{vendor} GPU (PCI {device.name}, {number})", driver))
-    return found
+        gpus.append(MachineGpu(vendor, f"{vendor} GPU (PCI {device.name}, {number})", driver))
+    return gpus
 
 
 def _run(command: tuple[str, ...]) -> list[str]:

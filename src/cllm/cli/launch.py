@@ -37,14 +37,14 @@ class Launch:
         return " ".join([*words, *map(shlex.quote, self.command)])
 
 
-class Model(NamedTuple):
+class ListedModel(NamedTuple):
     """A model of a server. context_length: None if the server does not say it."""
 
     name: str
     context_length: int | None
 
 
-def launch_claude(url: str, model: Model, key: str) -> Launch:
+def launch_claude(url: str, model: ListedModel, key: str) -> Launch:
     """Claude Code, with Anthropic's API. The variables of all sizes name the one model.
 
     It assumes 200,000 tokens of context for a model that it does not know. The reminder of how many
@@ -75,7 +75,7 @@ def launch_claude(url: str, model: Model, key: str) -> Launch:
     return Launch(["claude"], variables)
 
 
-def launch_codex(url: str, model: Model, key: str) -> Launch:
+def launch_codex(url: str, model: ListedModel, key: str) -> Launch:
     """Codex CLI, with the Responses API. The values of -c are TOML, whose strings are JSON's."""
     provider = "model_providers.cllm"
     settings: dict[str, Any] = {
@@ -92,13 +92,13 @@ def launch_codex(url: str, model: Model, key: str) -> Launch:
     return Launch(["codex", *words, "-m", model.name], {"CLLM_API_KEY": key})
 
 
-def launch_aider(url: str, model: Model, key: str) -> Launch:
+def launch_aider(url: str, model: ListedModel, key: str) -> Launch:
     """Aider, with chat completions."""
     variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
     return Launch(["aider", "--model", f"openai/{model.name}"], variables)
 
 
-def launch_opencode(url: str, model: Model, key: str) -> Launch:
+def launch_opencode(url: str, model: ListedModel, key: str) -> Launch:
     """OpenCode, with chat completions. Its other settings stay as they are."""
     about: dict[str, Any] = {"name": model.name}
     if model.context_length is not None:
@@ -116,7 +116,7 @@ def launch_opencode(url: str, model: Model, key: str) -> Launch:
     return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": content, "CLLM_API_KEY": key})
 
 
-TOOLS: dict[str, tuple[Callable[[str, Model, str], Launch], str]] = {
+TOOLS: dict[str, tuple[Callable[[str, ListedModel, str], Launch], str]] = {
     "claude": (launch_claude, "npm install -g @anthropic-ai/claude-code"),
     "codex": (launch_codex, "npm install -g @openai/codex"),
     "aider": (launch_aider, "uv tool install aider-chat"),
@@ -150,32 +150,32 @@ def launch(
     """
     make, installation = TOOLS[tool]
     key = os.environ.get("CLLM_API_KEY") or NO_KEY
-    found = make(server_url(url), choose_model(url, model), key)
-    found = Launch([*found.command, *arguments], found.variables)
+    prepared = make(server_url(url), choose_model(url, model), key)
+    prepared = Launch([*prepared.command, *arguments], prepared.variables)
     if as_json:
-        print(json.dumps({"command": found.command, "environment": found.variables}))
+        print(json.dumps({"command": prepared.command, "environment": prepared.variables}))
     elif prints:
-        print(found)
+        print(prepared)
     else:
-        start(found, installation)
+        start(prepared, installation)
 
 
-def choose_model(url: str, name: str | None) -> Model:
+def choose_model(url: str, name: str | None) -> ListedModel:
     """Return the model to use: ``name``, or the server's default one. Raises StartupError."""
     models = list_models(url)
-    found = [model for model in models if name in (None, model.name)]
-    if not found:
+    matching = [model for model in models if name in (None, model.name)]
+    if not matching:
         names = ", ".join(model.name for model in models) or "none"
         wanted = "model" if name is None else f"model {name}"
         raise StartupError(f"the server at {url} has no {wanted}; it has {names}")
-    return found[0]
+    return matching[0]
 
 
-def list_models(url: str) -> list[Model]:
+def list_models(url: str) -> list[ListedModel]:
     """Return the server's models. Raises StartupError if it does not answer."""
     try:
         entries = call(url, "GET", "/v1/models")["data"]
-        return [Model(entry["id"], entry.get("max_model_len")) for entry in entries]
+        return [ListedModel(entry["id"], entry.get("max_model_len")) for entry in entries]
     except StartupError as error:
         advice = "start a server with cllm serve, or name one with --url"
         raise StartupError(f"{error}; {advice}") from None
@@ -183,14 +183,14 @@ def list_models(url: str) -> list[Model]:
         raise StartupError(f"the server at {url} does not support OpenAI's API") from None
 
 
-def start(found: Launch, installation: str) -> NoReturn:
+def start(prepared: Launch, installation: str) -> NoReturn:
     """Run the command in place of this process. Raises StartupError if it is not installed."""
-    name, *arguments = found.command
+    name, *arguments = prepared.command
     program = shutil.which(name)
     if program is None:
         raise StartupError(f"{name} is not installed; install it with: {installation}")
-    environment = {**os.environ, **found.variables}
+    environment = {**os.environ, **prepared.variables}
     sys.stdout.flush()
     if os.name == "nt":  # where exec does not wait for the program
         sys.exit(subprocess.call([program, *arguments], env=environment))
-    os.execve(program, found.command, environment)  # noqa: S606  # the user asked for it
+    os.execve(program, prepared.command, environment)  # noqa: S606  # the user asked for it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.cli.answers import Answer, Messages, Options, Part, Parts
+from cllm.cli.answers import AnswerFacts, AnswerOptions, AnswerPart, Messages, Parts
 from cllm.cli.conversation.printer import silence_keyboard
 from cllm.cli.models import list_entries, resolve_model
 from cllm.cli.progress import open_bar
@@ -29,7 +29,7 @@ class Local:
     def __init__(
         self,
         loaded: LoadedConfig,
-        options: Options,
+        options: AnswerOptions,
         load_other: Callable[[str | None], LoadedConfig],
         *,
         chats: bool = True,
@@ -41,7 +41,7 @@ class Local:
         """
         self._chats = chats
         self.options, self._load_other = options, load_other
-        self.model, self.last = "", Answer()
+        self.model, self.last = "", AnswerFacts()
         self._open(loaded)
 
     def _open(self, loaded: LoadedConfig) -> None:
@@ -77,7 +77,7 @@ class Local:
 
     def ask(self, messages: Messages) -> Parts:
         """Yield the parts of the next assistant message. Closing it ends the generation."""
-        self.last = Answer()
+        self.last = AnswerFacts()
         pieces = self._llm.stream_chat(
             messages,
             self._params(),
@@ -87,18 +87,18 @@ class Local:
         for piece in pieces:
             self._note(piece)
             if piece.reasoning:
-                yield Part(piece.reasoning, is_reasoning=True)
+                yield AnswerPart(piece.reasoning, is_reasoning=True)
             if piece.text:
-                yield Part(piece.text)
+                yield AnswerPart(piece.text)
 
     def complete(self, prompt: str) -> Parts:
         """Yield the parts of a continuation. Closing it ends the generation."""
         params = self._params()
         params = msgspec.structs.replace(params, max_tokens=params.max_tokens or CONTINUATION)
-        self.last = Answer()
+        self.last = AnswerFacts()
         for piece in self._llm.stream(prompt, params):
             self._note(piece)
-            yield Part(piece.text)
+            yield AnswerPart(piece.text)
 
     def _note(self, piece: Piece) -> None:
         self.last.mark_arrival()

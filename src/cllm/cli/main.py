@@ -176,10 +176,10 @@ def describe_unknown(command: str, word: str, names: Collection[str]) -> str:
 
 def commands_with(flag: str) -> list[str]:
     """Return which of cllm serve and cllm chat have a flag."""
-    return [f"cllm {name}" for name in ("serve", "chat") if flag in names_of(name)]
+    return [f"cllm {name}" for name in ("serve", "chat") if flag in list_names(name)]
 
 
-def names_of(command: str) -> set[str]:
+def list_names(command: str) -> set[str]:
     """Return the names of a command's options."""
     options = app[command].assemble_argument_collection()
     return {name for option in options for name in option.names if name.startswith("-")}
@@ -202,13 +202,13 @@ def read_words(arguments: Sequence[str]) -> list[str]:
     command = f"cllm {' '.join(words[:1])}"
     if command in COMMANDS_WITH_HINTS:
         if any(word.partition("=")[0] in FLAGS for word in words[1:end]):
-            accepted, notes = accept_flags(words[1:end], names_of(words[0]))
+            accepted, notes = accept_flags(words[1:end], list_names(words[0]))
             words[1:end], end = accepted, 1 + len(accepted)
             for note in notes:
                 print("cllm:", note, file=sys.stderr)
         for flag in (word.partition("=")[0] for word in words[1:end]):
             is_short = SHORT_FLAG.fullmatch(flag) or (flag in FLAGS and not flag.startswith("--"))
-            if is_short and flag not in (names := names_of(words[0])):
+            if is_short and flag not in (names := list_names(words[0])):
                 raise StartupError(describe_unknown(command, flag, names))
         for flag, value in pairwise("=".join(words[1:end]).split("=")):
             if flag in ("-a", "--alias") and "," in value:  # as llama-server allows

@@ -289,21 +289,21 @@ def find(entries: list[Entry], name: str) -> Entry | None:
     """
     name = catalog.strip_hub(name).lower()
     names = (name, name.removesuffix(":latest"))
-    found = [entry for entry in entries if entry.name.lower() in names][:1]
+    matching = [entry for entry in entries if entry.name.lower() in names][:1]
     repo, _, tag = name.partition(":")
-    if not found and tag:
+    if not matching and tag:
         cached = {
             SPLIT.sub(".gguf", hub.name_in_repo(entry.files[0])): entry
             for entry in entries
             if entry.kind == "hub" and entry.name.lower().startswith(f"{repo}:")
         }
-        found = [cached[file] for file in hub.find_matching({file: [] for file in cached}, tag)]
-    elif not found:
-        found = [entry for entry in entries if entry.name.lower().startswith(f"{name}:")]
-    if len(found) > 1:
-        there = ", ".join(entry.name for entry in found)
+        matching = [cached[file] for file in hub.find_matching({file: [] for file in cached}, tag)]
+    elif not matching:
+        matching = [entry for entry in entries if entry.name.lower().startswith(f"{name}:")]
+    if len(matching) > 1:
+        there = ", ".join(entry.name for entry in matching)
         raise StartupError(f"{name} has several models; name one: {there}")
-    return next(iter(found), None)
+    return next(iter(matching), None)
 
 
 def created_models(loaded: LoadedConfig) -> CreatedModels:

@@ -271,8 +271,8 @@ def flags_in(hint: str) -> set[str]:
 
 def remark_on_variables(environment: Mapping[str, str]) -> str:
     """Return a line about variables of peers that are set, or "" if there are none."""
-    found = [f"{name} ({text})" for name, text in VARIABLES.items() if environment.get(name)]
+    unread = [f"{name} ({text})" for name, text in VARIABLES.items() if environment.get(name)]
     others = sorted(name for name in environment if name.startswith("LLAMA_ARG_"))
     if others:
-        found.append(f"{', '.join(others)} (flags of the same name)")
-    return f"not read: {'; '.join(found)}" if found else ""
+        unread.append(f"{', '.join(others)} (flags of the same name)")
+    return f"not read: {'; '.join(unread)}" if unread else ""

@@ -68,7 +68,7 @@ def main() -> None:
             [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8)
         )
         devices = list_gpus()
-        found = Probe(
+        result = Probe(
             answer=completion.text,
             system=llm.info.system,
             **compiled()._asdict(),
@@ -81,7 +81,7 @@ def main() -> None:
             ),
             gpu_free_bytes=sum(gpu.num_free_bytes for gpu in devices),
         )
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(result)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from cyclopts import Parameter
 
-from cllm.cli.answers import Answer, Messages, Options, Part, Parts
+from cllm.cli.answers import AnswerFacts, AnswerOptions, AnswerPart, Messages, Parts
 from cllm.errors import CLLMError, StartupError
 from cllm.http_client import open_client
 
@@ -60,7 +60,7 @@ def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
 class Remote:
     """A server with OpenAI's API."""
 
-    def __init__(self, url: str, options: Options, model: str = "") -> None:
+    def __init__(self, url: str, options: AnswerOptions, model: str = "") -> None:
         """Connect to the server. Raises StartupError if it does not answer or has another API, and
         CLLMError if it rejects the API key or is overloaded.
 
@@ -69,7 +69,7 @@ class Remote:
         import httpx2
 
         timeout = httpx2.Timeout(TIMEOUT, connect=10)
-        self.options, self.model, self.last = options, model, Answer()
+        self.options, self.model, self.last = options, model, AnswerFacts()
         headers = auth_headers()
         try:
             base = httpx2.URL(server_url(url))
@@ -126,15 +126,15 @@ class Remote:
         for choice in self._stream("/v1/chat/completions", fields):
             delta = choice.get("delta") or {}
             if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-                yield Part(reasoning, is_reasoning=True)
+                yield AnswerPart(reasoning, is_reasoning=True)
             if text := delta.get("content"):
-                yield Part(text)
+                yield AnswerPart(text)
 
     def complete(self, prompt: str) -> Parts:
         """Yield the parts of a continuation. Closing it ends the generation."""
         fields = {"prompt": prompt, "max_tokens": CONTINUATION, **self.options.sampling}
         for choice in self._stream("/v1/completions", fields):
-            yield Part(choice.get("text") or "")
+            yield AnswerPart(choice.get("text") or "")
 
     def _stream(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         import httpx2
@@ -149,7 +149,7 @@ class Remote:
             raise CLLMError(NOT_OPENAI) from None
 
     def _chunks(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        self.last = Answer()
+        self.last = AnswerFacts()
         body = {
             **fields,
             **({"model": self.model} if self.model else {}),

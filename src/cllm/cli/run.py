@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cllm.cli.answers import Options, Part, Talker, read_schema
+from cllm.cli.answers import AnswerOptions, AnswerPart, Talker, read_schema
 from cllm.cli.chat import converse
 from cllm.cli.conversation.printer import open_printer, print_answer, print_dim
 from cllm.cli.conversation.reader import read_stdin
@@ -55,7 +55,7 @@ def run(
     at the default address does not have the model, it is loaded here, and downloaded before if it
     is on the hub.
     """
-    options = Options(dict(sampling or {}), read_schema(schema), think)
+    options = AnswerOptions(dict(sampling or {}), read_schema(schema), think)
     question = " ".join(filter(None, (*prompt, prompt_flag)))
     if not sys.stdin.isatty():
         question = "\n\n".join(filter(None, (read_stdin().strip(), question)))
@@ -68,7 +68,7 @@ def run(
         return
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
-    parts: list[Part] = []
+    parts: list[AnswerPart] = []
     printer = open_printer(hides_reasoning=hide_thinking)
     print_answer(talker.ask(messages), printer, parts)
     if verbose:
@@ -76,7 +76,7 @@ def run(
 
 
 def open_talker(
-    model: str, url: str | None, options: Options, keep_alive: str | None
+    model: str, url: str | None, options: AnswerOptions, keep_alive: str | None
 ) -> tuple[Talker, str]:
     """Return what answers for ``model``, and the model's own system message if it is known here.
 
@@ -114,7 +114,7 @@ def pull(url: str, model: str) -> str:
     return catalog.strip_hub(model)
 
 
-def open_local(model: str, options: Options, why: str) -> tuple[Talker, str]:
+def open_local(model: str, options: AnswerOptions, why: str) -> tuple[Talker, str]:
     """Return a model loaded here, and its own system message. ``why``: no server does it. Raises
     StartupError.
     """

@@ -49,13 +49,13 @@ ConfigFlag = Annotated[
 ]
 
 
-def section_of(option: Option) -> str:
+def find_section(option: Option) -> str:
     return option.key.rpartition(".")[0]
 
 
 PANELS = {
     name: Group(name, sort_key=i)
-    for i, name in enumerate(dict.fromkeys(map(section_of, OPTIONS.values())))
+    for i, name in enumerate(dict.fromkeys(map(find_section, OPTIONS.values())))
 }
 
 
@@ -74,7 +74,7 @@ def flag(option: Option) -> Any:
                 return option.default
             return checked(option, Given(parsed(option, word), tokens[-1].keyword)).value
 
-    group = PANELS[section_of(option)]
+    group = PANELS[find_section(option)]
     return Annotated[kind, Parameter(name=names, help=help_text, group=group, converter=reads)]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Parameter
 
-from cllm.cli.answers import Options, Talker, Think
+from cllm.cli.answers import AnswerOptions, Talker, Think
 from cllm.cli.peer_flags import OTHER_SAMPLING_NAMES
 from cllm.cli.remote import Remote
 from cllm.cli.settings_flags import settings_from_flags
@@ -80,7 +80,7 @@ else:
 
 def make_talker(
     url: str | None,
-    options: Options,
+    options: AnswerOptions,
     config: Path | None,
     settings: Mapping[str, object] | None,
     model: str | None = None,

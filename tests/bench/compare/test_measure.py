@@ -14,7 +14,7 @@ import pytest
 
 from cllm.bench.compare import measure as module
 from cllm.bench.compare.intervals import Median, num_left_out
-from cllm.bench.compare.measure import REPEATS, Comparison, Options, compare
+from cllm.bench.compare.measure import REPEATS, Comparison, ComparisonPlan, compare
 from cllm.bench.compare.noise import Watch
 from cllm.bench.compare.rounds import (
     BOUND,
@@ -26,7 +26,7 @@ from cllm.bench.compare.rounds import (
     Run,
 )
 from cllm.bench.compare.rows import MEMORY, OUTPUT, OUTSIDE, PER_CPU, ROWS, START, SUCCEEDED, TTFT
-from cllm.bench.compare.runs import Measured, accept_without_usage, values_of
+from cllm.bench.compare.runs import Measured, accept_without_usage, collect_values
 from cllm.bench.compare.systems import Purpose, llama_server_openers
 from cllm.bench.compare.targets import find_figures
 from cllm.bench.load.answer import Answer
@@ -156,7 +156,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def measure(rounds: Rounds, count: int, **changes: Any) -> None:
-    options = Options(model=None, peers=FOLDER, rows=[ROWS["shared"]], rounds=count, **changes)
+    options = ComparisonPlan(
+        model=None, peers=FOLDER, rows=[ROWS["shared"]], rounds=count, **changes
+    )
     compare(options, rounds, lambda share, text: None)
 
 
@@ -252,7 +254,7 @@ def test_load_results_are_summarized() -> None:
     ]
     outcome = Outcome(answers, wall=2.0, cpu=0.1, server_cpu=4.0)
     accept_without_usage(outcome)
-    values = values_of(summarize(outcome, url="u", model="m", settings={}))
+    values = collect_values(summarize(outcome, url="u", model="m", settings={}))
     assert (values[OUTPUT], values[PER_CPU], values[TTFT]) == (4, 2, 1000)
     assert (values[SUCCEEDED], values[f"streams: {SUCCEEDED}"]) == (0.5, 0.5)
 
@@ -276,7 +278,7 @@ def test_comparison_measures_servers(tmp_path: Path) -> None:
         pytest.skip("llama.cpp's programs are not built: python benchmarks/build_peers.py")
     told: list[float] = []
     path = tmp_path / "rounds.jsonl"
-    options = Options(
+    options = ComparisonPlan(
         model=None,
         peers=folder,
         rows=[ROWS["unrelated-2"], ROWS["engine-1"]],

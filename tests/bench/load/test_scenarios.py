@@ -43,7 +43,7 @@ WORDS = Words(model="fake", prompt_words=4, max_tokens=4, tokens_per_word=6)
 SMALL = {"scale": 0.03, "long_tokens": 3000}
 
 
-def stages_of(name: str, words: Words = WORDS, **changes: Any) -> list[list[Group]]:
+def make_stages(name: str, words: Words = WORDS, **changes: Any) -> list[list[Group]]:
     sizes = msgspec.structs.replace(SCENARIOS[name].sizes, **SMALL | changes)
     return SCENARIOS[name].make(words, sizes)
 
@@ -51,7 +51,7 @@ def stages_of(name: str, words: Words = WORDS, **changes: Any) -> list[list[Grou
 def sent_by(name: str, seed: int = 0) -> list[list[dict]]:
     """Return the messages of each request that opens a conversation; some of endless groups."""
     words = msgspec.structs.replace(WORDS, seed=seed)
-    groups = [group for stage in stages_of(name, words, scale=1.0) for group in stage]
+    groups = [group for stage in make_stages(name, words, scale=1.0) for group in stage]
     return [
         json.loads(task.body)["messages"] for group in groups for task in islice(group.tasks, 300)
     ]
@@ -60,7 +60,7 @@ def sent_by(name: str, seed: int = 0) -> list[list[dict]]:
 def run(url: str, name: str, words: Words = WORDS, pid: int = 0, **changes: Any) -> Report:
     outcome = run_stages(
         Target(url, pid=pid),
-        stages_of(name, words, **changes),
+        make_stages(name, words, **changes),
         warmup=Group(tasks=[], clients=1),
         progress=lambda _: None,
     )
@@ -77,7 +77,7 @@ def test_requests_follow_from_seed(name: str) -> None:
 
 
 def test_agents_share_system_prompt() -> None:
-    ((group,),) = stages_of("agents", scale=1.0)
+    ((group,),) = make_stages("agents", scale=1.0)
     tasks = list(group.tasks)
     messages = [json.loads(task.body)["messages"] for task in tasks]
     assert (len(tasks), num_requests(tasks)) == (8, 8 * AGENT_TURNS)
@@ -98,7 +98,7 @@ def test_each_document_is_asked_about_equally_often() -> None:
 
 
 def test_edits_change_one_name() -> None:
-    ((group,),) = stages_of("edit")
+    ((group,),) = make_stages("edit")
     for task in group.tasks:
         story = json.loads(task.body)["messages"][1]["content"]
         differing = {
@@ -121,7 +121,7 @@ def test_mixed_lengths_follow_power_law() -> None:
 
 
 def test_batch_work_has_lowest_priority() -> None:
-    ((batch, chats),) = stages_of("batch-beside-chat")
+    ((batch, chats),) = make_stages("batch-beside-chat")
     for group, priority, count in ((batch, "batch", BATCH), (chats, "interactive", 16)):
         bodies = [json.loads(task.body) for task in group.tasks]
         assert ({body["priority"] for body in bodies}, len(bodies)) == ({priority}, count)

@@ -12,7 +12,7 @@ from cllm.bench.load.client import Outcome
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenarios import SCENARIOS
 from cllm.bench.load.workload import Task, Words
-from cllm.bench.tune.load import WORKLOADS, ServerBench, rate_of, stages_of
+from cllm.bench.tune.load import WORKLOADS, ServerBench, compute_rate, make_stages
 from cllm.bench.tune.measure import CandidateError
 from cllm.bench.tune.search import Traffic
 
@@ -29,18 +29,18 @@ def report(**figures: float) -> Report:
 def test_every_workload_of_users_is_known() -> None:
     assert {*WORKLOADS} == {"chat", *SCENARIOS}
     for name in WORKLOADS:
-        assert stages_of(Traffic(name, 0.1), WORDS, 2.5)
+        assert make_stages(Traffic(name, 0.1), WORDS, 2.5)
 
 
 def test_rate_counts_long_prompt_and_streams() -> None:
     """Halving the time of both doubles the rate."""
-    assert rate_of(report()) == 7.0
+    assert compute_rate(report()) == 7.0
     ttft, gap = "TTFT of the long prompt ms", "ITL p50 beside the long prompt ms"
     slow, fast = report(**{ttft: 4000.0, gap: 200.0}), report(**{ttft: 2000.0, gap: 100.0})
-    assert rate_of(fast) == pytest.approx(2 * rate_of(slow))
+    assert compute_rate(fast) == pytest.approx(2 * compute_rate(slow))
     chats = "chunks/s of the chats during it"
     slow, fast = report(**{ttft: 4000.0, chats: 20.0}), report(**{ttft: 4000.0, chats: 80.0})
-    assert rate_of(fast) == pytest.approx(2 * rate_of(slow))
+    assert compute_rate(fast) == pytest.approx(2 * compute_rate(slow))
 
 
 @pytest.mark.llama

@@ -14,12 +14,12 @@ from cllm.bench.tune.measure import Bench, Work
 from cllm.bench.tune.quality import Quality
 from cllm.bench.tune.requantize import (
     KL_LIMIT,
-    Outcome,
     Quantization,
     Requantized,
-    best_of,
+    Trial,
     bodies_to_try,
     estimated_bytes,
+    find_best,
     heads_to_try,
     original_quantization,
     read_quantization,
@@ -27,12 +27,12 @@ from cllm.bench.tune.requantize import (
     workplace,
     write_quantization,
 )
-from cllm.bench.tune.search import Figure
+from cllm.bench.tune.search import SpeedFigure
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import GgufHeader, read_header
 
-FIGURES = [Figure("prompt", Work(2, 16, 2)), Figure("decode", Work(2, 16, 2))]
+FIGURES = [SpeedFigure("prompt", Work(2, 16, 2)), SpeedFigure("decode", Work(2, 16, 2))]
 
 
 def header_of(tmp_path: Path, quant: str) -> GgufHeader:
@@ -143,13 +143,13 @@ def test_recommendation_needs_gain_and_quality(
     """A type is recommended if it is faster by more than the noise and loses little quality."""
     speeds = {"prompt": [1.0]}
     one = Requantized(
-        "Q4_0+Q4_0", 1, Outcome(speeds), Outcome(speeds, gain, noise), Quality(kl, 1.0, 9)
+        "Q4_0+Q4_0", 1, Trial(speeds), Trial(speeds, gain, noise), Quality(kl, 1.0, 9)
     )
     slower = Requantized(
-        "Q6_K+Q4_0", 1, Outcome(speeds), Outcome(speeds, 0.05, 0.0), Quality(0.0, 1.0, 9)
+        "Q6_K+Q4_0", 1, Trial(speeds), Trial(speeds, 0.05, 0.0), Quality(0.0, 1.0, 9)
     )
-    assert best_of([slower, one]) is (one if good else slower)
-    assert best_of([one]) is (one if good else None)
+    assert find_best([slower, one]) is (one if good else slower)
+    assert find_best([one]) is (one if good else None)
 
 
 def test_missing_disk_space_raises() -> None:

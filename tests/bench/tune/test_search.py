@@ -23,8 +23,8 @@ from cllm.bench.tune.search import (
     THREADS,
     UBATCH,
     Choice,
-    Figure,
     Knob,
+    SpeedFigure,
     Traffic,
     Tuned,
     Works,
@@ -40,8 +40,8 @@ from cllm.errors import StartupError
 
 PARAMS = EngineParams(options=Options().model_dump())
 ONE, MANY = Work(1, 16, 8), Work(8, 64, 8)
-FIGURES = [Figure("prompt", MANY), Figure("decode", MANY)]
-FINAL = [*FIGURES, Figure("decode", ONE)]
+FIGURES = [SpeedFigure("prompt", MANY), SpeedFigure("decode", MANY)]
+FINAL = [*FIGURES, SpeedFigure("decode", ONE)]
 START: Choice = {THREADS: 4, UBATCH: 512}
 KNOBS = [Knob(THREADS, [1, 2], FIGURES), Knob(UBATCH, [128, 256], FIGURES[:1])]
 

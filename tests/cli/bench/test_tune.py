@@ -7,18 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from cllm.bench.tune.report import Report, format_yaml, verdict
-from cllm.bench.tune.search import BATCH_THREADS, KV_TYPE, LAYOUT, THREADS, Choice, Outcome, Tuned
+from cllm.bench.tune.report import TuningReport, format_yaml, verdict
+from cllm.bench.tune.search import (
+    BATCH_THREADS,
+    KV_TYPE,
+    LAYOUT,
+    THREADS,
+    Choice,
+    Trial,
+    Tuned,
+)
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.config.sources import load_settings
 
-BEFORE = Outcome({"prompt": [100.0, 110.0, 90.0], "decode 1": [9.0, 10.0, 11.0]})
+BEFORE = Trial({"prompt": [100.0, 110.0, 90.0], "decode 1": [9.0, 10.0, 11.0]})
 
 
-def report(chosen: Choice, gain: float = 0.2) -> Report:
-    after = Outcome({"prompt": [120.0], "decode 1": [12.34]}, gain, 0.05)
+def report(chosen: Choice, gain: float = 0.2) -> TuningReport:
+    after = Trial({"prompt": [120.0], "decode 1": [12.34]}, gain, 0.05)
     tuned = Tuned([], [], chosen, BEFORE, after) if chosen else Tuned([], [], {})
-    return Report("a model\u2028x", "a CPU", 8, 61.0, tuned, tuned.recommended, {}, None, [], None)
+    return TuningReport(
+        "a model\u2028x", "a CPU", 8, 61.0, tuned, tuned.recommended, {}, None, [], None
+    )
 
 
 def test_yaml_is_a_valid_settings_file(tmp_path: Path) -> None:

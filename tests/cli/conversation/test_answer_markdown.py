@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cllm.cli.answers import Part
+from cllm.cli.answers import AnswerPart
 from cllm.cli.conversation.answer_markdown import AnswerMarkdown, make_parser
 from cllm.cli.conversation.printer import MarkdownPrinter
 
@@ -44,7 +44,7 @@ def show(monkeypatch):
         printer = MarkdownPrinter()
         printer._live.stop()
         for piece in pieces:
-            printer.add(Part(piece))
+            printer.add(AnswerPart(piece))
         printer.close()
         return ESCAPES.sub("", screen.getvalue())
 

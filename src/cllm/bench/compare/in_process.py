@@ -1,7 +1,7 @@
 """Measures the engine alone in its own process, for comparison with the servers and with
 llama-batched-bench.
 
-``measure`` starts the process, sends it a ``Job`` and receives a ``Found``, both as JSON.
+``measure`` starts the process, sends it a ``Job`` and receives ``EngineFigures``, both as JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0
 
 
-class Found(msgspec.Struct, kw_only=True):
+class EngineFigures(msgspec.Struct, kw_only=True):
     """Results. load_s: seconds to load the model. Speeds are in tokens/s. Decoding speed covers the
     steps in which all sequences decode; ``depth`` measures it with one sequence and with all.
     ttft_ms: mean. step_us: microseconds of a step by part.
@@ -61,7 +61,7 @@ class Found(msgspec.Struct, kw_only=True):
     step_us: dict[str, float] = {}
 
 
-def measure(job: Job) -> Found:
+def measure(job: Job) -> EngineFigures:
     """Run a job in a child process. Raises StartupError if the process fails."""
     child = subprocess.run(
         [sys.executable, "-P", "-m", "cllm.bench.compare.in_process"],
@@ -75,10 +75,10 @@ def measure(job: Job) -> Found:
         raise StartupError(
             f"the engine in a process of its own failed: {lines[-1] if lines else child.returncode}"
         )
-    return msgspec.json.decode(child.stdout.splitlines()[-1], type=Found)
+    return msgspec.json.decode(child.stdout.splitlines()[-1], type=EngineFigures)
 
 
-def params_of(job: Job) -> EngineParams:
+def make_params(job: Job) -> EngineParams:
     """Return the parameters of ``cllm serve`` without options; for ``depth``, those of a pool for
     each sequence, even if a server would not take that much memory.
     """
@@ -97,11 +97,11 @@ def params_of(job: Job) -> EngineParams:
     return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
 
 
-def run(job: Job) -> Found:
-    params = params_of(job)
+def run(job: Job) -> EngineFigures:
+    params = make_params(job)
     begun = time.perf_counter()
     backend = build_backend(params)
-    found = Found(load_s=time.perf_counter() - begun, system=backend.info.system)
+    measured = EngineFigures(load_s=time.perf_counter() - begun, system=backend.info.system)
     engine = build_engine(backend, params)
     vocabulary = build_vocabulary(params)
     warm_up = Work(
@@ -111,26 +111,26 @@ def run(job: Job) -> Found:
     closed_loop(engine, warm_up.requests(), job.num_seqs)
     forget(engine)
     if job.depth:
-        go_deep(engine, job, found)
+        go_deep(engine, job, measured)
     elif job.parts:
         work = Work(
             msgspec.structs.replace(job.size, num_seqs=job.num_seqs), vocabulary, job.number
         )
-        found.step_us = step_parts(engine, work)
+        measured.step_us = step_parts(engine, work)
     else:
         requests = Work(job.size, vocabulary, job.number).requests()
         begun = time.perf_counter()
         decode, ttfts = closed_loop(engine, requests, job.num_seqs)
-        found.output_tokens_per_s = (
+        measured.output_tokens_per_s = (
             len(requests) * job.size.num_tokens / (time.perf_counter() - begun)
         )
-        found.decode_tokens_per_s = [decode]
-        found.ttft_ms = 1e3 * statistics.fmean(ttfts)
+        measured.decode_tokens_per_s = [decode]
+        measured.ttft_ms = 1e3 * statistics.fmean(ttfts)
     backend.close()
-    return found
+    return measured
 
 
-def go_deep(engine: Engine, job: Job, found: Found) -> None:
+def go_deep(engine: Engine, job: Job, measured: EngineFigures) -> None:
     """Measure ``job.depth``.
 
     The first request computes the prompt; the others reuse it in cells of their own.
@@ -142,11 +142,11 @@ def go_deep(engine: Engine, job: Job, found: Found) -> None:
     begun, outputs = time.perf_counter(), 0
     while not outputs:
         outputs = len(engine.step())
-    found.prefill_tokens_per_s = job.depth / (time.perf_counter() - begun)
-    found.decode_tokens_per_s.append(closed_loop(engine, [], 1)[0])
+    measured.prefill_tokens_per_s = job.depth / (time.perf_counter() - begun)
+    measured.decode_tokens_per_s.append(closed_loop(engine, [], 1)[0])
     if job.num_seqs > 1:
         requests = [Request(str(i), prompt, params) for i in range(job.num_seqs)]
-        found.decode_tokens_per_s.append(closed_loop(engine, requests, job.num_seqs)[0])
+        measured.decode_tokens_per_s.append(closed_loop(engine, requests, job.num_seqs)[0])
 
 
 def main() -> None:

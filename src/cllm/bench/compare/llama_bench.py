@@ -23,7 +23,7 @@ def llama_bench(
     flags = ("-m", model, "-t", threads, "-p", 512, "-n", num_tokens, "-r", 1, "-o", "json")
     return {
         f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}": test["samples_ts"]
-        for test in msgspec.json.decode(output_of(program, *flags))
+        for test in msgspec.json.decode(read_output(program, *flags))
     }
 
 
@@ -50,14 +50,14 @@ def batched_bench(
     flags = (*sizes, "-npl", ",".join(map(str, num_seqs)), *(["-pps"] if shared_prompt else []))
     common = ("-m", model, "-b", 2048, "-ub", 512, "-t", threads, "-tb", threads)
     for _ in range(TRIES):
-        output = output_of(program, *common, "--output-format", "jsonl", *flags)
+        output = read_output(program, *common, "--output-format", "jsonl", *flags)
         lines = [msgspec.json.decode(line) for line in output.splitlines() if line.startswith("{")]
         if len(lines) == len(num_seqs):
             return lines
     raise StartupError(f"{program} printed no result for {' '.join(map(str, flags))}")
 
 
-def output_of(program: Path, *flags: object) -> str:
+def read_output(program: Path, *flags: object) -> str:
     """Return what a program prints on stdout. Raises StartupError if it fails."""
     done = subprocess.run(
         [str(program), *map(str, flags)],

@@ -30,7 +30,7 @@ from cllm.bench.compare.rounds import (
     Run,
 )
 from cllm.bench.compare.rows import HOST_SEQS, Row
-from cllm.bench.compare.runs import CONTEXTS, Measured, Model, Runner, words_of
+from cllm.bench.compare.runs import CONTEXTS, ComparedModel, Measured, Runner, make_words
 from cllm.bench.compare.systems import OPENERS, Openers, Purpose
 from cllm.bench.compare.targets import best_settings, close_settings
 from cllm.bench.load.workload import Stage
@@ -44,7 +44,7 @@ DEFAULT_BUILD_ROUNDS = 3  # llama.cpp's default build is measured in every third
 Progress = Callable[[float, str], None]
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to compare.
 
     model: None for the built-in one. peers, default_peers: folders of llama.cpp's programs. rounds:
@@ -62,7 +62,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     most_others: float = MOST_OTHERS
 
 
-def compare(options: Options, rounds: Rounds, progress: Progress) -> dict[str, str]:
+def compare(options: ComparisonPlan, rounds: Rounds, progress: Progress) -> dict[str, str]:
     """Measure what ``rounds`` lacks, and add it there. Return the systems that were skipped, and
     why.
 
@@ -75,11 +75,11 @@ def compare(options: Options, rounds: Rounds, progress: Progress) -> dict[str, s
 
 
 class Comparison:
-    def __init__(self, options: Options, rounds: Rounds) -> None:
+    def __init__(self, options: ComparisonPlan, rounds: Rounds) -> None:
         self.options = options
         self.rounds = rounds
         self.skipped: dict[str, str] = {}
-        self._models: dict[Path, Model] = {}
+        self._models: dict[Path, ComparedModel] = {}
         for row in options.rows:  # before anything is measured
             self._model(row)
             for system, program in (
@@ -171,10 +171,10 @@ class Comparison:
             self.skipped[system] = str(error)
             return {}
 
-    def _model(self, row: Row) -> Model:
+    def _model(self, row: Row) -> ComparedModel:
         path = BUILTIN if row.builtin or self.options.model is None else self.options.model
         if path not in self._models:
-            self._models[path] = Model(path)
+            self._models[path] = ComparedModel(path)
         return self._models[path]
 
     def _work(self, row: Row) -> str:
@@ -182,7 +182,7 @@ class Comparison:
         model = self._model(row)
         sent: dict[str, Any] = {"clients": row.clients, "max_tokens": row.max_tokens}
         if row.make is not None:
-            stages = row.make(words_of(row, model, model.name, 0), self.options.scale)
+            stages = row.make(make_words(row, model, model.name, 0), self.options.scale)
             sent |= {"scale": self.options.scale, "sent": fingerprint(stages)}
         return msgspec.json.encode({"model": model.description} | sent).decode()
 
@@ -193,17 +193,17 @@ class Comparison:
         try:
             if row.kind == "load":
                 opener = self._openers(row, run.system)[run.settings]
-                found = runner.measure_server(row, run, opener)
+                measured = runner.measure_server(row, run, opener)
             else:
-                found = runner.measure(row, run)
+                measured = runner.measure(row, run)
         except StartupError as error:
             if run.system == CLLM or row.kind != "load":
                 raise
-            found = Measured({}, 1, 0, {str(error): 1})
-        if found.others is None:
-            found = found._replace(others=watch.others())
+            measured = Measured({}, 1, 0, {str(error): 1})
+        if measured.others is None:
+            measured = measured._replace(others=watch.others())
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return msgspec.structs.replace(run, at=now, **found._asdict())
+        return msgspec.structs.replace(run, at=now, **measured._asdict())
 
 
 def fingerprint(stages: list[Stage]) -> str:

@@ -173,7 +173,7 @@ def row_section(row: Row, runs: Sequence[Run]) -> Iterator[str]:
             [
                 (
                     name,
-                    *(spread(values_of(group, value)) for value in columns),
+                    *(spread(collect_values(group, value)) for value in columns),
                     succeeded(group),
                     f"{len(group)}{', noisy' if any(run.noisy for run in group) else ''}",
                 )
@@ -192,7 +192,7 @@ def row_section(row: Row, runs: Sequence[Run]) -> Iterator[str]:
         yield table(
             ("", *groups),
             [
-                (value, *(spread(values_of(group, value)) for group in groups.values()))
+                (value, *(spread(collect_values(group, value)) for group in groups.values()))
                 for value in dict.fromkeys(ordered)
             ],
             "l" + "r" * len(groups),
@@ -216,7 +216,7 @@ def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return groups
 
 
-def values_of(runs: Iterable[Run], value: str) -> list[float]:
+def collect_values(runs: Iterable[Run], value: str) -> list[float]:
     return [run.values[value] for run in runs if value in run.values]
 
 
@@ -340,8 +340,8 @@ def over_clients(rounds: Rounds, value: str) -> dict[str, Points]:
         best = best_settings(runs, row, LLAMA_SERVER, row.targets[0])
         for system, settings in ((CLLM, ""), (LLAMA_SERVER, best)):
             mine = [run for run in runs if (run.system, run.settings) == (system, settings)]
-            if found := values_of(mine, value):
-                lines[system][count] = found
+            if rates := collect_values(mine, value):
+                lines[system][count] = rates
     return {system: points for system, points in lines.items() if points}
 
 

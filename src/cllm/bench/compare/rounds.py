@@ -98,8 +98,10 @@ class Rounds:
         attempts = [runs for runs in self._runs.values() if runs[0].row == row]
         if work is None and attempts:
             work = max((runs[-1] for runs in attempts), key=lambda run: run.at).work
-        found = [min(runs, key=lambda run: run.others) for runs in attempts if runs[0].work == work]
-        return sorted(found, key=lambda run: run.round)
+        quietest = [
+            min(runs, key=lambda run: run.others) for runs in attempts if runs[0].work == work
+        ]
+        return sorted(quietest, key=lambda run: run.round)
 
 
 def identity(machine: dict[str, str]) -> list[str]:

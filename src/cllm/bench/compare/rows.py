@@ -142,15 +142,15 @@ def unrelated_row(clients: int) -> Row:
 
 
 def scenario_row(name: str, targets: Iterable[Target], rounds: int = HEADLINE) -> Row:
-    found = SCENARIOS[name]
+    chosen = SCENARIOS[name]
     return Row(
         name=name,
-        text=found.text.replace("--long-tokens", f"{found.sizes.long_tokens:,} tokens"),
-        clients=found.sizes.clients,
+        text=chosen.text.replace("--long-tokens", f"{chosen.sizes.long_tokens:,} tokens"),
+        clients=chosen.sizes.clients,
         rounds=rounds,
         make=partial(scenario, name),
         targets=[*targets, Target("output tokens for a second of the CPU", PER_CPU)],
-        max_tokens=found.max_tokens,
+        max_tokens=chosen.max_tokens,
     )
 
 

@@ -31,7 +31,7 @@ from cllm.bench.compare.systems import Opener
 from cllm.bench.load.client import Outcome, find_model, run_stages
 from cllm.bench.load.dialects import Usage
 from cllm.bench.load.report import Report, figures, summarize
-from cllm.bench.load.workload import Group, Source, Stage, Words, word_tasks
+from cllm.bench.load.workload import Group, Stage, Words, WordSource, word_tasks
 from cllm.bench.peers import needed
 from cllm.bench.servers import Server, cllm, load, memory_mb
 from cllm.bench.work import Size, Work
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
     others: float | None = None
 
 
-class Model:
+class ComparedModel:
     """A model to serve, and what is known of it."""
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Model:
 
     @cached_property
     def tokens_per_word(self) -> float:
-        text = Source(Words(model="", prompt_words=1, max_tokens=1)).text(1000)
+        text = WordSource(Words(model="", prompt_words=1, max_tokens=1)).text(1000)
         return len(self.vocabulary.tokenize(text, add_special=False, parse_special=False)) / 1000
 
     @cached_property
@@ -100,7 +100,7 @@ class Model:
         return context <= most and tokens * (compute_kv_bytes_per_token(self._header) or 1) <= room
 
 
-def words_of(row: Row, model: Model, name: str, i: int) -> Words:
+def make_words(row: Row, model: ComparedModel, name: str, i: int) -> Words:
     """Return the words of a row in round ``i``. name: of the model in the requests."""
     return Words(
         model=name,
@@ -116,7 +116,9 @@ def words_of(row: Row, model: Model, name: str, i: int) -> Words:
 class Runner:
     """Measures one system once. ``scale``: factor for the lengths of prompts."""
 
-    def __init__(self, model: Model, peers: Path, default_peers: Path, scale: float) -> None:
+    def __init__(
+        self, model: ComparedModel, peers: Path, default_peers: Path, scale: float
+    ) -> None:
         self._model = model
         self._peers, self._default_peers = peers, default_peers
         self._scale = scale
@@ -135,8 +137,10 @@ class Runner:
             case _:
                 folder = self._peers if run.system == BUILD else self._default_peers
                 program = needed("llama-bench", folder)
-                found = llama_bench(program, self._model.path, threads=self._threads, num_tokens=64)
-                return Measured({name: rates[0] for name, rates in found.items()})
+                measured = llama_bench(
+                    program, self._model.path, threads=self._threads, num_tokens=64
+                )
+                return Measured({name: rates[0] for name, rates in measured.items()})
 
     def measure_server(self, row: Row, run: Run, opener: Opener) -> Measured:
         """Start a server and send it the requests of a row.
@@ -147,7 +151,7 @@ class Runner:
         with opener() as server:
             if row.keep_alive:
                 server = msgspec.structs.replace(server, keep_alive=True)  # noqa: PLW2901  # the same server
-            words = words_of(row, self._model, find_model(server), run.round)
+            words = make_words(row, self._model, find_model(server), run.round)
             words = msgspec.structs.replace(words, api=server.api)
             return self._load(server, row, run, words, row.make(words, self._scale))
 
@@ -173,7 +177,7 @@ class Runner:
         report = summarize(
             outcome, url=server.url, model=words.model, settings={"workload": row.name}
         )
-        values = values_of(report)
+        values = collect_values(report)
         values[START] = server.start_s
         if (memory := memory_mb(server.pid)) is not None:
             values[MEMORY] = memory
@@ -193,13 +197,17 @@ class Runner:
             with cllm(self._model.served, name=None) as server:
                 name = find_model(server)
                 group = Group(tasks=work.tasks_in(server.api, name), clients=row.clients)
-                words = words_of(row, self._model, name, run.round)
+                words = make_words(row, self._model, name, run.round)
                 return self._load(server, row, run, words, [[group]])
         if run.system == ENGINE:
-            found = measure(self._job(row.clients, size, number=run.round + 1))
-            values = {OUTPUT: found.output_tokens_per_s, TTFT: found.ttft_ms, START: found.load_s}
-            if found.decode_tokens_per_s[0]:  # 0: there was no step in which all decoded
-                values[DECODE] = found.decode_tokens_per_s[0]
+            measured = measure(self._job(row.clients, size, number=run.round + 1))
+            values = {
+                OUTPUT: measured.output_tokens_per_s,
+                TTFT: measured.ttft_ms,
+                START: measured.load_s,
+            }
+            if measured.decode_tokens_per_s[0]:  # 0: there was no step in which all decoded
+                values[DECODE] = measured.decode_tokens_per_s[0]
             return Measured(values)
         (line,) = self._batched_bench(
             context=row.clients * round_up(work.context),
@@ -216,9 +224,9 @@ class Runner:
         room = round_up(context + 2 * CURVE_TOKENS)
         if run.system == ENGINE:
             size = Size(1, ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
-            found = measure(self._job(row.clients, size, depth=context, context=room))
-            prefill = found.prefill_tokens_per_s
-            rates = dict(zip((1, row.clients), found.decode_tokens_per_s, strict=True))
+            measured = measure(self._job(row.clients, size, depth=context, context=room))
+            prefill = measured.prefill_tokens_per_s
+            rates = dict(zip((1, row.clients), measured.decode_tokens_per_s, strict=True))
         else:
             lines = self._batched_bench(
                 context=row.clients * room,
@@ -254,7 +262,7 @@ def accept_without_usage(outcome: Outcome) -> None:
             answer.failure, answer.usage = "", Usage(answer.task.num_tokens or 0, 0, 0)
 
 
-def values_of(report: Report) -> dict[str, float]:
+def collect_values(report: Report) -> dict[str, float]:
     """Return the figures of a report, and the shares of requests that succeeded."""
     values = figures(report)
     values[SUCCEEDED] = 1 - report.num_failed / report.num_requests

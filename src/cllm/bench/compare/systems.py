@@ -88,12 +88,12 @@ def llama_server_openers(purpose: Purpose, program: Path | None = None) -> Opene
 
 def ollama_openers(purpose: Purpose) -> Openers:
     """Raises StartupError if it is not installed."""
-    found = find("ollama", purpose.peers)
-    if found is None:
+    program = find("ollama", purpose.peers)
+    if program is None:
         raise StartupError("not installed")
     cores = os.cpu_count() or 1
     return {
-        "default": partial(ollama, found, purpose.file, cores, purpose.clients, purpose.context)
+        "default": partial(ollama, program, purpose.file, cores, purpose.clients, purpose.context)
     }
 
 

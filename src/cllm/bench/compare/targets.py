@@ -74,21 +74,21 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_figures(rounds: Rounds) -> list[Figure]:
     """Return the figures that were measured, with their targets."""
-    found, shares = [], list[float]()
+    figures, shares = [], list[float]()
     for row in ROWS.values():
         runs = rounds.of(row.name)
-        found += [figure_of(runs, row, target) for target in row.targets]
+        figures += [make_figure(runs, row, target) for target in row.targets]
         shares += [run.values.get(SUCCEEDED, 0.0) for run in runs if is_load(run)]
     name = "share of all requests to cLLM that succeed"
-    found.append(Figure(name=name, values=shares, target=1.0, every=True))
-    return [figure for figure in found if figure.values]
+    figures.append(Figure(name=name, values=shares, target=1.0, every=True))
+    return [figure for figure in figures if figure.values]
 
 
 def is_load(run: Run) -> bool:
     return run.system == CLLM and bool(run.num_requests)
 
 
-def figure_of(runs: Sequence[Run], row: Row, target: Target) -> Figure:
+def make_figure(runs: Sequence[Run], row: Row, target: Target) -> Figure:
     own = {run.round: run for run in runs if run.system == target.of}
     settings = best_settings(runs, row, target.against, target) if target.against else ""
     theirs = {
@@ -103,7 +103,7 @@ def figure_of(runs: Sequence[Run], row: Row, target: Target) -> Figure:
     if target.default_limit is not None:
         used += default.values()
     return Figure(
-        name=name_of(row, target),
+        name=name_figure(row, target),
         values=[*compared(own, theirs if target.against else None, target)],
         target=target.limit,
         at_least=target.at_least,
@@ -115,7 +115,7 @@ def figure_of(runs: Sequence[Run], row: Row, target: Target) -> Figure:
     )
 
 
-def name_of(row: Row, target: Target) -> str:
+def name_figure(row: Row, target: Target) -> str:
     sign = "-" if target.unit else "/"
     systems = f", {target.of} {sign} {target.against}" if target.against else ""
     return f"{row.name}: {target.name}{systems}"
@@ -161,7 +161,7 @@ def close_settings(runs: Sequence[Run], row: Row) -> set[str]:
     close = set()
     for target in row.targets:
         groups = by_settings(runs, row, target)
-        values = {settings: statistics.median(found) for settings, found in groups.items()}
+        values = {settings: statistics.median(measured) for settings, measured in groups.items()}
         if not values:
             continue
         if more_is_better(row, target):

@@ -34,7 +34,7 @@ CAPTION = (
 def report_page(report: Report) -> str:
     return page(
         f"{report.model} under load",
-        [paragraph(f"At {report.url}."), *summary(report), picture_of({report.model: report})],
+        [paragraph(f"At {report.url}."), *summary(report), draw_picture({report.model: report})],
     )
 
 
@@ -44,7 +44,7 @@ def diff_page(before: Report, after: Report) -> str:
         lines(differences(before, after)),
         table(["", "before", "after", "after / before"], compared(before, after)),
     ]
-    parts.append(picture_of(both))
+    parts.append(draw_picture(both))
     for name, report in both.items():
         parts += [
             f"<h2>{name}: {escape(report.model)} at {escape(report.url)}</h2>",
@@ -65,7 +65,7 @@ def summary(report: Report) -> list[str]:
     ]
 
 
-def picture_of(reports: Mapping[str, Report]) -> str:
+def draw_picture(reports: Mapping[str, Report]) -> str:
     """Return the SVG element in a figure, without the header of an SVG file."""
     svg = picture(load_figure(reports), ".svg").decode()
     return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{CAPTION}</figcaption></figure>"

@@ -173,14 +173,14 @@ def load_figure(reports: Mapping[str, Report]) -> Figure:
 
 
 def draw_shares(axes: Axes, name: str, reports: list[Report]) -> None:
-    found = [report.percentiles_ms.get(name, []) for report in reports]
-    for (color, line, _), percentiles in zip(looks(len(found)), found, strict=True):
+    series = [report.percentiles_ms.get(name, []) for report in reports]
+    for (color, line, _), percentiles in zip(looks(len(series)), series, strict=True):
         axes.plot(percentiles, range(len(percentiles)), color=color, linestyle=line)
     for limit in {
         limit for report in reports if isinstance(limit := report.settings.get(name), (int, float))
     }:
         axes.axvline(limit, color="#888888", linewidth=1, linestyle=(0, (2, 2)))
-    drawn = [percentiles for percentiles in found if percentiles]
+    drawn = [percentiles for percentiles in series if percentiles]
     if any(percentiles[-1] > LOGARITHMIC * percentiles[50] > 0 for percentiles in drawn):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -209,7 +209,7 @@ def medians_and_spread(
     """Return the medians, and the distances of the least and the greatest value from each
     median.
     """
-    values = [(min(found), statistics.median(found), max(found)) for found in measured]
+    values = [(min(each), statistics.median(each), max(each)) for each in measured]
     below = [middle - least for least, middle, _ in values]
     above = [most - middle for _, middle, most in values]
     return [middle for _, middle, _ in values], [below, above]

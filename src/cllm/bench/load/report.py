@@ -90,7 +90,7 @@ def rounded(values: np.ndarray) -> list[float]:
     return [round(float(value), 3) for value in values]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of one part of a workload. The rate is over the time from the part's first
     request to its last byte.
     """
@@ -103,10 +103,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Distribution | None
 
     @classmethod
-    def of(cls, answers: list[Answer]) -> Part:
+    def of(cls, answers: list[Answer]) -> PartReport:
         good = [answer for answer in answers if answer.succeeded]
         begun, ended = (min(a.sent for a in answers), max(a.ended for a in answers))
-        latencies = latencies_of(good)
+        latencies = collect_latencies(good)
         return cls(
             num_requests=len(answers),
             num_succeeded=len(good),
@@ -165,7 +165,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the server's processes. None if they are unknown."""
     output_tokens_per_cpu_s: float | None = None
     """Output tokens for each second of it."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, PartReport] = {}
     """The parts of the workload, such as the first turns of conversations."""
     workload_figures: dict[str, float] = {}
     """Figures that only this workload has, by name and unit."""
@@ -178,8 +178,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def latencies(self) -> dict[str, Distribution]:
         """The latencies that have values, by displayed name."""
-        found = {"TTFT": self.ttft_ms, "ITL": self.itl_ms, "TPOT": self.tpot_ms, "E2E": self.e2e_ms}
-        return {name: values for name, values in found.items() if values is not None}
+        summaries = {
+            "TTFT": self.ttft_ms,
+            "ITL": self.itl_ms,
+            "TPOT": self.tpot_ms,
+            "E2E": self.e2e_ms,
+        }
+        return {name: values for name, values in summaries.items() if values is not None}
 
 
 def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any]) -> Report:
@@ -189,7 +194,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
     good_chunks = sum(len(answer.content_times) for answer in good)
     tokens = sum(answer.output_tokens for answer in good)
     wall = max(outcome.wall, 1e-9)
-    latencies = {name: np.array(values) for name, values in latencies_of(good).items()}
+    latencies = {name: np.array(values) for name, values in collect_latencies(good).items()}
     parts: dict[str, list[Answer]] = {}
     for answer in outcome.answers:
         parts.setdefault(answer.task.part, []).append(answer)
@@ -221,7 +226,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         output_tokens_per_cpu_s=round(tokens / outcome.server_cpu, 3)
         if outcome.server_cpu
         else None,
-        parts={name: Part.of(answers) for name, answers in parts.items() if name},
+        parts={name: PartReport.of(answers) for name, answers in parts.items() if name},
         workload_figures=find_figures(settings.get("workload"), outcome),
         percentiles_ms={
             name: rounded(1e3 * np.percentile(values, range(101)))
@@ -232,7 +237,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
     )
 
 
-def latencies_of(answers: list[Answer]) -> dict[str, list[float]]:
+def collect_latencies(answers: list[Answer]) -> dict[str, list[float]]:
     """Return the latencies of ``answers`` in seconds, by name."""
     return {
         "ttft": [answer.first - answer.sent for answer in answers],
@@ -272,7 +277,7 @@ def print_report(report: Report, console: Console) -> None:
     print_lines(console, remarks(report))
 
 
-def part_table(parts: Mapping[str, Part]) -> Table:
+def part_table(parts: Mapping[str, PartReport]) -> Table:
     table = number_table("", "succeeded", "tokens/s", "mean TTFT ms", "ITL p50 ms", "ITL p99 ms")
     for name, part in parts.items():
         ttft, itl = part.ttft_ms, part.itl_ms
@@ -330,7 +335,7 @@ def compared(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
 
 def figures(report: Report) -> dict[str, float]:
     """Return the numbers worth comparing, by name and unit."""
-    found: dict[str, float | None] = {
+    numbers: dict[str, float | None] = {
         "succeeded": report.num_succeeded,
         "output tokens/s": report.output_tokens_per_s,
         "requests/s": report.requests_per_s,
@@ -338,15 +343,15 @@ def figures(report: Report) -> dict[str, float]:
         "output tokens/CPU s": report.output_tokens_per_cpu_s,
     }
     for name, values in report.latencies.items():
-        found |= {
+        numbers |= {
             f"{name} {which} ms": value for which, value in msgspec.structs.asdict(values).items()
         }
     for name, part in report.parts.items():
-        found[f"{name}: output tokens/s"] = part.output_tokens_per_s
-        found[f"{name}: TTFT mean ms"] = part.ttft_ms.mean if part.ttft_ms else None
-        found[f"{name}: ITL p50 ms"] = part.itl_ms.p50 if part.itl_ms else None
-    found |= report.workload_figures
-    return {name: float(value) for name, value in found.items() if value is not None}
+        numbers[f"{name}: output tokens/s"] = part.output_tokens_per_s
+        numbers[f"{name}: TTFT mean ms"] = part.ttft_ms.mean if part.ttft_ms else None
+        numbers[f"{name}: ITL p50 ms"] = part.itl_ms.p50 if part.itl_ms else None
+    numbers |= report.workload_figures
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def results(report: Report) -> list[str]:

@@ -38,11 +38,11 @@ def long_beside_short(parts: dict[str, list[Answer]], _: Outcome) -> dict[str, f
     if not (before and beside and alone):
         return {}
     undisturbed = float(np.median(before))
-    found = {f"ITL p{share} {BESIDE} ms": percentile(beside, share) for share in (50, 90, 99)}
+    figures = {f"ITL p{share} {BESIDE} ms": percentile(beside, share) for share in (50, 90, 99)}
     ttft, ttft_alone = (1e3 * (answer.first - answer.sent) for answer in (long, alone[0]))
-    return found | {
+    return figures | {
         "ITL p50 before it ms": 1e3 * undisturbed,
-        f"ITL p50, {BESIDE} / before": found[f"ITL p50 {BESIDE} ms"] / (1e3 * undisturbed),
+        f"ITL p50, {BESIDE} / before": figures[f"ITL p50 {BESIDE} ms"] / (1e3 * undisturbed),
         "TTFT of the long prompt ms": ttft,
         "TTFT of a long prompt alone ms": ttft_alone,
         "TTFT of the long prompt / alone": ttft / ttft_alone,
@@ -68,13 +68,13 @@ def long_context(parts: dict[str, list[Answer]], outcome: Outcome) -> dict[str, 
     spans = {"before": (begun, long.sent), "during": (long.sent, long.ended)}
     spans["after"] = (long.ended, last)
     rates = {name: rate(chats, *span) for name, span in spans.items()}
-    found = {f"chunks/s of the chats {name} it": value for name, value in rates.items()}
+    figures = {f"chunks/s of the chats {name} it": value for name, value in rates.items()}
     if rates["before"]:
         for name in ("during", "after"):
-            found[f"chunks/s of the chats, {name} / before"] = rates[name] / rates["before"]
+            figures[f"chunks/s of the chats, {name} / before"] = rates[name] / rates["before"]
     seen = [at for at, _ in outcome.progress if long.sent < at < long.first]
     advances = [long.sent, *seen, *long.content_times, long.ended]
-    return found | {
+    return figures | {
         "TTFT of the long prompt ms": 1e3 * (long.first - long.sent),
         "longest pause of the long request s": float(np.diff(advances).max()),
     }

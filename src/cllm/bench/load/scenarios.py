@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.bench.load.dialects import DIALECTS
-from cllm.bench.load.workload import Group, Source, Stage, Task, Words, conversations, task_of
+from cllm.bench.load.workload import Group, Stage, Task, Words, WordSource, conversations, make_task
 from cllm.models.builtin.questions import NAMES, stories
 
 AGENT_TURNS = 6
@@ -51,7 +51,7 @@ class Sizes(msgspec.Struct, frozen=True):
     scale: float = 1.0
 
 
-class Writer(Source):
+class Writer(WordSource):
     """A source of prompts whose lengths are in tokens."""
 
     def __init__(self, words: Words, sizes: Sizes) -> None:
@@ -65,7 +65,7 @@ class Writer(Source):
     def ask(self, text: str, part: str, **changes: Any) -> Task:
         """Return a request. ``changes``: of the fields of ``words``."""
         words = msgspec.structs.replace(self.words, **changes)
-        return task_of(words, [{"role": "user", "content": text}], words.max_tokens, part)
+        return make_task(words, [{"role": "user", "content": text}], words.max_tokens, part)
 
     def chats(self, part: str, length: float = 50, **changes: Any) -> Iterator[Task]:
         """Yield unrelated requests without end."""
@@ -89,7 +89,7 @@ def documents(words: Words, sizes: Sizes) -> list[Stage]:
     chosen = [texts[i % DOCUMENTS] for i in range(sizes.requests)]
     writer.random.shuffle(chosen)
     questions = [{"role": "user", "content": f"{text}\n\n{writer.tokens(20)}"} for text in chosen]
-    tasks = [task_of(words, [system, question], words.max_tokens) for question in questions]
+    tasks = [make_task(words, [system, question], words.max_tokens) for question in questions]
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
 

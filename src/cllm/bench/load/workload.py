@@ -101,7 +101,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
 
 def word_tasks(count: int, words: Words) -> list[Task]:
     """Return tasks that all have the same size."""
-    source = Source(words)
+    source = WordSource(words)
     return [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
 
 
@@ -110,7 +110,7 @@ def chat_tasks(count: int, words: Words) -> list[Task]:
 
     The lengths in ``words`` are the medians. All seeds give the same lengths, in another order.
     """
-    source = Source(words)
+    source = WordSource(words)
     prompts, answers = (
         source.lengths(count, median) for median in (words.prompt_words, words.max_tokens)
     )
@@ -119,7 +119,7 @@ def chat_tasks(count: int, words: Words) -> list[Task]:
 
 def long_prefill_tasks(count: int, words: Words) -> list[Task]:
     """Return tasks in which every fifth prompt is very long."""
-    source = Source(words)
+    source = WordSource(words)
     sizes = [
         words.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1)
         for i in range(count)
@@ -131,7 +131,7 @@ def cancel_tasks(count: int, words: Words) -> list[Task]:
     """Return tasks in which every second client disconnects at a random point in the first half of
     its answer.
     """
-    source = Source(words)
+    source = WordSource(words)
     tasks = [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
     leaves = [source.random.randint(1, max(1, words.max_tokens // 2)) for _ in tasks]
     return [
@@ -152,7 +152,7 @@ def multi_turn_tasks(count: int, words: Words) -> list[Task]:
 
     Each prompt contains all earlier messages.
     """
-    source = Source(words)
+    source = WordSource(words)
     return conversations(words, count, TURNS, [], lambda: source.text(words.prompt_words))
 
 
@@ -176,7 +176,7 @@ def turn(words: Words, messages: Messages, texts: list[str], part: str) -> Task:
         said = {"role": "assistant", "content": answer}
         return turn(words, [*asked, said], texts[1:], LATER_TURNS)
 
-    task = task_of(words, asked, words.max_tokens, part)
+    task = make_task(words, asked, words.max_tokens, part)
     return msgspec.structs.replace(task, follow=follow) if len(texts) > 1 else task
 
 
@@ -247,7 +247,7 @@ def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[fl
     return times
 
 
-class Source:
+class WordSource:
     """A source of words and sizes."""
 
     def __init__(self, words: Words) -> None:
@@ -269,9 +269,9 @@ class Source:
     def lengths(self, count: int, median: int) -> list[int]:
         """Return the quantiles of a lognormal distribution in random order."""
         normal = NormalDist(math.log(median), self._options.spread)
-        found = [math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
-        self.random.shuffle(found)
-        return [max(1, round(min(length, LONGEST * median))) for length in found]
+        factors = [math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+        self.random.shuffle(factors)
+        return [max(1, round(min(length, LONGEST * median))) for length in factors]
 
     def text(self, num_words: int) -> str:
         return " ".join(
@@ -283,12 +283,12 @@ class Source:
         return self.text(round(count / self._options.tokens_per_word))
 
     def task(self, num_words: int, num_tokens: int, part: str = "") -> Task:
-        return task_of(
+        return make_task(
             self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens, part
         )
 
 
-def task_of(words: Words, messages: Messages, num_tokens: int, part: str = "") -> Task:
+def make_task(words: Words, messages: Messages, num_tokens: int, part: str = "") -> Task:
     options = {
         "max_tokens": num_tokens,
         "ignore_eos": True,

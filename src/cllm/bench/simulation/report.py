@@ -104,8 +104,13 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def latencies(self) -> dict[str, Distribution]:
         """The latencies that have values, by displayed name."""
-        found = {"TTFT": self.ttft_ms, "ITL": self.itl_ms, "TPOT": self.tpot_ms, "E2E": self.e2e_ms}
-        return {name: values for name, values in found.items() if values is not None}
+        summaries = {
+            "TTFT": self.ttft_ms,
+            "ITL": self.itl_ms,
+            "TPOT": self.tpot_ms,
+            "E2E": self.e2e_ms,
+        }
+        return {name: values for name, values in summaries.items() if values is not None}
 
 
 def ttft(course: Course) -> float:

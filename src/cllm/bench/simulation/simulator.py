@@ -250,7 +250,7 @@ def simulate(
                 events.add(item.now, item.number, item)
             else:
                 item.is_stepping = False
-        elif isinstance(item, Model):
+        elif isinstance(item, SimulatedModel):
             models.finish_load(item, now)
         models.make_room(now)
     return courses, models.replicas
@@ -262,7 +262,7 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int, Replica | Model | None]] = []
+        self._heap: list[tuple[float, int, int, Replica | SimulatedModel | None]] = []
         self._added = itertools.count()
 
     def __bool__(self) -> bool:
@@ -272,15 +272,15 @@ class Events:
     def next_time(self) -> float:
         return self._heap[0][0] if self._heap else math.inf
 
-    def add(self, at: float, number: int, item: Replica | Model | None) -> None:
+    def add(self, at: float, number: int, item: Replica | SimulatedModel | None) -> None:
         heapq.heappush(self._heap, (at, number, next(self._added), item))
 
-    def pop(self) -> tuple[float, Replica | Model | None]:
+    def pop(self) -> tuple[float, Replica | SimulatedModel | None]:
         at, _, _, item = heapq.heappop(self._heap)
         return at, item
 
 
-class Model:
+class SimulatedModel:
     """A model of the trace: its replicas while it is loaded, and the requests that wait for it.
 
     ``last_used``: when its last request came or ended.
@@ -309,10 +309,12 @@ class Models:
         self._setup = setup
         self._events = events
         self._block_size = entries[0].block_size
-        self._models = {name: Model() for name in sorted({entry.model for entry in entries})}
+        self._models = {
+            name: SimulatedModel() for name in sorted({entry.model for entry in entries})
+        }
         self._max_loaded = setup.models or len(self._models)
-        self._wanted: list[Model] = []  # in the order in which they are loaded
-        self._drained: Model | None = None
+        self._wanted: list[SimulatedModel] = []  # in the order in which they are loaded
+        self._drained: SimulatedModel | None = None
         self._next_look = 0.0  # when a model may be unloaded that must stay now
         if self._max_loaded >= len(self._models):
             for model in self._models.values():
@@ -358,7 +360,7 @@ class Models:
         self._wanted[0].is_loading = True
         self._events.add(now + self._setup.load_seconds, -1, self._wanted[0])
 
-    def finish_load(self, model: Model, now: float) -> None:
+    def finish_load(self, model: SimulatedModel, now: float) -> None:
         """Start the replicas of a model that is loaded, and give it the requests that wait."""
         self._wanted.remove(model)
         model.is_loading = False
@@ -372,11 +374,11 @@ class Models:
             if replica in model.replicas:
                 model.last_used = now
 
-    def _want(self, model: Model) -> None:
+    def _want(self, model: SimulatedModel) -> None:
         if model not in self._wanted:
             self._wanted.append(model)
 
-    def _start(self, model: Model) -> None:
+    def _start(self, model: SimulatedModel) -> None:
         setup, begin = self._setup, len(self.replicas)
         model.replicas = [Replica(setup, begin + i) for i in range(setup.replicas)]
         self.replicas += model.replicas
@@ -387,12 +389,12 @@ class Models:
         max_blocks = setup.cells * setup.replicas // self._block_size
         model.router = Router(setup.routing, max_blocks, seed=setup.seed)
 
-    def _deliver(self, model: Model, now: float) -> None:
+    def _deliver(self, model: SimulatedModel, now: float) -> None:
         waiting, model.waiting = model.waiting, []
         for name, course in waiting:
             self._place(model, name, course, now)
 
-    def _place(self, model: Model, name: str, course: Course, now: float) -> None:
+    def _place(self, model: SimulatedModel, name: str, course: Course, now: float) -> None:
         assert model.router is not None
         booking = model.router.choose(routing_request(course.entry), model.candidates)
         replica = model.replicas[booking.number]

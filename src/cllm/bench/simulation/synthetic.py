@@ -19,7 +19,7 @@ MEAN_TURNS = 5
 NUM_MODELS = 3
 
 
-class Source:
+class EntrySource:
     """A source of lengths, times and new blocks. The same seed gives the same ones."""
 
     def __init__(self, seed: int, rate: float) -> None:
@@ -55,12 +55,12 @@ class Source:
         )
 
 
-def chat(source: Source) -> Iterator[Entry]:
+def chat(source: EntrySource) -> Iterator[Entry]:
     for at in source.arrivals():
         yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200))
 
 
-def shared_prefix(source: Source) -> Iterator[Entry]:
+def shared_prefix(source: EntrySource) -> Iterator[Entry]:
     systems = [source.blocks(SYSTEM_PROMPT) for _ in range(NUM_SYSTEM_PROMPTS)]
     shares = np.array([1 / (i + 1) for i in range(NUM_SYSTEM_PROMPTS)])
     for at in source.arrivals():
@@ -68,7 +68,7 @@ def shared_prefix(source: Source) -> Iterator[Entry]:
         yield source.entry(at, system + source.blocks(source.lognormal(100)), source.lognormal(100))
 
 
-def multi_turn(source: Source) -> Iterator[Entry]:
+def multi_turn(source: EntrySource) -> Iterator[Entry]:
     """Yield requests in order of time.
 
     Conversations are generated whole, so later requests wait in a heap.
@@ -87,27 +87,27 @@ def multi_turn(source: Source) -> Iterator[Entry]:
             at += 1000 * source.lognormal(20)
 
 
-def long_prefill(source: Source) -> Iterator[Entry]:
+def long_prefill(source: EntrySource) -> Iterator[Entry]:
     for number, at in enumerate(source.arrivals()):
         is_long = number % 5 == 4
         question, answer = (8000, 100) if is_long else (200, 200)
         yield source.entry(at, source.blocks(source.lognormal(question)), source.lognormal(answer))
 
 
-def two_keys(source: Source) -> Iterator[Entry]:
+def two_keys(source: EntrySource) -> Iterator[Entry]:
     for at in source.arrivals():
         key = "heavy" if source.rng.random() < 0.9 else "light"
         yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), key)
 
 
-def models(source: Source) -> Iterator[Entry]:
+def models(source: EntrySource) -> Iterator[Entry]:
     shares = 1 / np.arange(1, NUM_MODELS + 1)
     for entry in chat(source):
         number = bisect(np.cumsum(shares / shares.sum()), source.rng.random())
         yield msgspec.structs.replace(entry, model=f"model-{number}")
 
 
-WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
+WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[Entry]], str]] = {
     "chat": (chat, "unrelated prompts of about 200 tokens, answers of about 200"),
     "shared-prefix": (
         shared_prefix,
@@ -126,4 +126,4 @@ WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
 def synthesize(workload: str, num_requests: int, rate: float, seed: int) -> list[Entry]:
     """Return the first ``num_requests`` requests of a workload, ``rate`` per second on average."""
     make, _ = WORKLOADS[workload]
-    return list(islice(make(Source(seed, rate)), num_requests))
+    return list(islice(make(EntrySource(seed, rate)), num_requests))

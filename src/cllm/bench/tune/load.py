@@ -26,7 +26,7 @@ WORKLOADS = ("chat", *SCENARIOS)
 
 
 class Served(NamedTuple):
-    """The speed at which a server served a workload: output tokens/s, or what ``rate_of`` says."""
+    """The speed at which a server served a workload: output tokens/s, or ``compute_rate``'s."""
 
     rate: float
 
@@ -49,12 +49,12 @@ class ServerBench:
                     words = Words(
                         model=find_model(server),
                         prompt_words=1,
-                        max_tokens=ROWS[row_of(traffic.workload)].max_tokens,
+                        max_tokens=ROWS[choose_row(traffic.workload)].max_tokens,
                         temperature=0.8,
                     )
                     outcome = run_stages(
                         server,
-                        stages_of(traffic, words, measure_tokens_per_word(server, words)),
+                        make_stages(traffic, words, measure_tokens_per_word(server, words)),
                         warmup=Group(tasks=[], clients=1),
                         progress=lambda _: None,
                     )
@@ -65,29 +65,29 @@ class ServerBench:
         if report.num_failed:
             reason, count = next(iter(report.failures.items()))
             raise CandidateError(f"{count} requests failed: {reason}")
-        return Served(rate_of(report))
+        return Served(compute_rate(report))
 
 
-def row_of(workload: str) -> str:
+def choose_row(workload: str) -> str:
     return f"unrelated-{CHAT_CLIENTS}" if workload == "chat" else workload
 
 
-def stages_of(traffic: Traffic, words: Words, tokens_per_word: float) -> list[Stage]:
+def make_stages(traffic: Traffic, words: Words, tokens_per_word: float) -> list[Stage]:
     words = msgspec.structs.replace(words, tokens_per_word=tokens_per_word)
     if traffic.workload == "chat":
         return unrelated(CHAT_CLIENTS, words, traffic.scale)
     return scenario(traffic.workload, words, traffic.scale)
 
 
-def rate_of(report: Report) -> float:
+def compute_rate(report: Report) -> float:
     """Return output tokens/s; where streams run until a long prompt has ended, the geometric mean
     of 1 / its TTFT and the speed of the streams beside it.
     """
-    found = report.workload_figures
-    if "TTFT of the long prompt ms" not in found:
+    figures = report.workload_figures
+    if "TTFT of the long prompt ms" not in figures:
         return report.output_tokens_per_s
-    if "chunks/s of the chats during it" in found:
-        speed = found["chunks/s of the chats during it"]
+    if "chunks/s of the chats during it" in figures:
+        speed = figures["chunks/s of the chats during it"]
     else:
-        speed = 1e3 / found[f"ITL p50 {BESIDE} ms"]
-    return math.sqrt(1e3 / found["TTFT of the long prompt ms"] * speed)
+        speed = 1e3 / figures[f"ITL p50 {BESIDE} ms"]
+    return math.sqrt(1e3 / figures["TTFT of the long prompt ms"] * speed)

@@ -260,7 +260,7 @@ def judge(backend: Backend, job: Judge) -> Quality | None:
     shape = (len(job.tokens), backend.info.vocabulary_size)
     reference = np.memmap(job.file, np.float32, "w+" if job.write else "r", shape=shape)
     kl, same = 0.0, 0
-    for start, logits in logits_of(backend, job.tokens):
+    for start, logits in compute_logits(backend, job.tokens):
         rows = slice(start, start + len(logits))
         if job.write:
             reference[rows] = logits
@@ -273,7 +273,7 @@ def judge(backend: Backend, job: Judge) -> Quality | None:
     return Quality(kl / len(job.tokens), same / len(job.tokens), len(job.tokens))
 
 
-def logits_of(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits]]:
+def compute_logits(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits]]:
     """Yield a position and the logits after the tokens from there on, shape (some, vocabulary)."""
     space = backend.info.max_num_samples
     for window in range(0, len(tokens), WINDOW):

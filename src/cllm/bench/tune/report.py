@@ -12,7 +12,7 @@ from cllm import __version__
 from cllm.bench.console import print_lines
 from cllm.bench.tune.quality import Quality
 from cllm.bench.tune.requantize import Requantized
-from cllm.bench.tune.search import Choice, Outcome, Tuned
+from cllm.bench.tune.search import Choice, Trial, Tuned
 from cllm.config.sources import LoadedConfig, plant, value_at
 from cllm.models.gguf import format_size
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOISY = 0.3  # a share from which the machine, and not the settings, is what was measured
 
 
-class Report(msgspec.Struct, frozen=True):
+class TuningReport(msgspec.Struct, frozen=True):
     """What --json prints."""
 
     model: str
@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
     recommended_form: str | None
 
 
-def format_yaml(loaded: LoadedConfig, report: Report) -> str:
+def format_yaml(loaded: LoadedConfig, report: TuningReport) -> str:
     """Return YAML with the given and the chosen settings, for cllm serve --config."""
     import yaml
 
@@ -99,7 +99,7 @@ def unquiet(tuned: Tuned) -> list[str]:
     return [f"the machine was busy (noise up to {noise:.0%}); measure again when it is idle"]
 
 
-def rate(outcome: Outcome, figure: str) -> str:
+def rate(outcome: Trial, figure: str) -> str:
     """Return the median of the rounds as text, or "" if there was none."""
     if not outcome.speeds.get(figure):
         return ""
@@ -107,7 +107,7 @@ def rate(outcome: Outcome, figure: str) -> str:
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
 
 
-def gain(outcome: Outcome) -> tuple[str, str]:
+def gain(outcome: Trial) -> tuple[str, str]:
     """Return the gain and its noise as text. The noise of one round is unknown, so it is ""."""
     if outcome.failure:
         return "", ""
@@ -122,7 +122,7 @@ def in_words(quality: Quality) -> str:
     )
 
 
-def print_report(report: Report) -> None:
+def print_report(report: TuningReport) -> None:
     """Print the report on stderr."""
     from rich.console import Console
 
@@ -170,12 +170,12 @@ def tried_table(tuned: Tuned) -> Table:
     return table
 
 
-def print_forms(report: Report, console: Console) -> None:
+def print_forms(report: TuningReport, console: Console) -> None:
     figures = list(dict.fromkeys(name for form in report.forms for name in form.original.speeds))
     table = new_table(
         "tokens/s and quality", "form", "size", *figures, "gain", "noise", "KL", "top-1"
     )
-    original = next((form.original for form in report.forms if form.original.speeds), Outcome({}))
+    original = next((form.original for form in report.forms if form.original.speeds), Trial({}))
     table.add_row(report.original_form, "", *(rate(original, figure) for figure in figures))
     failures = []
     for form in report.forms:
@@ -194,7 +194,7 @@ def print_forms(report: Report, console: Console) -> None:
     print_lines(console, form_remarks(report))
 
 
-def form_remarks(report: Report) -> list[str]:
+def form_remarks(report: TuningReport) -> list[str]:
     chosen = report.recommended_form
     return [
         (

@@ -21,7 +21,14 @@ import msgspec
 from cllm.backends.llama_cpp.quantize import head_name, quantize
 from cllm.bench.tune.measure import Bench, CandidateError
 from cllm.bench.tune.quality import Quality
-from cllm.bench.tune.search import LEAST_GAIN, MIN_ROUNDS, Figure, Outcome, figures_of, race
+from cllm.bench.tune.search import (
+    LEAST_GAIN,
+    MIN_ROUNDS,
+    SpeedFigure,
+    Trial,
+    measure_figures,
+    race,
+)
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import TENSOR_TYPES, GgufHeader, format_size, read_header
@@ -54,8 +61,8 @@ class Requantized(msgspec.Struct, frozen=True):
 
     form: str
     num_bytes: int
-    original: Outcome
-    outcome: Outcome
+    original: Trial
+    outcome: Trial
     quality: Quality | None
 
     @property
@@ -177,7 +184,7 @@ def workplace(num_bytes: int) -> Iterator[Path]:
 def try_quantizations(
     bench: Bench,
     params: EngineParams,
-    figures: list[Figure],
+    figures: list[SpeedFigure],
     tokens: list[int],
     forms: list[Quantization] | None,
     folder: Path,
@@ -204,12 +211,12 @@ def try_quantizations(
                     source, file, form, lambda share: progress(f"writing {form}", share)
                 )
             except StartupError as error:
-                return Requantized(str(form), 0, Outcome({}), Outcome({}, failure=str(error)), None)
+                return Requantized(str(form), 0, Trial({}), Trial({}, failure=str(error)), None)
             candidate = msgspec.structs.replace(params, path=str(file))
 
             def measure(model: EngineParams) -> dict[str, float]:
                 progress(f"measuring {form}", 1.0)
-                return figures_of(figures, lambda work: bench.measure(model, work))
+                return measure_figures(figures, lambda work: bench.measure(model, work))
 
             outcomes = race(
                 {"the original": params, str(form): candidate},
@@ -227,18 +234,20 @@ def try_quantizations(
 
     if forms is not None:
         return [tried(form) for form in forms]
-    found = [tried(form) for form in heads_to_try(header)]
-    best = best_of(found)
+    requantized = [tried(form) for form in heads_to_try(header)]
+    best = find_best(requantized)
     head = (
         original_quantization(header).head
         if best is None
         else read_quantization(best.form, header).head
     )
-    return found + [tried(form) for form in bodies_to_try(header, head)]
+    return requantized + [tried(form) for form in bodies_to_try(header, head)]
 
 
-def best_of(found: list[Requantized]) -> Requantized | None:
+def find_best(requantized: list[Requantized]) -> Requantized | None:
     """Return the fastest recommended quantization, or None if there is none."""
     return max(
-        (one for one in found if one.recommended), key=lambda one: one.outcome.gain, default=None
+        (one for one in requantized if one.recommended),
+        key=lambda one: one.outcome.gain,
+        default=None,
     )

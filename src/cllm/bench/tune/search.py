@@ -43,7 +43,7 @@ HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}
 MEASUREMENTS = 60
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Trial(msgspec.Struct, frozen=True):
     """The result of one candidate. speeds: figure -> tokens/s of each round. gain, noise: shares of
     the speed of the candidate that it was compared with.
 
@@ -64,7 +64,7 @@ class Tried(msgspec.Struct, frozen=True):
 
     key: str
     value: object
-    outcome: Outcome
+    outcome: Trial
     chosen: bool
     note: str = ""
 
@@ -80,8 +80,8 @@ class Tuned(msgspec.Struct, frozen=True):
     tried: list[Tried]
     skipped: list[str]
     chosen: Choice
-    before: Outcome | None = None
-    after: Outcome | None = None
+    before: Trial | None = None
+    after: Trial | None = None
 
     @property
     def confirmed(self) -> bool:
@@ -99,7 +99,7 @@ class Traffic(NamedTuple):
     scale: float
 
 
-class Figure(NamedTuple):
+class SpeedFigure(NamedTuple):
     """A measured number: ``part`` of the speeds of a work (prompt or decode), or of a workload
     (rate).
     """
@@ -132,7 +132,7 @@ class Knob(NamedTuple):
 
     key: str
     values: list[object]
-    figures: list[Figure]
+    figures: list[SpeedFigure]
     least: float = LEAST_GAIN
 
 
@@ -140,7 +140,7 @@ def race(
     runners: Mapping[str, T],
     measure: Callable[[T], dict[str, float]],
     going_on: Callable[[int], bool],
-) -> dict[str, Outcome]:
+) -> dict[str, Trial]:
     """Measure all runners in turn, round after round. The others are compared with the first one.
 
     measure: returns tokens/s by figure; a CandidateError removes the runner. ``going_on`` is called
@@ -149,11 +149,11 @@ def race(
     fails.
     """
     first, *others = runners
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
     failures: dict[str, str] = {}
 
     def ratios(name: str) -> list[float]:
-        pairs = zip(found[name], found[first], strict=False)
+        pairs = zip(measured[name], measured[first], strict=False)
         return [
             statistics.geometric_mean(own[figure] / its[figure] for figure in own)
             for own, its in pairs
@@ -163,7 +163,7 @@ def race(
         order = [first, *others]
         for name in order if num_rounds % 2 else reversed(order):
             try:
-                found[name].append(measure(runners[name]))
+                measured[name].append(measure(runners[name]))
             except CandidateError as error:
                 if name == first:
                     raise StartupError(f"{name} cannot be measured: {error}") from None
@@ -172,25 +172,25 @@ def race(
         others = [name for name in others if name not in failures and max(ratios(name)) >= limit]
         if not others or not going_on(num_rounds):
             break
-    return {name: outcome_of(found[name], ratios(name), failures.get(name, "")) for name in runners}
+    return {
+        name: make_outcome(measured[name], ratios(name), failures.get(name, "")) for name in runners
+    }
 
 
-def outcome_of(rounds: list[dict[str, float]], ratios: list[float], failure: str) -> Outcome:
+def make_outcome(rounds: list[dict[str, float]], ratios: list[float], failure: str) -> Trial:
     """Return gain and noise. The noise is twice the median distance of the rounds from their
     median; with few rounds, it is the largest distance.
     """
-    speeds = {
-        figure: [found[figure] for found in rounds] for figure in (rounds[0] if rounds else ())
-    }
+    speeds = {figure: [one[figure] for one in rounds] for figure in (rounds[0] if rounds else ())}
     if failure or not ratios:
-        return Outcome(speeds, failure=failure or "not measured")
+        return Trial(speeds, failure=failure or "not measured")
     middle = statistics.median(ratios)
     distances = [abs(ratio - middle) for ratio in ratios]
     noise = 2 * statistics.median(distances) if len(ratios) >= ENOUGH else max(distances)
-    return Outcome(speeds, middle - 1, noise)
+    return Trial(speeds, middle - 1, noise)
 
 
-def figures_of(figures: list[Figure], measure: Callable[[Any], Any]) -> dict[str, float]:
+def measure_figures(figures: list[SpeedFigure], measure: Callable[[Any], Any]) -> dict[str, float]:
     """Return label -> tokens/s of each figure. Each work is measured once."""
     speeds = {work: measure(work) for work in dict.fromkeys(figure.work for figure in figures)}
     return {figure.label: getattr(speeds[figure.work], figure.part) for figure in figures}
@@ -198,7 +198,7 @@ def figures_of(figures: list[Figure], measure: Callable[[Any], Any]) -> dict[str
 
 def search(
     knobs: list[Knob],
-    final: list[Figure],
+    final: list[SpeedFigure],
     start: Choice,
     measure: Callable[[Choice, Work | Traffic], Any],
     refuse: Callable[[str, Choice], str],
@@ -219,13 +219,13 @@ def search(
     choice, tried, skipped = dict(start), list[Tried](), list[str]()
 
     def raced(
-        runners: dict[str, Choice], figures: list[Figure], until: float
-    ) -> dict[str, Outcome]:
+        runners: dict[str, Choice], figures: list[SpeedFigure], until: float
+    ) -> dict[str, Trial]:
         def going_on(num_rounds: int) -> bool:
             return num_rounds < MIN_ROUNDS or (num_rounds < MAX_ROUNDS and clock() < until)
 
         return race(
-            runners, lambda it: figures_of(figures, lambda work: measure(it, work)), going_on
+            runners, lambda it: measure_figures(figures, lambda work: measure(it, work)), going_on
         )
 
     for i, knob in enumerate(knobs):
@@ -250,7 +250,7 @@ def search(
 
 def pick(
     candidates: dict[str, Choice],
-    outcomes: dict[str, Outcome],
+    outcomes: dict[str, Trial],
     knob: Knob,
     refuse: Callable[[str, Choice], str],
 ) -> tuple[str, dict[str, str]]:
@@ -355,25 +355,25 @@ def knobs(
         for size in (2048, 1024, 512, 256, 128)
         if size <= step and size != min(start[UBATCH], step)
     ]
-    several = [Figure("prompt", works.many), Figure("decode", works.many)]
-    prompt, decode = Figure("prompt", works.long), Figure("decode", works.long)
-    tries: list[tuple[str, list[object], list[Figure], float]] = [
+    several = [SpeedFigure("prompt", works.many), SpeedFigure("decode", works.many)]
+    prompt, decode = SpeedFigure("prompt", works.long), SpeedFigure("decode", works.long)
+    tries: list[tuple[str, list[object], list[SpeedFigure], float]] = [
         (BATCH_THREADS, [*threads], several, LEAST_GAIN),
-        (THREADS, [*threads], [Figure("decode", works.one)], LEAST_GAIN),
+        (THREADS, [*threads], [SpeedFigure("decode", works.one)], LEAST_GAIN),
         (UBATCH, [*passes], [prompt], LEAST_GAIN),
         (LAYOUT, ["auto" if start[LAYOUT] == "unified" else "unified"], [decode], CLEAR_GAIN),
         (KV_TYPE, ["f16", "q8_0", "q4_0"], [prompt, decode], LEAST_GAIN),
     ]
-    rates = [Figure("rate", one) for one in traffic]
+    rates = [SpeedFigure("rate", one) for one in traffic]
     return [
         Knob(key, [value for value in values if value != start[key]], rates or figures, least)
         for key, values, figures, least in tries
     ]
 
 
-def final_figures(works: Works, traffic: Sequence[Traffic] = ()) -> list[Figure]:
+def final_figures(works: Works, traffic: Sequence[Traffic] = ()) -> list[SpeedFigure]:
     if traffic:
-        return [Figure("rate", one) for one in traffic]
-    figures = [Figure("prompt", works.many)]
+        return [SpeedFigure("rate", one) for one in traffic]
+    figures = [SpeedFigure("prompt", works.many)]
     by_size = {work.num_seqs: work for work in (works.all, works.many, works.one)}
-    return figures + [Figure("decode", by_size[size]) for size in sorted(by_size)]
+    return figures + [SpeedFigure("decode", by_size[size]) for size in sorted(by_size)]

@@ -149,14 +149,14 @@ def compare(model: ModelFile = None, /, *, options: CompareOptions = CompareOpti
 
 def measure(model: Path | None, options: CompareOptions, rounds: Rounds) -> dict[str, str]:
     """Measure what is missing in ``rounds``; return what was skipped, and why."""
-    from cllm.bench.compare.measure import Options
+    from cllm.bench.compare.measure import ComparisonPlan
     from cllm.bench.compare.measure import compare as run
 
     if options.build:
         if options.peers != FOLDER:
             raise StartupError(f"--build writes to {FOLDER}, so it cannot be combined with --peers")
         build_peers(BUILT, print)
-    what = Options(
+    what = ComparisonPlan(
         model=model,
         peers=options.peers,
         default_peers=options.default_peers,
@@ -213,5 +213,5 @@ def commit() -> str:
         "--exclude",
         "*",
     ]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f", commit {found.stdout.strip()}" if found.returncode == 0 else ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f", commit {done.stdout.strip()}" if done.returncode == 0 else ""

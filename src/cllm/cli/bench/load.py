@@ -245,13 +245,13 @@ def load(
         options.api,
         options.server_pid,
     )
-    words = words_of(options, size, find_model(target, options.model))
+    words = make_words(options, size, find_model(target, options.model))
     if options.workload in SCENARIOS:
         words = msgspec.structs.replace(
             words, tokens_per_word=measure_tokens_per_word(target, words)
         )
     outcome = send(target, *make_groups(options, size, words))
-    settings = settings_of(options, size, words)
+    settings = collect_settings(options, size, words)
     report = summarize(outcome, url=target.url, model=words.model, settings=settings)
     show(report, options)
     forgiven = options.rate is not None and options.workload != "overload"
@@ -266,7 +266,7 @@ def checked_key(key: str | None) -> str | None:
     return key
 
 
-def words_of(options: LoadOptions, size: Size, model: str) -> Words:
+def make_words(options: LoadOptions, size: Size, model: str) -> Words:
     shared_words = options.shared_words
     if shared_words is None:
         is_shared = options.workload == "shared-prefix"
@@ -293,7 +293,7 @@ def make_groups(options: LoadOptions, size: Size, words: Words) -> tuple[Group, 
     if scenario := SCENARIOS.get(options.workload):
         if options.rate is not None:
             raise StartupError(f"--rate does not apply to the workload {options.workload}")
-        stages = scenario.make(words, sizes_of(options, size))
+        stages = scenario.make(words, make_sizes(options, size))
         return Group(tasks=warmup, clients=clients), stages
     if options.workload == "questions":
         tasks = question_tasks(
@@ -314,7 +314,7 @@ def make_groups(options: LoadOptions, size: Size, words: Words) -> tuple[Group, 
     return Group(tasks=warmup, clients=clients), [[group]]
 
 
-def sizes_of(options: LoadOptions, size: Size) -> Sizes:
+def make_sizes(options: LoadOptions, size: Size) -> Sizes:
     usual = SCENARIOS[options.workload].sizes.long_tokens
     long_tokens = (options.long_tokens or usual) if usual else 0
     return Sizes(size.requests, size.concurrency, long_tokens, options.scale)
@@ -337,7 +337,7 @@ def send(target: Target, warmup: Group, stages: list[Stage]) -> Outcome:
         )
 
 
-def settings_of(options: LoadOptions, size: Size, words: Words) -> dict[str, Any]:
+def collect_settings(options: LoadOptions, size: Size, words: Words) -> dict[str, Any]:
     """Return the settings of a report: those that have an effect."""
     settings: dict[str, Any] = {
         "api": options.api,
@@ -355,7 +355,7 @@ def settings_of(options: LoadOptions, size: Size, words: Words) -> dict[str, Any
     if options.workload == "edit":
         del settings["max_tokens"]
     elif options.workload in SCENARIOS:
-        settings["long_tokens"] = sizes_of(options, size).long_tokens or None
+        settings["long_tokens"] = make_sizes(options, size).long_tokens or None
         settings |= {"scale": options.scale, "temperature": words.temperature}
     elif options.workload != "questions":
         sizes = ("prompt_words", "shared_words", "temperature")

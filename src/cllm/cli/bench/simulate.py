@@ -180,7 +180,7 @@ def replay(
     other than its deadline.
     """
     entries = read_trace(trace)
-    setup = setup_of(options, entries)
+    setup = make_setup(options, entries)
     if unknown := set(options.key) - {entry.account for entry in entries}:
         raise StartupError(f'{trace} contains no request of the account "{min(unknown)}"')
     begun = time.monotonic()
@@ -219,7 +219,7 @@ def run(
     )
 
 
-def setup_of(options: ReplayOptions, entries: list[Entry]) -> Setup:
+def make_setup(options: ReplayOptions, entries: list[Entry]) -> Setup:
     needed = max(entry.input_length + entry.output_length for entry in entries)
     return Setup(
         policy=options.policy,

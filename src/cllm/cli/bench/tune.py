@@ -18,13 +18,13 @@ from cyclopts.validators import Number
 from cllm.bench.tune.load import WORKLOADS, ServerBench
 from cllm.bench.tune.measure import Bench, CandidateError
 from cllm.bench.tune.quality import TEXT, Quality
-from cllm.bench.tune.report import Report, format_yaml, in_words, print_report, settings_tree
+from cllm.bench.tune.report import TuningReport, format_yaml, in_words, print_report, settings_tree
 from cllm.bench.tune.requantize import (
     SIZE_LIMIT,
     Quantization,
     Requantized,
-    best_of,
     estimated_bytes,
+    find_best,
     original_quantization,
     read_quantization,
     try_quantizations,
@@ -297,11 +297,11 @@ class Tuning:
             self.bench, params, figures, self.tokens, forms, self.folder, progress
         )
 
-    def report(self, seconds: float) -> Report:
+    def report(self, seconds: float) -> TuningReport:
         """Return the report on what was measured in ``seconds``."""
         header, forms = self.subject.header, self.forms
-        best = best_of(forms or [])
-        return Report(
+        best = find_best(forms or [])
+        return TuningReport(
             model=catalog.derive_model_name(self.subject.path),
             cpu=describe_cpu(),
             cores=os.cpu_count() or 1,
@@ -355,7 +355,7 @@ def read_text(path: Path) -> str:
         raise StartupError(f"--text {path} is not UTF-8") from None
 
 
-def show(report: Report, loaded: LoadedConfig, options: TuneOptions) -> None:
+def show(report: TuningReport, loaded: LoadedConfig, options: TuneOptions) -> None:
     """Print the report, and print or write the YAML."""
     yaml, out = format_yaml(loaded, report), options.out
     print_report(report)
@@ -369,7 +369,7 @@ def show(report: Report, loaded: LoadedConfig, options: TuneOptions) -> None:
 
 
 def chosen_quantization(forms: list[Requantized] | None, header: GgufHeader) -> Quantization | None:
-    best = best_of(forms or [])
+    best = find_best(forms or [])
     return None if best is None else read_quantization(best.form, header)
 
 

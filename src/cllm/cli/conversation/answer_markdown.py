@@ -105,8 +105,8 @@ def read_inline(state: StateInline, silent: bool) -> bool:
     end = 0
     if (opening := BLOCK_MATH.match(state.src, begin)) or mark == "\\(":
         closing = closing_mark(opening[0] if opening else mark)
-        found = state.src.find(closing, begin + 2, begin + MAX_FORMULA)
-        end = found + len(closing) if found >= 0 else 0
+        place = state.src.find(closing, begin + 2, begin + MAX_FORMULA)
+        end = place + len(closing) if place >= 0 else 0
     elif match := DOLLARS.match(state.src, begin):
         end = match.end()
     if end <= begin + 2 and mark.startswith("\\") and mark[1:2] not in tuple(ESCAPED):

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cllm.cli.answers import Messages, Options, Part
-from cllm.cli.conversation.printer import text_of
+from cllm.cli.answers import AnswerOptions, AnswerPart, Messages
+from cllm.cli.conversation.printer import join_text
 from cllm.cli.conversation.reader import state_folder
 from cllm.errors import CLLMError
 from cllm.input_files import read_input
@@ -42,14 +42,14 @@ class Conversation:
     def ask(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
-    def answer(self, parts: list[Part]) -> None:
+    def answer(self, parts: list[AnswerPart]) -> None:
         """Add the answer, as far as it came. Without one, the question is removed too."""
-        if text := text_of(parts):
+        if text := join_text(parts):
             self.messages.append({"role": "assistant", "content": text})
         else:
             self.messages.pop()
 
-    def save(self, name: str, model: str, options: Options) -> Path:
+    def save(self, name: str, model: str, options: AnswerOptions) -> Path:
         """Write the conversation to a file that only its owner can read. Raises CLLMError."""
         path = saved_path(name)
         saved = Saved(

@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from cllm.cli.answers import Part, Parts
+from cllm.cli.answers import AnswerPart, Parts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +22,7 @@ CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(c
 
 
 class Printer(Protocol):
-    def add(self, part: Part) -> None:
+    def add(self, part: AnswerPart) -> None:
         """Print a part of an answer."""
         ...
 
@@ -38,7 +38,7 @@ def open_printer(*, hides_reasoning: bool = False, is_markdown: bool = True) -> 
     return PlainPrinter(hides_reasoning=hides_reasoning)
 
 
-def print_answer(parts: Parts, printer: Printer, collected: list[Part]) -> None:
+def print_answer(parts: Parts, printer: Printer, collected: list[AnswerPart]) -> None:
     """Print the parts as they arrive, and add them to ``collected``.
 
     However it ends, the generation is ended and the last line is complete.
@@ -84,7 +84,7 @@ def read_terminal() -> list[Any] | None:
         return None
 
 
-def text_of(parts: list[Part]) -> str:
+def join_text(parts: list[AnswerPart]) -> str:
     """Return the text without the reasoning."""
     return "".join(part.text for part in parts if not part.is_reasoning)
 
@@ -111,7 +111,7 @@ class PlainPrinter:
         self._is_terminal = sys.stdout.isatty()
         self._dim, self._reset = (DIM, RESET) if is_capable(sys.stderr) else ("", "")
 
-    def add(self, part: Part) -> None:
+    def add(self, part: AnswerPart) -> None:
         if part.is_reasoning:
             if self._hides_reasoning:
                 return
@@ -160,7 +160,7 @@ class MarkdownPrinter:
         )
         self._live.start()
 
-    def add(self, part: Part) -> None:
+    def add(self, part: AnswerPart) -> None:
         if part.is_reasoning and self._hides_reasoning:
             return
         if part.is_reasoning != self._is_reasoning:

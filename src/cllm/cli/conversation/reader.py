@@ -116,8 +116,8 @@ class PromptReader:
             def get_completions(self, document, event):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
                 text = document.text_before_cursor
                 word = text.rpartition(" ")[2]
-                for found in complete(text):
-                    yield Completion(found, -len(word))
+                for completion in complete(text):
+                    yield Completion(completion, -len(word))
 
         from cllm.cli.conversation.word_wrap import WordWrap
 
