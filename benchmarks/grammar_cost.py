@@ -151,7 +151,7 @@ def step_seconds(
         engine.handle(Add(Request(name, [1, 2, 3], params if i < num_bound else free)))
     times: list[float] = []
     while engine.has_work() and len(times) < num_steps:
-        running = engine.scheduler.running
+        running = engine.scheduler.sequences.running
         decoding = len(running) == num_seqs and all(seq.num_lacking_tokens == 1 for seq in running)
         begun = time.perf_counter()
         outputs = engine.step()

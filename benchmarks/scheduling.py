@@ -332,7 +332,7 @@ def queue(options: argparse.Namespace, report: Report) -> None:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         num_sent, spent = 0, []
         for step in range(500):
-            while num_sent == 0 or len(engine.scheduler.waiting) < num_waiting:
+            while num_sent == 0 or len(engine.scheduler.sequences.waiting) < num_waiting:
                 request = Request(
                     str(num_sent),
                     [num_sent % 250, *range(40)],

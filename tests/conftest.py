@@ -228,7 +228,7 @@ class FakeEngine:
         params = EngineParams(**{"check": True, "speculation": "off", "prefill_share": 1.0, **mine})
         self.engine = build_engine(self.backend, params, clock=lambda: self.now)
         self.scheduler = self.engine.scheduler
-        self.kv_cache = self.scheduler.kv_cache
+        self.kv_cache = self.scheduler.sequences.kv_cache
         self.outputs: list[TokenOutput] = []
 
     def sleep(self, seconds: float) -> None:
@@ -254,7 +254,7 @@ class FakeEngine:
     def abort(self, name: str, index: int | None = None) -> list[TokenOutput]:
         outputs = self.engine.handle(Abort(name, index))
         self.outputs += outputs
-        self.scheduler.check()
+        self.scheduler.sequences.check()
         return outputs
 
     def step(self) -> str:
@@ -262,7 +262,7 @@ class FakeEngine:
         num_batches = len(self.backend.batches)
         outputs = self.engine.step()
         self.outputs += outputs
-        self.scheduler.check()
+        self.scheduler.sequences.check()
         return " | ".join(
             str(batch).replace("   ", " | ") for batch in self.backend.batches[num_batches:]
         )
@@ -270,7 +270,7 @@ class FakeEngine:
     def finish(self, max_steps: int = 2000) -> list[str]:
         """Step until there is no work, and return the rows of each step."""
         steps = []
-        while self.scheduler.has_work():
+        while self.scheduler.sequences.has_work():
             steps.append(self.step())
             assert len(steps) < max_steps, f"no end in sight: {self.scheduler}"
         return steps

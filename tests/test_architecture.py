@@ -258,8 +258,6 @@ LONG = {
     "cllm.cli.keys.add": 71,
     "cllm.cli.serve.serve": 64,
     "cllm.observe.metrics.Metrics.__init__": 91,
-    "cllm.scheduler.scheduler.Scheduler": 451,
-    "cllm.scheduler.scheduler.Scheduler.update": 62,
     "cllm.server.http.server.open_server": 101,
     "cllm.server.run.run": 85,
 }

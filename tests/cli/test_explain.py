@@ -55,7 +55,7 @@ def test_idle_server_reports_no_steps(fake_engine):
 def test_steps_that_differ_in_their_time_only_are_one_line(fake_engine):
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=64, context_length=256, length=30)
     engine.add("one", [1, 2, 3], max_tokens=30)
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         engine.step()
     said = lines(explain(engine.scheduler, engine.now, 20))
     assert said[0] == "The server is idle. The last steps were:"

@@ -55,7 +55,7 @@ def ask(engine: Engine, prompt: list[int], salt: str = "") -> tuple[list[int], i
     params = SamplingParams(temperature=0, max_tokens=2)
     engine.handle(Add(Request(str(time.monotonic_ns()), prompt, params, cache_salt=salt)))
     outputs = []
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         outputs += engine.step()
     return [output.token for output in outputs], backend.num_tokens - before
 
@@ -176,7 +176,7 @@ def test_files_of_other_models_are_ignored(tmp_path):
     other = build_engine(
         first.backend, EngineParams(disk_cache=str(tmp_path), disk_cache_bytes=10_000)
     )
-    assert len(other.scheduler.kv_cache.snapshots.tiers.files) == 0
+    assert len(other.scheduler.sequences.kv_cache.snapshots.tiers.files) == 0
     assert len(list(tmp_path.glob("*.kv"))) == 1
 
 
@@ -200,7 +200,7 @@ def test_file_that_vanishes_meanwhile_hides_no_other(tmp_path, monkeypatch):
     ask(first, LONG)
     close(first)
     (tmp_path / "gone.kv").symlink_to(tmp_path / "nowhere")
-    assert len(start(tmp_path).scheduler.kv_cache.snapshots.tiers.files) == 1
+    assert len(start(tmp_path).scheduler.sequences.kv_cache.snapshots.tiers.files) == 1
 
 
 def _fields(info) -> dict:
@@ -350,7 +350,7 @@ def test_prefixes_evicted_from_ram_are_read_from_disk(tmp_path):
         while engine.idle():
             engine._disk._files.flush(5)
             engine.step()
-    assert len(engine.scheduler.kv_cache.snapshots.tiers.files) == 4
+    assert len(engine.scheduler.sequences.kv_cache.snapshots.tiers.files) == 4
     for i in range(4):
         assert ask(engine, [i, *LONG[1:]]) == (answers[i], 2)
 
@@ -411,7 +411,7 @@ def test_backend_error_during_disk_use_costs_only_the_prefix(method, tmp_path, m
         monkeypatch.setattr(first.backend, method, lambda key: 1 / 0)
     close(first)
     second = start(tmp_path)
-    assert len(second.scheduler.kv_cache.snapshots.tiers.files) == (
+    assert len(second.scheduler.sequences.kv_cache.snapshots.tiers.files) == (
         0 if method == "snapshot" else 1
     )
     if method != "snapshot":
@@ -432,4 +432,4 @@ def test_error_while_saving_idle_prefix_costs_only_the_prefix(method, tmp_path, 
     assert failed
     monkeypatch.undo()
     assert ask(engine, LONG)[0] == answer
-    engine.scheduler.check()
+    engine.scheduler.sequences.check()

@@ -105,7 +105,7 @@ def ask(engine: Engine, name: str, prompt: list[int]) -> None:
     """
     params = SamplingParams(temperature=0, max_tokens=2)
     outputs = engine.handle(Add(Request(name, prompt, params)))
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         outputs += engine.step()
     assert [output.token for output in outputs] == [prompt[-1] + 1, prompt[-1] + 2]
 
@@ -127,7 +127,7 @@ def check_engine(folder: Path, seed: int) -> None:
     engine = start(folder)
     assert not list(folder.glob("*.tmp"))
     engine._disk._files.flush(60)
-    tiers = engine.scheduler.kv_cache.snapshots.tiers
+    tiers = engine.scheduler.sequences.kv_cache.snapshots.tiers
     assert len(list(folder.iterdir())) == len(tiers.files)
     assert tiers.num_disk_bytes <= DISK_BYTES
     for number, prompt in enumerate(PROMPTS):

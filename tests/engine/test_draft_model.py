@@ -88,7 +88,7 @@ def test_speculation_keeps_tokens_of_model(fake_engine):
     engine = build_engine(FakeBackend(length=40), EngineParams(**params, check=True))
     engine.handle(Add(Request("A", [1, 2, 3], SamplingParams(temperature=0, max_tokens=30))))
     outputs = []
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         outputs += engine.step()
     assert [output.token for output in outputs] == list(range(4, 34))
     assert engine.scheduler.statistics.num_guesses > 0

@@ -194,7 +194,7 @@ def test_seed_gives_same_text_alone_and_with_neighbours(fake_engine):
     crowd = fake_engine(
         length=30, context_length=64, num_cells=80, max_num_seqs=4, max_num_batched_tokens=8
     )
-    crowd.scheduler.length_estimates.output = 4
+    crowd.scheduler.sequences.length_estimates.output = 4
     for i in range(3):
         crowd.add(str(i), [i] * 9, seed=i, temperature=5.0, max_tokens=20 + i, ignore_eos=True)
     crowd.add("A", [1, 2, 3], seed=7, temperature=5.0, max_tokens=30, ignore_eos=True, n=2)
@@ -223,7 +223,7 @@ def finish(engine) -> list:
         if not engine.has_work():
             return outputs
         outputs += engine.step()
-        engine.scheduler.check()
+        engine.scheduler.sequences.check()
     raise AssertionError(f"the engine does not finish: {engine.scheduler}")
 
 
@@ -255,7 +255,7 @@ def raise_for_row(monkeypatch: pytest.MonkeyPatch, sampler, request_id: str) -> 
 def test_policy_exception_ends_only_its_request(method, monkeypatch):
     """While it is queued, admitted or sampled."""
     engine = make_surviving_engine(length=4)
-    raise_for(monkeypatch, engine.scheduler.waiting.policy, method, "B")
+    raise_for(monkeypatch, engine.scheduler.sequences.waiting.policy, method, "B")
     outputs = [
         output
         for name, prompt in (("A", 1), ("B", 7), ("C", 20))

@@ -189,7 +189,7 @@ def test_parked_sequences_resume_their_grammar():
     while answers.engine.scheduler.statistics.num_steps < 20:
         answers.take(answers.engine.step())
     scheduler = answers.engine.scheduler
-    assert run_operations(answers.engine.backend, scheduler, scheduler.empty_cells())
+    assert run_operations(answers.engine.backend, scheduler, scheduler.sequences.empty_cells())
     answers.run()
     assert scheduler.statistics.num_parked == 4
     assert all(len(text) == 60 and text.isdigit() for text in answers.texts.values())

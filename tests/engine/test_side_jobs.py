@@ -63,7 +63,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
             return tokens
         for output in engine.step():
             tokens.setdefault(output.request_id, []).append(output.token)
-        engine.scheduler.check()
+        engine.scheduler.sequences.check()
     raise AssertionError(f"the engine does not finish: {engine.scheduler}")
 
 
@@ -138,8 +138,8 @@ def test_busy_idle_side_job_starves_no_other():
 def test_snapshot_evicted_from_ram_is_not_written():
     """An exception here would be raised in every step."""
     engine = start()
-    engine.scheduler.use_disk(pytest.fail)
-    engine.scheduler.write_saved([Save(0, 123)])
+    engine.scheduler.sequences.use_disk(pytest.fail)
+    engine.scheduler.sequences.write_saved([Save(0, 123)])
 
 
 class Inbox:
@@ -199,5 +199,6 @@ def test_hot_objects_have_fewer_than_30_attributes():
     time.
     """
     engine = start()
-    for owner in (engine, engine.scheduler, engine.scheduler.kv_cache):
+    sequences = engine.scheduler.sequences
+    for owner in (engine, engine.scheduler, sequences, sequences.kv_cache):
         assert len(vars(owner)) < 30, owner

@@ -183,7 +183,7 @@ def test_parked_sequences_keep_their_answers(known_questions):
         kv_max_memory_mb=1,
     ) as llm:
         assert llm.info.num_cells < 500
-        llm._engine.scheduler.length_estimates.output = 8
+        llm._engine.scheduler.sequences.length_estimates.output = 8
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]

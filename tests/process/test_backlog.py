@@ -163,7 +163,7 @@ def test_estimated_time_to_first_token_is_about_right(fake_engine):
         for request in asked:
             estimates[request.request_id] = backlog.estimate_position(request).seconds
             backlog.record_submission(request)
-        while engine.scheduler.has_work():
+        while engine.scheduler.sequences.has_work():
             num_seen = len(engine.outputs)
             engine.step()
             backlog.observe(collect_stats(engine.scheduler))

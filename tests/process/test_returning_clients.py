@@ -95,8 +95,8 @@ class World:
 
     def run(self) -> None:
         """Run until all clients have gone."""
-        while self._arrivals or self.engine.scheduler.has_work():
-            if not self.engine.scheduler.has_work():
+        while self._arrivals or self.engine.scheduler.sequences.has_work():
+            if not self.engine.scheduler.sequences.has_work():
                 self._engine_now = self._arrivals[0][0]
                 self._admit_until(self._engine_now)
                 continue

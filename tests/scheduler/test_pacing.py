@@ -374,7 +374,9 @@ def test_prompt_of_a_lower_class_does_not_starve(fake_engine):
         if sent >= 60 and not is_added:
             engine.add("low", [5] * 400, max_tokens=1, priority=Priority.BATCH)
             is_added = True
-        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 30:
+        while (
+            len(engine.scheduler.sequences.running) + len(engine.scheduler.sequences.waiting) < 30
+        ):
             sent += 1
             prompt = [sent % 200] * 900 + [sent // 200]
             engine.add(f"high{sent}", prompt, max_tokens=2, priority=Priority.INTERACTIVE)
@@ -506,7 +508,9 @@ def test_old_prompt_gets_one_of_eight_turns_beside_streams(fake_engine):
         if sent == 12 and not added:
             engine.add("low", [5] * 2000, max_tokens=1, priority=Priority.BATCH)
             added = engine.now
-        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 20 + bool(added):
+        while len(engine.scheduler.sequences.running) + len(
+            engine.scheduler.sequences.waiting
+        ) < 20 + bool(added):
             sent += 1
             prompt = [sent % 200] * 400 + [sent // 200]
             engine.add(f"high{sent}", prompt, max_tokens=2, priority=Priority.INTERACTIVE)

@@ -148,7 +148,7 @@ def test_seed_gives_same_text_alone_and_with_others(
     alone.finish()
 
     crowd = make_engine(num_cells)
-    crowd.scheduler.length_estimates.output = 4
+    crowd.scheduler.sequences.length_estimates.output = 4
     for number, (size, output, num_steps, priority, _) in enumerate(others):
         for _ in range(num_steps):
             crowd.step()

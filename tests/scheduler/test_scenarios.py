@@ -31,7 +31,7 @@ class Replay:
         expected_output = options.pop("expected_output", None)
         self.engine = fake_engine(**options)
         if expected_output is not None:
-            self.engine.scheduler.length_estimates.output = expected_output
+            self.engine.scheduler.sequences.length_estimates.output = expected_output
         self.events = [line.split() for line in events]
         self.requests = {}
 
@@ -73,12 +73,12 @@ class Replay:
         """Compute one step; return its line of the table."""
         backend, scheduler = self.engine.backend, self.engine.scheduler
         then = self.apply_events(now)
-        running, num_outputs = list(scheduler.running), len(self.engine.outputs)
+        running, num_outputs = list(scheduler.sequences.running), len(self.engine.outputs)
         assert self.engine.step(), f"nothing to do at t={now}: schedule the next event earlier"
         then += [
             f"{self.name(s.request.request_id, s.index)} parked"
             for s in running
-            if s in scheduler.waiting
+            if s in scheduler.sequences.waiting
         ]
         then += [
             f"{self.name(o.request_id, o.index)} {o.finish}"
@@ -104,7 +104,7 @@ class Replay:
         seq_ids = [f"seq_id {i}" for i in range(self.engine.backend.info.max_num_seqs)]
         lines = [["step", *seq_ids, "before", "then", "held idle free"]]
         last = max(int(event[0].removeprefix("t=")) for event in self.events)
-        while len(lines) - 1 <= last or self.engine.scheduler.has_work():
+        while len(lines) - 1 <= last or self.engine.scheduler.sequences.has_work():
             lines.append(self.line(len(lines) - 1))
             assert len(lines) < MAX_STEPS, "the scenario does not end"
         for name, request in self.requests.items():

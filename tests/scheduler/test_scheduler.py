@@ -175,7 +175,7 @@ def test_prompt_that_can_never_fit_ends_with_error(fake_engine):
     engine = fake_engine(context_length=16)
     request = Request("A", LONG[:16], SamplingParams(n=2))
     assert [output.finish for output in engine.engine.handle(Add(request))] == ["error", "error"]
-    assert not engine.scheduler.has_work()
+    assert not engine.scheduler.sequences.has_work()
 
 
 def test_end_token_ends_sequence(fake_engine):
@@ -216,10 +216,10 @@ def test_sequences_are_parked_from_tail(fake_engine):
     engine = fake_engine(
         context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25
     )
-    engine.scheduler.length_estimates.output = 4
+    engine.scheduler.sequences.length_estimates.output = 4
     requests = [engine.add(name, LONG[:4], max_tokens=24) for name in "ABCD"]
     running = ["ABCD"]
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         engine.step()
         batch = engine.backend.batches[-1]
         names = "".join(sorted(row.seq.request.request_id for row in batch.rows))
@@ -240,7 +240,7 @@ def test_sequence_parked_in_step_gets_no_row(fake_engine):
     engine = fake_engine(
         context_length=64, max_num_seqs=8, max_num_batched_tokens=9, num_cells=277, length=60
     )
-    engine.scheduler.length_estimates.output = 8.0
+    engine.scheduler.sequences.length_estimates.output = 8.0
     for i in range(6):
         engine.add(f"D{i}", [10 * i] * 2, max_tokens=55, ignore_eos=True)
     for _ in range(4):
@@ -262,14 +262,14 @@ def test_parked_sequence_waits_at_head_of_queue(fake_engine):
     engine = fake_engine(
         context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30
     )
-    engine.scheduler.length_estimates.output = 1
+    engine.scheduler.sequences.length_estimates.output = 1
     engine.add("A", LONG[:18], max_tokens=20)
     engine.add("B", LONG[18:36], max_tokens=20)
     engine.add("C", [1, 2], max_tokens=1)
     while not engine.scheduler.statistics.num_parked:
         engine.step()
-    assert engine.scheduler.waiting.head(0).request.request_id == "B"
-    assert engine.scheduler.waiting.head(0).status is Status.PARKED
+    assert engine.scheduler.sequences.waiting.head(0).request.request_id == "B"
+    assert engine.scheduler.sequences.waiting.head(0).status is Status.PARKED
     engine.finish()
     assert engine.tokens("B") == list(range(136, 156))
 
@@ -492,7 +492,7 @@ def test_parked_sequence_resumes_from_ram(fake_engine):
         "max_num_batched_tokens": 200,
     }
     engine = fake_engine(**options, length=150, engine_ram_cache_bytes=10_000)
-    engine.scheduler.length_estimates.output = 4
+    engine.scheduler.sequences.length_estimates.output = 4
     requests = [engine.add("A", LONG, max_tokens=100), engine.add("B", [7] * 80, max_tokens=100)]
     engine.finish()
     assert engine.scheduler.statistics.num_parked == 1
@@ -511,7 +511,7 @@ def test_own_tokens_after_parking_do_not_count_as_cached(fake_engine):
     engine = fake_engine(
         context_length=69, num_cells=69, max_num_seqs=2, max_num_batched_tokens=64, length=40
     )
-    engine.scheduler.length_estimates.output = 4
+    engine.scheduler.sequences.length_estimates.output = 4
     engine.add("A", LONG[:20], max_tokens=16)
     engine.add("B", LONG[20:], max_tokens=18)
     engine.finish()
@@ -552,18 +552,24 @@ def test_schedule_returns_none_without_sequences():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda scheduler: scheduler.running.remove(scheduler.running.tail),
-        lambda scheduler: setattr(next(iter(scheduler.running)), "status", Status.WAITING),
-        lambda scheduler: setattr(next(iter(scheduler.running)), "num_computed_tokens", 9),
-        lambda scheduler: setattr(next(iter(scheduler.running)), "seq_id", 1),
-        lambda scheduler: setattr(scheduler.waiting.head(0), "seq_id", 0),
-        lambda scheduler: setattr(scheduler.waiting.head(0), "status", Status.RUNNING),
-        lambda scheduler: scheduler.waiting.remove(scheduler.waiting.head(0)),
-        lambda scheduler: scheduler.deferred.follow(
-            next(iter(scheduler.running)), 3, scheduler.waiting.head(0)
+        lambda scheduler: scheduler.sequences.running.remove(scheduler.sequences.running.tail),
+        lambda scheduler: setattr(
+            next(iter(scheduler.sequences.running)), "status", Status.WAITING
         ),
-        lambda scheduler: scheduler.deferred.reasons.update({scheduler.waiting.head(0): "nothing"}),
-        lambda scheduler: scheduler.kv_cache.hold(0, 1),
+        lambda scheduler: setattr(
+            next(iter(scheduler.sequences.running)), "num_computed_tokens", 9
+        ),
+        lambda scheduler: setattr(next(iter(scheduler.sequences.running)), "seq_id", 1),
+        lambda scheduler: setattr(scheduler.sequences.waiting.head(0), "seq_id", 0),
+        lambda scheduler: setattr(scheduler.sequences.waiting.head(0), "status", Status.RUNNING),
+        lambda scheduler: scheduler.sequences.waiting.remove(scheduler.sequences.waiting.head(0)),
+        lambda scheduler: scheduler.sequences.deferred.follow(
+            next(iter(scheduler.sequences.running)), 3, scheduler.sequences.waiting.head(0)
+        ),
+        lambda scheduler: scheduler.sequences.deferred.reasons.update(
+            {scheduler.sequences.waiting.head(0): "nothing"}
+        ),
+        lambda scheduler: scheduler.sequences.kv_cache.hold(0, 1),
     ],
     ids=[
         "lost",
@@ -586,10 +592,10 @@ def test_check_detects_broken_invariants(damage):
             Sequence(Request(name, [ord(name)] * 5, SamplingParams(max_tokens=2)), 0, 0, 8), 0.0
         )
     scheduler.update(scheduler.schedule(0.0), [], 1.0)
-    scheduler.check()
+    scheduler.sequences.check()
     damage(scheduler)
     with pytest.raises(AssertionError):
-        scheduler.check()
+        scheduler.sequences.check()
 
 
 arrivals = st.tuples(
@@ -657,15 +663,17 @@ def test_decoding_sequence_gets_token_in_each_step(fake_engine, limits, lengths)
     for i, length in enumerate(lengths):
         engine.add(str(i), [1] * length, max_tokens=5)
     decoding = set()
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         engine.step()
         batch = engine.backend.batches[-1]
         rows = {row.seq: row for row in batch.rows}
-        waiting = set(engine.scheduler.waiting)
+        waiting = set(engine.scheduler.sequences.waiting)
         assert decoding - waiting <= rows.keys()
         prompts = sum(row.num_tokens for row in batch.rows if row.seq not in decoding)
         assert prompts <= limits["max_num_batched_tokens"] - len(decoding & rows.keys())
-        decoding = {seq for seq in engine.scheduler.running if seq.num_lacking_tokens == 1}
+        decoding = {
+            seq for seq in engine.scheduler.sequences.running if seq.num_lacking_tokens == 1
+        }
 
 
 def test_queue_timeout_ends_when_first_sequence_starts(fake_engine):
@@ -721,9 +729,9 @@ def test_aged_sequence_is_not_parked_again(fake_engine):
     )
     engine.add("slow", [9] * 30, priority=Priority.BATCH, max_tokens=5, ignore_eos=True)
     for i in range(300):
-        while len(engine.scheduler.waiting) < 3:
+        while len(engine.scheduler.sequences.waiting) < 3:
             engine.add(
-                f"i{engine.scheduler._next_order}",
+                f"i{engine.scheduler.sequences._next_order}",
                 [i % 200] * 10,
                 priority=Priority.INTERACTIVE,
                 max_tokens=3,
@@ -782,7 +790,7 @@ def test_unread_sequence_yields_its_place_to_any_other(fake_engine, account, pri
     engine = fake_engine(max_num_seqs=1, length=30)
     engine.add("A", [1], priority=Priority.INTERACTIVE, max_tokens=20)
     engine.step()
-    engine.scheduler.set_yielding("A", yields=True)
+    engine.scheduler.sequences.set_yielding("A", yields=True)
     engine.add("B", [50], account, priority, max_tokens=5)
     engine.add("C", [70], account, priority, max_tokens=5)
     engine.finish()
@@ -790,19 +798,19 @@ def test_unread_sequence_yields_its_place_to_any_other(fake_engine, account, pri
     assert ends == ["B", "C", "A"]
     assert engine.tokens("A") == [*range(2, 22)]
     assert engine.scheduler.statistics.num_parked == 1
-    assert engine.scheduler._yielding == set()
+    assert engine.scheduler.sequences._yielding == set()
 
 
 def test_sequence_that_is_read_again_has_its_old_place(fake_engine):
     engine = fake_engine(max_num_seqs=1, length=30)
     engine.add("A", [1], max_tokens=20)
     engine.step()
-    engine.scheduler.set_yielding("A", yields=True)
+    engine.scheduler.sequences.set_yielding("A", yields=True)
     engine.add("B", [50], max_tokens=9)
     engine.add("C", [70], max_tokens=9)
     engine.step()
     engine.step()
-    engine.scheduler.set_yielding("A", yields=False)
+    engine.scheduler.sequences.set_yielding("A", yields=False)
     engine.finish()
     assert [o.request_id for o in engine.outputs if o.finish] == ["B", "A", "C"]
 
@@ -813,7 +821,7 @@ def test_unread_sequence_that_waits_does_not_hold_up_others(fake_engine):
     engine.add("batch", [1], priority=Priority.BATCH, max_tokens=40)
     engine.step()
     engine.add("unread", [50], priority=Priority.INTERACTIVE, max_tokens=3)
-    engine.scheduler.set_yielding("unread", yields=True)
+    engine.scheduler.sequences.set_yielding("unread", yields=True)
     engine.add("normal", [70], max_tokens=3)
     engine.finish()
     assert [o.request_id for o in engine.outputs if o.finish] == ["normal", "batch", "unread"]
@@ -822,7 +830,7 @@ def test_unread_sequence_that_waits_does_not_hold_up_others(fake_engine):
 def test_unread_request_that_arrives_later_yields(fake_engine):
     """Its grammar was being compiled when the client stopped reading."""
     engine = fake_engine(max_num_seqs=1, length=30)
-    engine.scheduler.set_yielding("A", yields=True)
+    engine.scheduler.sequences.set_yielding("A", yields=True)
     engine.add("A", [1], max_tokens=20)
     engine.step()
     engine.add("B", [50], max_tokens=5)
@@ -837,8 +845,8 @@ def test_unread_leader_keeps_the_class_of_its_followers(fake_engine):
     engine.step()
     engine.add("B", LONG, max_tokens=2)
     engine.step()
-    engine.scheduler.set_yielding("A", yields=True)
-    (leader,) = [seq for seq in engine.scheduler.running if seq.request.request_id == "A"]
+    engine.scheduler.sequences.set_yielding("A", yields=True)
+    (leader,) = [seq for seq in engine.scheduler.sequences.running if seq.request.request_id == "A"]
     assert leader.effective_priority == Priority.NORMAL
     engine.finish()
 
@@ -890,7 +898,9 @@ def test_account_whose_turn_it_is_gets_cells_only_if_parking_frees_enough(fake_e
             length=250,
             max_num_batched_tokens=512,
         )
-        engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens + 10
+        engine.scheduler.sequences.length_estimates.estimate_length = lambda seq: (
+            seq.num_tokens + 10
+        )
         engine.add("L", [200] * 240, "long", max_tokens=16)
         for i in range(4):
             engine.add(f"A{i}", [10 * i] * 50, "many", max_tokens=60)
@@ -954,13 +964,17 @@ def test_old_streams_give_up_places_again_and_again(fake_engine):
         assert engine.now - begun <= TURN_SECONDS + 0.2
         run_for(engine, 10)
     assert engine.scheduler.statistics.num_parked == 20
-    assert {seq.effective_priority for seq in engine.scheduler.running} == {Priority.NORMAL}
+    assert {seq.effective_priority for seq in engine.scheduler.sequences.running} == {
+        Priority.NORMAL
+    }
 
 
 def test_turn_is_kept(fake_engine):
     """Its account does not lose the place to the parked stream, which waits now."""
     engine = fill_places(fake_engine)
-    engine.scheduler.waiting._num_taken = AGED_SHARE - 2  # one more, and the oldest goes first
+    engine.scheduler.sequences.waiting._num_taken = (
+        AGED_SHARE - 2
+    )  # one more, and the oldest goes first
     engine.add("B", [50], "few", max_tokens=200)
     while not engine.ends().get("B.0"):
         run_for(engine, 1, 0.1)
@@ -997,7 +1011,7 @@ def test_cells_of_several_accounts_are_freed_for_one(fake_engine):
         length=900,
         max_num_batched_tokens=1600,
     )
-    engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens + 10
+    engine.scheduler.sequences.length_estimates.estimate_length = lambda seq: seq.num_tokens + 10
     for i in range(3):
         engine.add(f"X{i}", [10 * i + 1] * 100, "x", max_tokens=600)
         engine.add(f"Y{i}", [10 * i + 100] * 15, "y", max_tokens=600)
@@ -1007,7 +1021,7 @@ def test_cells_of_several_accounts_are_freed_for_one(fake_engine):
     engine.now += 2 * TURN_SECONDS
     run_for(engine, 6)
     assert engine.ends().get("B.0") == "length"
-    assert {"x", "y", "long"} <= {seq.request.account for seq in engine.scheduler.running}
+    assert {"x", "y", "long"} <= {seq.request.account for seq in engine.scheduler.sequences.running}
     engine.finish()
 
 
@@ -1035,7 +1049,7 @@ def test_leader_has_the_class_of_its_followers_only_while_they_wait(fake_engine,
     engine.step()
     engine.add("urgent", [*prefix, 2], priority=Priority.INTERACTIVE, max_tokens=3)
     engine.step()
-    (leader,) = engine.scheduler.running
+    (leader,) = engine.scheduler.sequences.running
     assert leader.effective_priority == Priority.INTERACTIVE
     if is_aborted:
         engine.abort("urgent")
@@ -1059,13 +1073,13 @@ def test_lower_class_is_parked_only_if_that_makes_enough_room(fake_engine, size,
     for number in range(3):
         engine.add(f"above{number}", [1] * 500 + [number], **above)
         engine.step()
-    while engine.scheduler.deferred or engine.scheduler.waiting:
+    while engine.scheduler.sequences.deferred or engine.scheduler.sequences.waiting:
         engine.step()
     batch = {"max_tokens": 200, "ignore_eos": True, "priority": Priority.BATCH}
     engine.add("batch", [10] * 50, **batch)
     engine.step()
     engine.step()
-    assert len(engine.scheduler.running) == 4
+    assert len(engine.scheduler.sequences.running) == 4
     engine.add("head", [2] * size, max_tokens=10, priority=Priority.INTERACTIVE)
     for _ in range(3):
         engine.step()

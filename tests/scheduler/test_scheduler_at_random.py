@@ -100,12 +100,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = {} if "max_num_seqs" in self.options else {"num_cells": num_cells}
         self.engine = FakeEngine(**limits | pool | self.options)
         if self.is_naive:
-            cache = self.engine.scheduler.kv_cache
-            self.engine.scheduler.kv_cache = NaiveCache(
+            cache = self.engine.scheduler.sequences.kv_cache
+            self.engine.scheduler.sequences.kv_cache = NaiveCache(
                 cache.cells.size, CONTEXT, cache.seq_ids.size, cache.layout
             )
         # far too low, so that more sequences are admitted than fit
-        self.engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens
+        self.engine.scheduler.sequences.length_estimates.estimate_length = lambda seq: (
+            seq.num_tokens
+        )
         for _ in range(num_talkers):
             self.send([7 * len(self.requests)] * 2)
 
@@ -179,8 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 50), yields=st.booleans())
     def stop_or_go_on_reading(self, number: int, yields: bool) -> None:
         """The client of a request, which may have ended, does not read, or does again."""
-        self.engine.scheduler.set_yielding(f"R{number}", yields=yields)
-        self.engine.scheduler.check()
+        self.engine.scheduler.sequences.set_yielding(f"R{number}", yields=yields)
+        self.engine.scheduler.sequences.check()
 
     def teardown(self) -> None:
         self.engine.finish(max_steps=20_000)
@@ -209,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert end in ("length", "abort", "timeout", *self.other_ends), end
                 assert end != "abort" or name in self.aborted
                 assert end != "timeout" or request.queue_timeout is not None
-        assert self.engine.scheduler.kv_cache.cells.num_held == 0
+        assert self.engine.scheduler.sequences.kv_cache.cells.num_held == 0
 
 
 class FaultyMachine(SchedulerMachine):
@@ -231,7 +233,7 @@ class FaultyMachine(SchedulerMachine):
         with raise_in_call(number):
             outputs = self.engine.engine.step()
         self.engine.outputs += outputs
-        self.engine.scheduler.check()
+        self.engine.scheduler.sequences.check()
 
 
 LAYOUTS = {
@@ -299,7 +301,7 @@ def test_pool_runs_out_during_prompts_of_two_classes() -> None:
             **limits, max_num_batched_tokens=num_tokens, num_cells=max(CONTEXT + 1, num_cells)
         )
         # far too low, so that more sequences are admitted than fit
-        engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens
+        engine.scheduler.sequences.length_estimates.estimate_length = lambda seq: seq.num_tokens
         requests = [engine.add(f"T{i}", [7 * i] * 2, ignore_eos=True) for i in range(num_talkers)]
         for _ in range(before):
             engine.step()

@@ -119,7 +119,7 @@ def test_no_draft_while_requests_wait(fake_engine):
     )
     for i in range(5):
         engine.add(str(i), [i, *REPEATING], max_tokens=10)
-    while engine.scheduler.waiting:
+    while engine.scheduler.sequences.waiting:
         engine.step()
         assert engine.scheduler.statistics.num_guesses == 0
     engine.finish()

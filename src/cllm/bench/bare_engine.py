@@ -24,7 +24,7 @@ PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
 
 def forget(engine: Engine) -> None:
     """Empty all cells."""
-    engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
+    engine.backend.forward(Batch([], engine.scheduler.sequences.empty_cells()))
 
 
 class Stopwatch:
@@ -64,8 +64,8 @@ def step_parts(engine: Engine, work: Work) -> dict[str, float]:
     for request in work.requests():
         engine.handle(Add(request))
     while (
-        any(seq.num_lacking_tokens > 1 for seq in engine.scheduler.running)
-        or engine.scheduler.waiting
+        any(seq.num_lacking_tokens > 1 for seq in engine.scheduler.sequences.running)
+        or engine.scheduler.sequences.waiting
     ):
         engine.step()
     num_steps = 0
@@ -77,13 +77,13 @@ def step_parts(engine: Engine, work: Work) -> dict[str, float]:
             stack.enter_context(watch.timing(engine.backend, "_fill", "build"))
         stack.enter_context(watch.timing(engine.sampler, "sample", "sample"))
         stack.enter_context(watch.timing(engine.scheduler, "update", "advance"))
-        while len(engine.scheduler.running) == work.size.num_seqs:
+        while len(engine.scheduler.sequences.running) == work.size.num_seqs:
             outputs = engine.step()
             begun = time.perf_counter()
             nowhere.write(frame(Stepped(outputs, collect_stats(engine.scheduler))))
             watch.seconds["send"] += time.perf_counter() - begun
             num_steps += 1
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         engine.step()
     watch.seconds["decode"] -= watch.seconds["build"]
     return {
@@ -110,7 +110,7 @@ def closed_loop(
             engine.handle(Add(request))
 
     add(islice(waiting, num_seqs))
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         decoding = all_decode(engine, num_seqs)
         begun = time.perf_counter()
         outputs = engine.step()
@@ -126,5 +126,5 @@ def closed_loop(
 
 
 def all_decode(engine: Engine, num_seqs: int) -> bool:
-    running = engine.scheduler.running
+    running = engine.scheduler.sequences.running
     return len(running) == num_seqs and all(seq.num_lacking_tokens == 1 for seq in running)

@@ -265,7 +265,7 @@ def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
 def step_engine(engine: Engine, work: Work) -> None:
     for request in work.requests():
         engine.handle(Add(request))
-    while engine.scheduler.has_work():
+    while engine.scheduler.sequences.has_work():
         engine.step()
 
 

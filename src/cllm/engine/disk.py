@@ -271,16 +271,17 @@ class DiskTier(SideJob):
         self._files = files
         self._backend = backend
         self._scheduler = scheduler
+        self._sequences = scheduler.sequences
         self._clock = clock
         self._buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled
         self._failed_reads: list[Read] = []  # reads that failed before they reached the thread
         self._num_steps = 0  # when ``after`` was last called
-        snapshots = scheduler.kv_cache.snapshots
+        snapshots = self._sequences.kv_cache.snapshots
         for file, tokens, salt in files.find():
             files.register(snapshots.add_from_file(tokens, salt).key, file)
         snapshots.evict_files()
         files.delete_all_except(snapshots.tiers.files.keys())
-        scheduler.use_disk(self)
+        self._sequences.use_disk(self)
 
     def start_read(self, snapshot: Snapshot) -> None:
         try:
@@ -293,7 +294,7 @@ class DiskTier(SideJob):
 
     def after(self, now: float) -> list[TokenOutput]:
         num_steps, self._num_steps = self._num_steps, self._scheduler.statistics.num_steps
-        is_waiting = num_steps == self._num_steps and self._scheduler.has_work()
+        is_waiting = num_steps == self._num_steps and self._sequences.has_work()
         unread, self._failed_reads = self._failed_reads, []
         failure: Exception | None = None
         for result in [*unread, *self._files.results(WAIT if is_waiting and not unread else 0.0)]:
@@ -301,18 +302,18 @@ class DiskTier(SideJob):
                 self._finish(result)
             except Exception as error:  # noqa: BLE001  # raised below, after the other results
                 failure = error
-        self._files.delete_all_except(self._scheduler.kv_cache.snapshots.tiers.files.keys())
+        self._files.delete_all_except(self._sequences.kv_cache.snapshots.tiers.files.keys())
         if failure is not None:
             raise failure
         return []
 
     def _finish(self, result: Written | Read) -> None:
         if not result.succeeded:
-            self._scheduler.record_disk_failure()
+            self._sequences.record_disk_failure()
         if isinstance(result, Read):
             self._finish_read(result)
         elif result.succeeded:
-            self._scheduler.kv_cache.snapshots.record_written(result.key)
+            self._sequences.kv_cache.snapshots.record_written(result.key)
 
     def _finish_read(self, result: Read) -> None:
         """Install a snapshot, after the batch's operations: one may drop its old copy."""
@@ -323,7 +324,7 @@ class DiskTier(SideJob):
         except Exception:
             log.exception("cannot use a prefix that was read from disk")
             succeeded = False
-        self._scheduler.finish_read(result.key, succeeded=succeeded)
+        self._sequences.finish_read(result.key, succeeded=succeeded)
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._files.has_room(snapshot.num_bytes):
@@ -336,9 +337,9 @@ class DiskTier(SideJob):
 
     def idle(self) -> bool:
         """Save an idle prefix that is in no file; return whether there was one."""
-        operations = self._scheduler.kv_cache.save_one_idle()
+        operations = self._sequences.kv_cache.save_one_idle()
         if operations:
-            operations = [*self._scheduler.drain_pending_operations(), *operations]
+            operations = [*self._sequences.drain_pending_operations(), *operations]
         return bool(operations) and run_operations(self._backend, self._scheduler, operations)
 
     def close(self, seconds: float) -> None:

@@ -115,7 +115,7 @@ class Embeddings(SideJob):
         if not self._has_turn:
             return []
         target, left = self._scheduler.target_itl, None
-        if math.isfinite(target) and self._scheduler.running:
+        if math.isfinite(target) and self._scheduler.sequences.running:
             left = target - (now - self._scheduler.step.at)
         try:
             num_tokens = self.embed_batch(self.count_tokens_for(left))

@@ -132,7 +132,7 @@ class Engine:
                             explain(self.scheduler, self.clock(), command.num_steps)
                         )
                     case Withdraw(request_id):
-                        withdrawn[request_id] = self.scheduler.withdraw(request_id)
+                        withdrawn[request_id] = self.scheduler.sequences.withdraw(request_id)
                     case LoadAdapter(name, path):
                         outbox.send_adapter(name, self._load_adapter(name, path))
                     case SetFaults(faults):
@@ -141,7 +141,7 @@ class Engine:
                         self._weights.clear()
                         self._weights.update(weights)
                     case SetYielding(request_id, yields):
-                        self.scheduler.set_yielding(request_id, yields=yields)
+                        self.scheduler.sequences.set_yielding(request_id, yields=yields)
                     case Add() | Resume() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()
@@ -165,7 +165,7 @@ class Engine:
         self._cores = cores
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or any(job.has_work() for job in self.side_jobs)
+        return self.scheduler.sequences.has_work() or any(job.has_work() for job in self.side_jobs)
 
     def idle(self) -> bool:
         """Let side jobs work while there is nothing to compute; return whether there may be more
@@ -244,7 +244,7 @@ class Engine:
 
     def _abort(self, abort: Abort, outputs: list[TokenOutput]) -> None:
         outputs += self._grammars.abort(abort)
-        outputs += self.scheduler.abort(abort.request_id, abort.index)
+        outputs += self.scheduler.sequences.abort(abort.request_id, abort.index)
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Engine:
         for job in self.side_jobs:
             outputs += self._attempt(job.after, self.clock())
         if self._check:
-            self.scheduler.check()
+            self.scheduler.sequences.check()
         if self._record is not None:
             self._record.end()
         self._step_seconds = self.clock() - begun
@@ -277,11 +277,12 @@ class Engine:
             self.backend.share_cores(num_busy)
 
     def _generate(self, now: float) -> list[TokenOutput]:
-        if self._record is not None and self.scheduler.running:  # a draft model computes as well
-            self._record.begin([seq.request.request_id for seq in self.scheduler.running], 0.0)
+        running = self.scheduler.sequences.running
+        if self._record is not None and running:  # a draft model computes as well
+            self._record.begin([seq.request.request_id for seq in running], 0.0)
         batch = self._batch = self.scheduler.schedule(now)
         if batch is None:
-            return self.scheduler.take_outputs()
+            return self.scheduler.sequences.take_outputs()
         if self._record is not None:
             names = [row.seq.request.request_id for row in batch.rows]
             self._record.begin(names, self.scheduler.pacing.estimate_seconds(batch.rows))
@@ -307,7 +308,7 @@ class Engine:
         except BaseException:  # Ctrl-C in a process that steps its own engine
             batch, self._batch = self._batch, None
             if batch is not None:
-                self.scheduler.fail(batch)
+                self.scheduler.sequences.fail(batch)
             raise
 
     def _recover(self, error: Exception) -> list[TokenOutput]:
@@ -315,12 +316,12 @@ class Engine:
         batch, self._batch = self._batch, None
         try:
             if batch is not None:
-                return self.scheduler.fail(batch)
+                return self.scheduler.sequences.fail(batch)
         except Exception:
             log.exception("cannot undo a failed step")
         if self._check:
             raise error
-        return self.scheduler.recover()
+        return self.scheduler.sequences.recover()
 
 
 def list_sequences(command: Add | Resume) -> Mapping[int, Progress | None]:

@@ -103,7 +103,7 @@ class Grammars(SideJob):
         """Queue the sequences whose grammar has been compiled since the last step."""
         outputs: list[TokenOutput] = []
         if self._held:
-            is_idle = not (self._scheduler.has_work() or self._embeddings.has_work())
+            is_idle = not (self._scheduler.sequences.has_work() or self._embeddings.has_work())
             for key, grammar in self.results(WAIT if is_idle else 0.0).items():
                 for since, seq in self._held.pop(key, []):
                     outputs += self._queue(seq, grammar, since)

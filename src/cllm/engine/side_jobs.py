@@ -65,7 +65,7 @@ def run_operations(backend: Backend, scheduler: Scheduler, operations: list[Oper
         backend.forward(batch)
     except Exception:
         log.exception("cannot save or copy cells")
-        scheduler.fail(batch)
+        scheduler.sequences.fail(batch)
         return False
-    scheduler.write_saved(operations)
+    scheduler.sequences.write_saved(operations)
     return True

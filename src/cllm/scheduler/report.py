@@ -17,12 +17,13 @@ from cllm.scheduler.trace import MAX_NAMED, Explanation, Waiter
 
 def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     """Return the last ``num_steps`` steps, the running sequences, and why the others wait."""
-    cells = scheduler.kv_cache.cells
-    waiting: list[Iterable[tuple[Sequence, object]]] = [scheduler.deferred.reasons.items()]
-    head = scheduler.waiting.head(now)
+    sequences = scheduler.sequences
+    cells = sequences.kv_cache.cells
+    waiting: list[Iterable[tuple[Sequence, object]]] = [sequences.deferred.reasons.items()]
+    head = sequences.waiting.head(now)
     if head is not None:
         behind = Behind(head.name)
-        others = ((seq, behind) for seq in scheduler.waiting if seq is not head)
+        others = ((seq, behind) for seq in sequences.waiting if seq is not head)
         blocked = scheduler.step.blocked
         # these concern running sequences
         if isinstance(blocked, (PrefillBudgetUsed, DecodingFirst)):
@@ -33,8 +34,8 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
             msgspec.structs.replace(step, blocked=str(step.blocked))
             for step in [*scheduler.statistics.steps][-num_steps:]
         ],
-        running=[repr(seq) for seq in scheduler.running],
-        num_waiting=len(scheduler.deferred) + len(scheduler.waiting),
+        running=[repr(seq) for seq in sequences.running],
+        num_waiting=len(sequences.deferred) + len(sequences.waiting),
         waiting=[
             Waiter(
                 name=seq.name,
@@ -56,12 +57,13 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
 
 def collect_stats(scheduler: Scheduler) -> Stats:
     """Return the state of the scheduler, for gauges and counters."""
-    kv_cache = scheduler.kv_cache
+    sequences = scheduler.sequences
+    kv_cache = sequences.kv_cache
     cells, tiers = kv_cache.cells, kv_cache.snapshots.tiers
     counts = scheduler.statistics
     return Stats(
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting) + len(scheduler.deferred),
+        num_running=len(sequences.running),
+        num_waiting=len(sequences.waiting) + len(sequences.deferred),
         num_seq_ids=kv_cache.seq_ids.size,
         num_seq_ids_in_use=kv_cache.seq_ids.num_leased,
         num_cells=cells.size,
@@ -74,11 +76,11 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         num_accepted=counts.num_accepted,
         num_ram_bytes=tiers.num_ram_bytes,
         num_disk_bytes=tiers.num_disk_bytes,
-        num_waiting_tokens=scheduler.waiting.num_tokens,
+        num_waiting_tokens=sequences.waiting.num_tokens,
         waiting_seconds=estimate_waiting_seconds(scheduler),
         prompt_token_seconds=scheduler.cost.estimate_prefill(1)
-        * scheduler.length_estimates.computed_share,
-        step_seconds=scheduler.cost.estimate_decode(max(1, len(scheduler.running))),
+        * sequences.length_estimates.computed_share,
+        step_seconds=scheduler.cost.estimate_decode(max(1, len(sequences.running))),
         slot_seconds=estimate_slot_seconds(scheduler),
         num_disk_failures=counts.num_disk_failures,
     )
@@ -89,10 +91,11 @@ def estimate_slot_seconds(scheduler: Scheduler) -> float:
 
     0 until a step with only decoding rows has been observed.
     """
-    rows = scheduler.kv_cache.seq_ids.size
-    decoding = scheduler.length_estimates.output * scheduler.cost.estimate_decode(rows) / rows
+    sequences = scheduler.sequences
+    rows = sequences.kv_cache.seq_ids.size
+    decoding = sequences.length_estimates.output * scheduler.cost.estimate_decode(rows) / rows
     return (
-        decoding + scheduler.cost.estimate_prefill(1) * scheduler.length_estimates.computed
+        decoding + scheduler.cost.estimate_prefill(1) * sequences.length_estimates.computed
         if decoding
         else 0.0
     )
@@ -102,14 +105,15 @@ def estimate_waiting_seconds(scheduler: Scheduler) -> float:
     """Return the estimated seconds until all waiting sequences have been computed, by the learned
     step costs.
     """
-    num_waiting = len(scheduler.waiting) + len(scheduler.deferred)
+    sequences = scheduler.sequences
+    num_waiting = len(sequences.waiting) + len(sequences.deferred)
     if not num_waiting:
         return 0.0
-    rows = max(1, min(scheduler.kv_cache.seq_ids.size, num_waiting + len(scheduler.running)))
+    rows = max(1, min(sequences.kv_cache.seq_ids.size, num_waiting + len(sequences.running)))
     decoding = (
         num_waiting
-        * scheduler.length_estimates.output
+        * sequences.length_estimates.output
         * scheduler.cost.estimate_decode(rows)
         / rows
     )
-    return decoding + scheduler.cost.estimate_prefill(scheduler.waiting.num_tokens)
+    return decoding + scheduler.cost.estimate_prefill(sequences.waiting.num_tokens)

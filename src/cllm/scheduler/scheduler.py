@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cllm.core.batch import Batch, Operation, Row, Trim
+from cllm.core.batch import Batch, Operation, Row
 from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutput
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.base import KVCache, Match
-from cllm.kv_cache.tiers import Snapshot, StorageTier
+from cllm.scheduler.adapter_turns import AdapterTurns
 from cllm.scheduler.pacing import Pacing
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.placement import arrange
@@ -30,13 +30,12 @@ from cllm.scheduler.reasons import (
 from cllm.scheduler.sequences import Sequences
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
-from cllm.scheduler.trace import Step
-from cllm.scheduler.waiting import AGED
+from cllm.scheduler.trace import Statistics, Step
 
 NOTHING: Mapping[int, Logprobs] = {}
 
 
-class Scheduler(Sequences):
+class Scheduler:
     """Decides what to compute: ``schedule`` returns a batch, ``update`` takes its tokens."""
 
     def __init__(
@@ -53,13 +52,22 @@ class Scheduler(Sequences):
                 f"max_num_batched_tokens ({params.max_num_batched_tokens}) must be at least the "
                 f"number of sequence ids ({kv_cache.seq_ids.size})"
             )
-        super().__init__(kv_cache, policy, speculation)
+        self.statistics = Statistics()
+        self.step = Step(0.0)  # the current or last one
+        self.sequences = Sequences(kv_cache, policy, self.statistics, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile, params.row_seconds)
         self.pacing = Pacing(self.cost, params)
         self._prompt_order = PromptOrder(self.cost)
+        self.turns = AdapterTurns()
         self.turns.weights = params.weights
+        self._speculation = speculation
+
+    def add(self, seq: Sequence, now: float) -> list[TokenOutput]:
+        """Queue a sequence that arrived at ``now``. See ``Sequences.add``."""
+        self.turns.is_used |= bool(seq.request.adapters)
+        return self.sequences.add(seq, now)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -75,12 +83,13 @@ class Scheduler(Sequences):
         # 4. Admit: waiting sequences start to run, as the policy sorts them, until one cannot.
         # 5. Prefill: prompts get rows within the budget. If cells run short, the tail is parked. A
         #    sequence leaves ``unserved`` with a row or without its cells.
-        self.step, self._suspects = Step(now), ()
-        layout = self.kv_cache.layout
-        self._expire(now)
-        self._suspects = self.running
-        self._make_way(now)
-        operations = self._operations = self.drain_pending_operations()
+        sequences = self.sequences
+        self.step, sequences.suspects = Step(now), ()
+        layout = sequences.kv_cache.layout
+        sequences.begin_step(now)
+        sequences.suspects = sequences.running
+        operations = sequences.begin_operations()
+        self._make_way(now, operations)
         separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
         if not separates:
@@ -89,52 +98,54 @@ class Scheduler(Sequences):
         self._admit_waiting(now, operations)
         if separates:  # those admitted now that lack one token decode with the others
             decoding = self._select()
-        self._suspects = self.running
+        sequences.suspects = sequences.running
         others = {*decoding} | self.pacing.paused
-        lacking = [seq for seq in self.running if seq not in others and self.turns.includes(seq)]
-        self._prompt_order.sort(lacking, self.waiting.policy, now)
+        lacking = [
+            seq for seq in sequences.running if seq not in others and self.turns.includes(seq)
+        ]
+        self._prompt_order.sort(lacking, sequences.waiting.policy, now)
         if prompts := self.pacing.select_prompts(decoding, lacking, self._prompt_order.precedes):
             self.step.prefill_budget = self.pacing.compute_budget(
-                rows, decoding, len(self.running), self.params.max_num_batched_tokens, layout
+                rows, decoding, len(sequences.running), self.params.max_num_batched_tokens, layout
             )
             rows += self._prefill(rows, prompts, operations)
         elif lacking:
             self.step.blocked = self.step.blocked or DecodingFirst()
         if separates and not rows:
             rows = self._decode(decoding, operations)
-        self._suspects = ()
+        sequences.suspects = ()
         if not rows and not operations:
             return None
         if layout.can_swap:
             decoding = [seq for seq in decoding if seq.seq_id >= 0]
-            operations += arrange(rows, len(decoding), self.running, self.kv_cache)
+            operations += arrange(rows, len(decoding), sequences.running, sequences.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations, self.turns.current)
 
     def _select(self) -> list[Sequence]:
         """Return the sequences that decode in the next step that decodes."""
-        decoding = self.pacing.select(self.running)
-        return self.turns.select(decoding, self.running, self.pacing.paused)
+        decoding = self.pacing.select(self.sequences.running)
+        return self.turns.select(decoding, self.sequences.running, self.pacing.paused)
 
     @property
     def target_itl(self) -> float:
         """Seconds between two tokens of a sequence that other requests' prompts may cause."""
-        return self.pacing.target_itl(len(self.running))
+        return self.pacing.target_itl(len(self.sequences.running))
 
     def reserve(self, share: float) -> bool:
         """Leave a share of the next step's target time for a side job, unless the time belongs to
         decoding sequences; return whether it may run. Then call ``charge``.
         """
-        return self.pacing.reserve(share, len(self.running))
+        return self.pacing.reserve(share, len(self.sequences.running))
 
     def charge(self, seconds: float) -> None:
         """Count ``seconds`` that a side job has used as time for prompts."""
-        if self.running:
+        if self.sequences.running:
             self.pacing.charge(seconds)
 
     def _make_row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
-        self._suspects = (seq,)
-        self.kv_cache.hold(seq.seq_id, count + len(draft))
+        self.sequences.suspects = (seq,)
+        self.sequences.kv_cache.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
         num_prompt_logprobs = (
             seq.count_prompt_logprobs(seq.num_computed_tokens, count)
@@ -155,23 +166,24 @@ class Scheduler(Sequences):
 
         The rows get draft tokens if all running sequences decode and none waits.
         """
+        sequences = self.sequences
         drafts: dict[Sequence, tuple[int, ...]] = {}
         if (
             self._speculation is not None
             and decoding
-            and len(decoding) == len(self.running)
-            and not self.waiting
+            and len(decoding) == len(sequences.running)
+            and not sequences.waiting
         ):
             drafts = self._speculation.propose(
                 decoding, self.cost, self.params.max_num_batched_tokens
             )
         while (
-            room := self.kv_cache.make_room(len(decoding) + sum(map(len, drafts.values())))
+            room := sequences.kv_cache.make_room(len(decoding) + sum(map(len, drafts.values())))
         ) is None:
             if drafts:
                 drafts = {}
                 continue
-            operations += self._park(self.running.tail)
+            operations += sequences.park(sequences.running.tail)
             decoding = [seq for seq in decoding if seq.seq_id >= 0]
         operations += room
         return [self._make_row(seq, 1, drafts.get(seq, ())) for seq in decoding]
@@ -187,7 +199,7 @@ class Scheduler(Sequences):
                 lacking,
                 self.step.prefill_budget,
                 self.cost.efficient_prefill_tokens,
-                self.kv_cache.layout.undivided,
+                self.sequences.kv_cache.layout.undivided,
             )
         )
         rows: list[Row] = []
@@ -196,10 +208,10 @@ class Scheduler(Sequences):
             if share == 0:
                 self.step.blocked = self.step.blocked or PrefillBudgetUsed(self.step.prefill_budget)
                 break
-            self._suspects = (seq,)
+            self.sequences.suspects = (seq,)
             count = min(
                 share,
-                self._count_until_checkpoint(seq),
+                self.sequences.count_until_checkpoint(seq),
                 seq.count_until_adapters(),
                 self._count_until_logits_run_out(seq, [*decoding, *rows]),
             )
@@ -222,12 +234,13 @@ class Scheduler(Sequences):
 
         Return False if ``seq`` itself became the tail and was parked.
         """
-        while (room := self.kv_cache.make_room(count)) is None:
-            tail = self.running.find_last(unserved)
+        sequences, kv_cache = self.sequences, self.sequences.kv_cache
+        while (room := kv_cache.make_room(count)) is None:
+            tail = sequences.running.find_last(unserved)
             if tail is seq:
-                self.step.blocked = TooFewCells(seq.name, count, 0, self.kv_cache.num_available)
+                self.step.blocked = TooFewCells(seq.name, count, 0, kv_cache.num_available)
             del unserved[tail]
-            operations += self._park(tail)
+            operations += sequences.park(tail)
             if tail is seq:
                 return False
         operations += room
@@ -244,7 +257,7 @@ class Scheduler(Sequences):
         space = (
             self.params.max_num_samples
             - sum(row.num_samples for row in rows)
-            - (len(self.running) - len(rows) - 1)
+            - (len(self.sequences.running) - len(rows) - 1)
         )
         return (
             max(
@@ -261,22 +274,23 @@ class Scheduler(Sequences):
 
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
         """Admit waiting sequences, in the order of the policy, until one cannot be admitted."""
-        growth = self._estimate_growth(*self.running) if self.waiting else 0
-        self._suspects = self.waiting
-        while (seq := self.waiting.head(now)) is not None:
-            self._suspects = (seq,)
-            if not self.kv_cache.seq_ids.num_free:
-                self.step.blocked = AllSeqIdsInUse(self.kv_cache.seq_ids.size)
+        sequences = self.sequences
+        growth = self._estimate_growth(*sequences.running) if sequences.waiting else 0
+        sequences.suspects = sequences.waiting
+        while (seq := sequences.waiting.head(now)) is not None:
+            sequences.suspects = (seq,)
+            if not sequences.kv_cache.seq_ids.num_free:
+                self.step.blocked = AllSeqIdsInUse(sequences.kv_cache.seq_ids.size)
                 return
-            match = self.kv_cache.find(seq)
-            if seq.num_failures and any(other.num_failures for other in self.running):
+            match = sequences.kv_cache.find(seq)
+            if seq.num_failures and any(other.num_failures for other in sequences.running):
                 self.step.blocked = FailedTogether(seq.name)
                 return
             if match.must_wait:
-                if len(self.deferred) >= 2 * self.kv_cache.seq_ids.size:
-                    self.step.blocked = TooManyDeferred(len(self.deferred))
+                if len(sequences.deferred) >= 2 * sequences.kv_cache.seq_ids.size:
+                    self.step.blocked = TooManyDeferred(len(sequences.deferred))
                     return
-                operations_for_read = self._defer(seq, match)
+                operations_for_read = sequences.defer(seq, match)
                 if operations_for_read is not None:
                     operations += operations_for_read
                     continue
@@ -284,86 +298,60 @@ class Scheduler(Sequences):
             if shortage := self._find_shortage(seq, match, growth):
                 self.step.blocked = shortage
                 return
-            leased = self.kv_cache.lease(seq, match) or self.kv_cache.lease(seq, Match())
+            leased = sequences.kv_cache.lease(seq, match) or sequences.kv_cache.lease(seq, Match())
             assert leased is not None, "an empty match always fits"
-            operations += self._admit(seq, *leased)
+            seq_id, num_cached, operations_for_prefix = leased
+            sequences.admit(seq, seq_id, num_cached)
+            operations += operations_for_prefix
             growth += self._estimate_growth(seq)
-            self._suspects = self.waiting
+            sequences.suspects = sequences.waiting
 
     def _find_shortage(self, seq: Sequence, match: Match, growth: int) -> TooFewCells | None:
         """Return why ``seq`` will probably not find enough cells, if running sequences need
         ``growth`` more; None if it will.
         """
-        num_available = self.kv_cache.num_available
-        need = self.length_estimates.estimate_length(seq) - self.kv_cache.num_shared(match)
-        if not self.running or need + growth <= num_available:
+        kv_cache, estimates = self.sequences.kv_cache, self.sequences.length_estimates
+        need = estimates.estimate_length(seq) - kv_cache.num_shared(match)
+        num_available = kv_cache.num_available
+        if not self.sequences.running or need + growth <= num_available:
             return None
         return TooFewCells(seq.name, need, growth, num_available)
 
-    def _admit(
-        self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]
-    ) -> list[Operation]:
-        self.waiting.take(seq)
-        seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
-        if seq.num_cached_tokens is None:  # cells reused after parking do not count
-            seq.num_cached_tokens = num_cached
-            siblings = self._requests[seq.request.request_id].values()
-            if seq.request.queue_timeout is not None and not any(
-                s.status is Status.RUNNING for s in siblings
-            ):
-                for sibling in siblings:  # the request has started, so only its deadline counts
-                    self._expiries.set(sibling, seq.request.deadline)
-            self.length_estimates.record_admission(seq)
-            self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
-        seq.status = Status.RUNNING
-        self.running.add(seq)
-        return operations
+    def _estimate_growth(self, *seqs: Sequence) -> int:
+        """Return the number of further cells that running sequences will probably need."""
+        estimate = self.sequences.length_estimates.estimate_length
+        num_cells = self.sequences.kv_cache.count_cells
+        return sum(estimate(seq) - num_cells(seq.seq_id) for seq in seqs)
 
-    def _defer(self, seq: Sequence, match: Match) -> list[Operation] | None:
-        """Let ``seq`` wait for a leader to compute its prefix, or for a read from disk.
+    def _estimate_cells(self, seqs: list[Sequence]) -> int:
+        """Return how many cells running sequences will probably need together, at least."""
+        kv_cache = self.sequences.kv_cache
+        private = [kv_cache.count_private_cells(seq.seq_id) for seq in seqs]
+        cells = [kv_cache.count_cells(seq.seq_id) for seq in seqs]
+        shared = max((a - b for a, b in zip(cells, private, strict=True)), default=0)
+        return self._estimate_growth(*seqs) + sum(private) + shared
 
-        Returns operations that make room in RAM, or None if there is no room for the read.
-        """
-        operations: list[Operation] = []
-        if match.leader is not None:
-            self.running.promote(match.leader, seq.effective_priority)
-            self.deferred.follow(match.leader, match.num_inflight_tokens, seq)
-        else:
-            snapshot = match.source
-            assert isinstance(snapshot, Snapshot)
-            if snapshot.tier is StorageTier.DISK:
-                operations_for_read = self.kv_cache.snapshots.read(snapshot)
-                if operations_for_read is None:
-                    if snapshot.num_bytes > self.kv_cache.snapshots.tiers.ram_bytes:
-                        self.kv_cache.snapshots.drop(snapshot.key)
-                    return None
-                operations += operations_for_read
-                assert self._disk is not None, "only a disk tier creates files"
-                self._disk.start_read(snapshot)
-            self.deferred.await_read(snapshot, seq)
-        self.waiting.remove(seq)
-        return operations
-
-    def _make_way(self, now: float) -> None:
+    def _make_way(self, now: float, operations: list[Operation]) -> None:
         """Park one running sequence if a waiting one of a higher class, or of an account whose turn
         it is, needs its seq_id or its cells.
         """
-        if not self.running or (head := self.waiting.head(now)) is None:
+        sequences = self.sequences
+        if not sequences.running or (head := sequences.waiting.head(now)) is None:
             return
         priority = head.effective_priority
-        lower = [seq for seq in self.running if seq.effective_priority > priority]
-        rivals = lower or self.running.list_rivals(head, self.waiting, now)
-        match = self.kv_cache.find(head) if rivals else Match()
+        lower = [seq for seq in sequences.running if seq.effective_priority > priority]
+        rivals = lower or sequences.running.list_rivals(head, sequences.waiting, now)
+        match = sequences.kv_cache.find(head) if rivals else Match()
         if not rivals or (match.must_wait and not lower):
             return
-        shortage = self._find_shortage(head, match, self._estimate_growth(*self.running))
+        shortage = self._find_shortage(head, match, self._estimate_growth(*sequences.running))
         if shortage:
-            kept = [seq for seq in self.running if seq not in rivals]
-            if shortage.needed + self._estimate_cells(kept) > self.kv_cache.cells.size:
+            kept = [seq for seq in sequences.running if seq not in rivals]
+            if shortage.needed + self._estimate_cells(kept) > sequences.kv_cache.cells.size:
                 return  # parking all of them would not help
-        elif self.kv_cache.seq_ids.num_free:
+        elif sequences.kv_cache.seq_ids.num_free:
             return
-        self._pending_operations += self._park(rivals[-1])
+        operations += sequences.park(rivals[-1])
 
     # --- results ---------------------------------------------------------------------------------
 
@@ -381,22 +369,20 @@ class Scheduler(Sequences):
         means that the sequence's grammar allows no token, FAILED that it cannot be sampled; both
         end the sequence.
         """
-        self._num_recoveries = 0
-        self._operations = []  # they have run
-        if batch.operations:
-            self.write_saved(batch.operations)
+        sequences = self.sequences
+        sequences.finish_operations(batch.operations)
         if not batch.rows:
-            return self.take_outputs()
-        outputs = self._outputs
+            return sequences.take_outputs()
+        outputs = sequences.outputs
         step = self.step
         begin = end = 0
         for row in batch.rows:
             seq = row.seq
-            self._suspects = (seq,)
+            sequences.suspects = (seq,)
             begin, end = end + row.num_prompt_logprobs, end + row.num_samples
             sampled = tokens[begin:end]
             if FAILED in tokens[end - row.num_samples : end]:
-                self._drop_failed(seq)
+                sequences.drop_failed(seq)
                 continue
             if row.num_prompt_logprobs:
                 outputs.append(
@@ -425,42 +411,17 @@ class Scheduler(Sequences):
                 if seq.status is Status.FINISHED:
                     break
             if num_accepted < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
-                self._undo_draft(seq, seq_id, row.start + row.num_tokens + num_accepted)
-            self._record_progress(seq)
+                sequences.undo_draft(seq, seq_id, row.start + row.num_tokens + num_accepted)
+            sequences.record_progress(seq)
         step.seconds, step.num_operations = now - step.at, len(batch.operations)
-        step.num_running = len(self.running)
-        step.num_waiting = len(self.waiting) + len(self.deferred)
+        step.num_running = len(sequences.running)
+        step.num_waiting = len(sequences.waiting) + len(sequences.deferred)
         self.pacing.observe(step, batch.rows)
         only_decodes = not step.num_prefill_tokens
         self.turns.observe(batch.adapters, step.seconds, only_decodes=only_decodes)
         self.statistics.add(step)
-        self._suspects = ()
-        return self.take_outputs()
-
-    def _drop_failed(self, seq: Sequence) -> None:
-        """End a sequence that cannot be sampled. None of its cells are reused."""
-        seq_id, seq.num_computed_tokens = seq.seq_id, 0
-        self._end(seq, FinishReason.ERROR)
-        self._pending_operations += self.kv_cache.invalidate_seq_ids({seq_id})
-
-    def _undo_draft(self, seq: Sequence, seq_id: int, keep: int) -> None:
-        if seq.status is Status.RUNNING:
-            self._pending_operations += self.kv_cache.rewind(seq_id, keep)
-        else:  # the sequence is released, but its draft tokens are still in the cells
-            self._pending_operations.append(Trim(seq_id, min(keep, seq.num_tokens)))
-
-    def _record_progress(self, seq: Sequence) -> None:
-        """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has
-        computed.
-        """
-        if seq.status is not Status.RUNNING:
-            return
-        if seq.num_computed_tokens in self._list_checkpoints(seq):
-            self._pending_operations += self.kv_cache.checkpoint(seq)
-        if self.deferred.count_awaited(seq):
-            self._requeue(self.deferred.take_ready_followers(seq))
-            if seq.effective_priority != AGED:
-                self._restore_priority(seq)
+        sequences.suspects = ()
+        return sequences.take_outputs()
 
     def _report_prompt_logprobs(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
         seq.num_pending_prompt_logprobs -= len(logprobs)
@@ -468,20 +429,18 @@ class Scheduler(Sequences):
 
     def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:
         if seq.num_tokens >= seq.limit:  # max_tokens is 0: only the prompt is computed
-            self.running.remove(seq)
-            self.release(seq)
+            self.sequences.finish(seq)
             num_cached = 0 if seq.index else seq.num_cached_tokens or 0
             return TokenOutput(
                 seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached
             )
         if token != NO_TOKEN:
             seq.append(token)
-            self.waiting.policy.served(seq, 0, 1)
+            self.sequences.waiting.policy.served(seq, 0, 1)
         finish, is_text = seq.finish_after(token, self.end_tokens)
         if finish:
-            self.length_estimates.record_finish(seq)
-            self.running.remove(seq)
-            self.release(seq)
+            self.sequences.length_estimates.record_finish(seq)
+            self.sequences.finish(seq)
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         name, mu = seq.request.request_id, seq.find_mu(seq.num_tokens) if seq.mirostat_mu else None

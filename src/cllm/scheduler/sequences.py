@@ -13,19 +13,18 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from cllm.core.batch import Batch, Drop, Operation, Save
+from cllm.core.batch import Batch, Drop, Operation, Save, Trim
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
-from cllm.kv_cache.base import KVCache
+from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.tiers import Snapshot, StorageTier
-from cllm.scheduler.adapter_turns import AdapterTurns
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expiries import Expiries
 from cllm.scheduler.length_estimates import LengthEstimates
 from cllm.scheduler.policy import Policy
 from cllm.scheduler.running import Running
 from cllm.scheduler.speculation import Speculation
-from cllm.scheduler.trace import Statistics, Step
+from cllm.scheduler.trace import Statistics
 from cllm.scheduler.waiting import AGED, YIELDING, Waiting
 
 log = logging.getLogger("cllm.engine")
@@ -42,7 +41,7 @@ class Disk(Protocol):
         ...
 
     def start_read(self, snapshot: Snapshot) -> None:
-        """Start reading a snapshot. The scheduler's ``finish_read`` must be called later."""
+        """Start reading a snapshot. ``Sequences.finish_read`` must be called later."""
         ...
 
 
@@ -51,27 +50,50 @@ class Sequences:
     inconsistent.
     """
 
-    def __init__(self, kv_cache: KVCache, policy: Policy, speculation: Speculation | None) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        policy: Policy,
+        statistics: Statistics,
+        speculation: Speculation | None,
+    ) -> None:
         self.kv_cache = kv_cache
         self.waiting = Waiting(policy)
         self.running = Running()
         self.deferred = Deferred()
-        self.turns = AdapterTurns()
         self.length_estimates = LengthEstimates()
-        self.statistics = Statistics()
-        self.step = Step(0.0)  # the current or last one
+        self.outputs: list[TokenOutput] = []  # to be returned by the next call
+        # the sequences to blame if an exception is raised now
+        self.suspects: Iterable[Sequence] = ()
+        self._statistics = statistics
         self._speculation = speculation
+        self._now = 0.0  # when the current or last step began
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._expiries = Expiries()
         self._next_order = 0
-        self._outputs: list[TokenOutput] = []  # to be returned by the next call
         self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
         self._disk: Disk | None = None
-        # the sequences to blame if an exception is raised now
-        self._suspects: Iterable[Sequence] = ()
         self._num_recoveries = 0  # since the last step
         self._yielding: set[str] = set()  # requests whose clients do not read
+
+    # --- one step --------------------------------------------------------------------------------
+
+    def begin_step(self, now: float) -> None:
+        """Note when a step begins, and end the sequences that have expired."""
+        self._now = now
+        for seq in self._expiries.take(now):
+            self._end(seq, FinishReason.TIMEOUT)
+
+    def begin_operations(self) -> list[Operation]:
+        """Return the list of the next batch's operations, with those that must run first."""
+        self._operations = self.drain_pending_operations()
+        return self._operations
+
+    def finish_operations(self, operations: Iterable[Operation]) -> None:
+        """Record that a batch with these operations has been computed."""
+        self._num_recoveries, self._operations = 0, []
+        self.write_saved(operations)
 
     # --- arrival ---------------------------------------------------------------------------------
 
@@ -88,11 +110,10 @@ class Sequences:
         return []
 
     def _add(self, seq: Sequence, now: float) -> None:
-        self._suspects = (seq,)
+        self.suspects = (seq,)
         if seq.num_prompt_tokens >= self.kv_cache.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.kv_cache.cells_per_seq} cells")
         seq.arrived = seq.waits_since = now
-        self.turns.is_used |= bool(seq.request.adapters)
         seq.effective_priority = self._choose_priority(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
         match = self.kv_cache.find(seq)
@@ -107,7 +128,7 @@ class Sequences:
         )
         self._requests.setdefault(request.request_id, {})[seq.index] = seq
         self.waiting.push(seq)
-        self._suspects = ()
+        self.suspects = ()
 
     def knows(self, seq: Sequence) -> bool:
         """Return whether ``seq`` was added and has not finished."""
@@ -147,37 +168,69 @@ class Sequences:
         for follower in self.deferred.list_followers(seq):
             self.running.promote(seq, follower.effective_priority)
 
-    def _estimate_growth(self, *seqs: Sequence) -> int:
-        """Return the number of further cells that running sequences will probably need."""
-        estimate, num_cells = self.length_estimates.estimate_length, self.kv_cache.count_cells
-        return sum(estimate(seq) - num_cells(seq.seq_id) for seq in seqs)
+    # --- running ---------------------------------------------------------------------------------
 
-    def _estimate_cells(self, seqs: list[Sequence]) -> int:
-        """Return how many cells running sequences will probably need together, at least."""
-        private = [self.kv_cache.count_private_cells(seq.seq_id) for seq in seqs]
-        cells = [self.kv_cache.count_cells(seq.seq_id) for seq in seqs]
-        shared = max((a - b for a, b in zip(cells, private, strict=True)), default=0)
-        return self._estimate_growth(*seqs) + sum(private) + shared
+    def admit(self, seq: Sequence, seq_id: int, num_cached: int) -> None:
+        """Let a waiting sequence run under ``seq_id``, which has ``num_cached`` of its tokens."""
+        self.waiting.take(seq)
+        seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
+        if seq.num_cached_tokens is None:  # cells reused after parking do not count
+            seq.num_cached_tokens = num_cached
+            siblings = self._requests[seq.request.request_id].values()
+            if seq.request.queue_timeout is not None and not any(
+                s.status is Status.RUNNING for s in siblings
+            ):
+                for sibling in siblings:  # the request has started, so only its deadline counts
+                    self._expiries.set(sibling, seq.request.deadline)
+            self.length_estimates.record_admission(seq)
+            self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
+        seq.status = Status.RUNNING
+        self.running.add(seq)
+
+    def defer(self, seq: Sequence, match: Match) -> list[Operation] | None:
+        """Let ``seq`` wait for a leader to compute its prefix, or for a read from disk.
+
+        Returns operations that make room in RAM, or None if there is no room for the read.
+        """
+        operations: list[Operation] = []
+        if match.leader is not None:
+            self.running.promote(match.leader, seq.effective_priority)
+            self.deferred.follow(match.leader, match.num_inflight_tokens, seq)
+        else:
+            snapshot = match.source
+            assert isinstance(snapshot, Snapshot)
+            if snapshot.tier is StorageTier.DISK:
+                operations_for_read = self.kv_cache.snapshots.read(snapshot)
+                if operations_for_read is None:
+                    if snapshot.num_bytes > self.kv_cache.snapshots.tiers.ram_bytes:
+                        self.kv_cache.snapshots.drop(snapshot.key)
+                    return None
+                operations += operations_for_read
+                assert self._disk is not None, "only a disk tier creates files"
+                self._disk.start_read(snapshot)
+            self.deferred.await_read(snapshot, seq)
+        self.waiting.remove(seq)
+        return operations
 
     # --- parking and resuming --------------------------------------------------------------------
 
-    def _park(self, seq: Sequence) -> list[Operation]:
+    def park(self, seq: Sequence) -> list[Operation]:
         """Release a running sequence's cells. It resumes later from those that are still in the
         pool or in RAM. Return operations to run before others that use these cells.
         """
         operations = self._free_cells(seq, soon=True)
         self.running.remove(seq)
-        seq.status, seq.waits_since = Status.PARKED, self.step.at
+        seq.status, seq.waits_since = Status.PARKED, self._now
         if seq.effective_priority == AGED:
             seq.effective_priority = self._choose_priority(seq)
         self.waiting.push(seq)
-        self.statistics.num_parked += 1
+        self._statistics.num_parked += 1
         return operations
 
     def empty_cells(self) -> list[Operation]:
         """Park all running sequences; return operations that empty all cells."""
         while self.running:
-            self._pending_operations += self._park(self.running.tail)
+            self._pending_operations += self.park(self.running.tail)
         return [
             *self.drain_pending_operations(),
             *(self.kv_cache.make_room(self.kv_cache.cells.size) or ()),
@@ -195,7 +248,7 @@ class Sequences:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _count_until_checkpoint(self, seq: Sequence) -> int:
+    def count_until_checkpoint(self, seq: Sequence) -> int:
         """Return the number of tokens up to the next position where the state of ``seq`` must be
         saved; all its tokens if there is none.
         """
@@ -221,6 +274,19 @@ class Sequences:
         last = seq.request.num_base_tokens or seq.num_tokens
         return [at for at in awaited if seq.num_computed_tokens <= at <= last]
 
+    def record_progress(self, seq: Sequence) -> None:
+        """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has
+        computed.
+        """
+        if seq.status is not Status.RUNNING:
+            return
+        if seq.num_computed_tokens in self._list_checkpoints(seq):
+            self._pending_operations += self.kv_cache.checkpoint(seq)
+        if self.deferred.count_awaited(seq):
+            self._requeue(self.deferred.take_ready_followers(seq))
+            if seq.effective_priority != AGED:
+                self._restore_priority(seq)
+
     # --- snapshots in files ----------------------------------------------------------------------
 
     def use_disk(self, disk: Disk) -> None:
@@ -228,7 +294,7 @@ class Sequences:
 
     def record_disk_failure(self) -> None:
         """Count a prefix that could not be written or read."""
-        self.statistics.num_disk_failures += 1
+        self._statistics.num_disk_failures += 1
 
     def finish_read(self, key: int, *, succeeded: bool) -> None:
         """Record that a snapshot is in RAM or could not be read, and requeue the sequences that
@@ -274,26 +340,40 @@ class Sequences:
             self.release(seq)
         return True
 
-    def _expire(self, now: float) -> None:
-        for seq in self._expiries.take(now):
-            self._end(seq, FinishReason.TIMEOUT)
-
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence without a token."""
-        self._suspects = (seq,)
+        self.suspects = (seq,)
         if seq in self.waiting:
             self.waiting.remove(seq)
         elif not self.deferred.discard(seq):
             self.running.remove(seq)
         output = seq.make_end_output(reason)
         self.release(seq)
-        self._outputs.append(output)
-        self._suspects = ()
+        self.outputs.append(output)
+        self.suspects = ()
+
+    def drop_failed(self, seq: Sequence) -> None:
+        """End a sequence that cannot be sampled. None of its cells are reused."""
+        seq_id, seq.num_computed_tokens = seq.seq_id, 0
+        self._end(seq, FinishReason.ERROR)
+        self._pending_operations += self.kv_cache.invalidate_seq_ids({seq_id})
+
+    def undo_draft(self, seq: Sequence, seq_id: int, keep: int) -> None:
+        """Remove the cells of rejected draft tokens, after the first ``keep`` of ``seq_id``."""
+        if seq.status is Status.RUNNING:
+            self._pending_operations += self.kv_cache.rewind(seq_id, keep)
+        else:  # the sequence is released, but its draft tokens are still in the cells
+            self._pending_operations.append(Trim(seq_id, min(keep, seq.num_tokens)))
 
     def take_outputs(self) -> list[TokenOutput]:
         """Return and clear the outputs that no call has returned yet."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.outputs = self.outputs, []
         return outputs
+
+    def finish(self, seq: Sequence) -> None:
+        """End a running sequence that has its last token."""
+        self.running.remove(seq)
+        self.release(seq)
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence and free its seq_id and cells. Every sequence ends here."""
@@ -338,7 +418,7 @@ class Sequences:
             seq.num_computed_tokens = 0
             seq.num_failures += seq in failed
             if seq.num_failures < MAX_FAILURES:
-                self._pending_operations += self._park(seq)
+                self._pending_operations += self.park(seq)
             else:
                 self._end(seq, FinishReason.ERROR)
         self._pending_operations += self.kv_cache.invalidate_seq_ids(affected)
@@ -353,7 +433,7 @@ class Sequences:
         failed batch, as in ``fail``. After MAX_FAILURES recoveries without a completed step, all
         sequences end.
         """
-        suspects = {seq for seq in self._suspects if self.knows(seq)}
+        suspects = {seq for seq in self.suspects if self.knows(seq)}
         self._num_recoveries += 1
         self.kv_cache = self.kv_cache.without_cells()
         _, dropped = self.kv_cache.invalidate_operations(
@@ -375,8 +455,8 @@ class Sequences:
             )
             if is_culprit or not self._try_push(seq):
                 self.release(seq)
-                self._outputs.append(seq.make_end_output(FinishReason.ERROR))
-        self._suspects = ()
+                self.outputs.append(seq.make_end_output(FinishReason.ERROR))
+        self.suspects = ()
         return self.take_outputs()
 
     def _try_push(self, seq: Sequence) -> bool:

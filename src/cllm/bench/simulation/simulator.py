@@ -207,7 +207,7 @@ class Replica:
 
     def step(self) -> bool:
         """Begin the next step, which ends at ``now``. Return False if there is none."""
-        if not self.scheduler.has_work():
+        if not self.scheduler.sequences.has_work():
             return False
         num_steps = self.scheduler.statistics.num_steps
         self._outputs = self.engine.step()
