@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from cllm.backends.fake.backend import FakeBackend
@@ -46,7 +48,8 @@ class Job(SideJob):
 
 
 def start(*jobs: SideJob, **options) -> Engine:
-    engine = build_engine(FakeBackend(length=3, **options), EngineParams(speculation="off"))
+    clock = count(0, 0.001).__next__  # the time of a busy machine would change the steps
+    engine = build_engine(FakeBackend(length=3, **options), EngineParams(speculation="off"), clock)
     engine.side_jobs += jobs
     return engine
 
