@@ -42,15 +42,15 @@ class Loader(Protocol):
         """Return the file of the model ``name`` (None: the default), downloaded if necessary, or
         None if the backend needs no file.
 
-        quantization: selects among the files of a repository. progress: as in ``hub.download``.
-        Raises StartupError if there is no such model.
+        ``quantization`` selects among the files of a repository. ``progress`` is passed to
+        ``hub.download``. Raises StartupError if there is no such model.
         """
         ...
 
     def measure(self, params: BackendParams, *, check_tokens: bool = False) -> ModelSize | None:
         """Return the size of the model at ``params.path``, or None if there is no file to measure.
 
-        It reads only the file's header. check_tokens: as in ``gguf.read_header``. Raises
+        It reads only the file's header, and passes ``check_tokens`` to ``gguf.read_header``. Raises
         StartupError if the file is not a model, or if its cells cannot have ``params.kv_type``.
         """
         ...
@@ -81,8 +81,8 @@ class Loader(Protocol):
     ) -> Backend:
         """Load the model. Raises StartupError if it cannot be loaded.
 
-        progress: called with the fraction loaded. on_abort: called with the reason just before the
-        load aborts the process.
+        ``progress`` is called with the loaded share, 0 to 1, and ``on_abort`` with the reason just
+        before the load aborts the process.
         """
         ...
 

@@ -19,7 +19,9 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request that another engine has begun. ``sequences``: those to continue, by index."""
+    """A request that another engine has begun. ``sequences`` maps the indices of the sequences to
+    continue to what they have delivered.
+    """
 
     request: Request
     sequences: dict[int, Progress]
@@ -47,10 +49,10 @@ FaultKind = Literal["crash", "kill", "hang", "slow", "raise", "memory"]
 class Fault(msgspec.Struct, frozen=True, array_like=True):
     """A fault in a step.
 
-    kind: crash (as after a failed assertion), kill (as by another process), hang, slow (the step
-    takes ``seconds`` longer), raise (an exception), memory (memory runs out). after_steps: how many
-    steps succeed first. num_steps: how many then have the fault. token: only steps with a sequence
-    whose prompt contains this token count, and all of them have the fault.
+    The kinds are crash (as after a failed assertion), kill (as by another process), hang, slow (the
+    step takes ``seconds`` longer), raise (an exception), and memory (memory runs out). First
+    ``after_steps`` steps succeed, then ``num_steps`` have the fault. With a ``token``, only steps
+    with a sequence whose prompt contains this token count, and all of them have the fault.
     """
 
     kind: FaultKind
@@ -99,8 +101,8 @@ class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop the engine, even if sequences are running. ``seconds``: to save prefixes on disk, and
-    again to write them.
+    """Stop the engine, even if sequences are running. It gets ``seconds`` to save prefixes on disk,
+    and as many again to write them.
     """
 
     seconds: float = 1.5

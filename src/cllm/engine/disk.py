@@ -45,8 +45,10 @@ log = logging.getLogger("cllm.disk")
 
 
 class Head(msgspec.Struct):
-    """fingerprint: of the model and its saved states. tokens: little-endian int32. size: bytes of
-    the data. checksums: CRC-32 of each PIECE of the data. salt: the request's cache_salt.
+    """What a file says before its ``size`` bytes of data.
+
+    ``fingerprint`` identifies the model and its saved states. ``tokens`` are little-endian int32.
+    ``checksums`` has the CRC-32 of each PIECE of the data. ``salt`` is the request's cache_salt.
     """
 
     fingerprint: str
@@ -57,21 +59,21 @@ class Head(msgspec.Struct):
 
 
 class Written(msgspec.Struct):
-    """``succeeded``: whether the file is complete."""
+    """The end of a write. ``succeeded`` says whether the file is complete."""
 
     key: int
     succeeded: bool = True
 
 
 class Read(msgspec.Struct):
-    """``succeeded``: whether the file was intact and matched its key."""
+    """The end of a read. ``succeeded`` says whether the file was intact and matched its key."""
 
     key: int
     succeeded: bool
 
 
 class File(NamedTuple):
-    """``size``: bytes of the snapshot in it."""
+    """A file with a snapshot of ``size`` bytes."""
 
     path: Path
     size: int
@@ -114,7 +116,7 @@ class DiskCache:
 
         Deletes files of this model that are damaged.
         """
-        found = []
+        files = []
         times = {}
         with contextlib.suppress(OSError):
             for path in self._folder.glob(f"*{SUFFIX}"):
@@ -131,10 +133,10 @@ class DiskCache:
                     size = file.tell() + head.size
                     if named and file.seek(0, os.SEEK_END) == size:
                         tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
-                        found.append((File(path, head.size), tokens, head.salt))
+                        files.append((File(path, head.size), tokens, head.salt))
                     else:
                         path.unlink()
-        return found
+        return files
 
     def _name(self, tokens: bytes, salt: str) -> str:
         person = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
@@ -205,8 +207,8 @@ class DiskCache:
                 return zlib.crc32(into[at : at + PIECE])
 
             with ThreadPoolExecutor(READERS) as pool:
-                found = list(pool.map(read_piece, range(0, head.size, PIECE)))
-            if found != head.checksums:
+                checksums = list(pool.map(read_piece, range(0, head.size, PIECE)))
+            if checksums != head.checksums:
                 raise ValueError("a checksum is wrong")
             os.utime(path)
         except Exception as error:  # noqa: BLE001  # whatever it is, sequences wait for the result
@@ -239,12 +241,12 @@ class DiskCache:
         """Return the thread's results since the last call; wait up to ``wait`` seconds for the
         first one.
         """
-        found: list[Written | Read | None] = []
+        ends: list[Written | Read | None] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._results.get(timeout=wait) if wait else self._results.get_nowait())
+            ends.append(self._results.get(timeout=wait) if wait else self._results.get_nowait())
             while True:
-                found.append(self._results.get_nowait())
-        results = [result for result in found if result is not None]
+                ends.append(self._results.get_nowait())
+        results = [result for result in ends if result is not None]
         self._writing -= {result.key for result in results if isinstance(result, Written)}
         return results
 

@@ -64,8 +64,8 @@ class DraftModel:
         return {seq: tuple(draft) for seq, draft in drafts.items() if draft}
 
     def _rewind(self, seq: Sequence) -> Trim:
-        """Set the shadow's tokens to those of ``seq``; return a Trim that keeps the cells of their
-        common prefix.
+        """Set the shadow's tokens to those of ``seq``, and return a Trim that keeps the cells of
+        their common prefix.
         """
         shadow = self._shadows.get(seq)
         if shadow is None:

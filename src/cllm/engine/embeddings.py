@@ -25,7 +25,7 @@ SHARE = 0.2  # weight of a new observation in the mean
 
 
 class Job:
-    """A request. ``num_started``: the number of its texts that have been started."""
+    """A request, of which ``num_started`` texts have been started."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
         self.request = request
@@ -34,10 +34,7 @@ class Job:
 
 
 class Text:
-    """One text.
-
-    ``start``: number of tokens computed so far. ``total``: their embeddings, pooled so far.
-    """
+    """One text. ``total`` pools the embeddings of its first ``start`` tokens, computed so far."""
 
     def __init__(self, job: Job, tokens: list[int]) -> None:
         self.job = job

@@ -94,8 +94,8 @@ class Engine:
         weights: dict[str, float] | None = None,
     ) -> None:
         """``clock`` returns seconds; ``check`` verifies the conservation laws after every step,
-        which costs time. ``weights``: the shares of accounts, which the scheduler reads; SetWeights
-        changes them.
+        which costs time. ``weights`` are the shares of accounts, which the scheduler reads and
+        SetWeights changes.
         """
         self.backend = backend
         self.scheduler = scheduler

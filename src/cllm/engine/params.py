@@ -11,18 +11,18 @@ from cllm.backends.registry import BACKENDS
 class EngineParams(BackendParams, frozen=True, kw_only=True):
     """All parameters of an engine, sent to the engine process.
 
-    Sizes are in tokens, memory in bytes. backend: one of BACKENDS. weight_bytes: size of the
-    model's weights; 0 skips the check of kv_memory against the machine's memory. With the check,
-    kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fit_memory``).
-    max_bytes: what the engine may take of it, 0 without other models beside it.
-    resident_bytes: what an earlier engine with the same sizes took once it was ready; then only
-    this is checked.
-    target_itl, prefill_share: see SchedulerParams; prefill_share None depends on the device.
-    cores_file: the file of ``SharedCores``, for engines that may use the same cores at the same
-    time; "" without others.
-    chat_template: to use instead of the model's own templates, "" for those.
-    check: verify the conservation laws after every step, and raise the exceptions that an engine
-    otherwise survives.
+    Sizes are in tokens, memory in bytes. ``backend`` is one of BACKENDS. ``weight_bytes`` is the
+    size of the model's weights; 0 skips the check of kv_memory against the machine's memory. With
+    the check, kv_memory 0 and ram_cache_bytes None mean a share of that memory
+    (``build.fit_memory``). The engine may take ``max_bytes`` of it, 0 if there are no other models.
+    If ``resident_bytes`` is set, which is what an earlier engine with the same sizes took once it
+    was ready, only that is checked.
+
+    ``target_itl`` and ``prefill_share`` are explained at SchedulerParams; prefill_share None
+    depends on the device. ``cores_file`` is the file of ``SharedCores``, for engines that may use
+    the same cores at the same time; "" if there are no others. ``chat_template`` replaces the
+    model's own templates unless it is "". With ``check``, the engine verifies the conservation laws
+    after every step, and raises exceptions that it otherwise survives.
     """
 
     backend: str = BACKENDS[0]

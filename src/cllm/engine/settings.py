@@ -20,10 +20,10 @@ def engine_params(
     """Return the parameters for the model at ``path`` (None if the backend needs no file), after
     reading its header.
 
-    check_tokens: as in ``gguf.read_header``, for a caller whose own process loads the model and
-    must survive a damaged file. Raises StartupError if the file is not a model or sizes contradict
-    each other. ``build.fit_memory`` checks the memory later, in the process that loads the model:
-    only the backend's library can detect a GPU, and importing it would delay the start.
+    ``check_tokens`` is passed to ``gguf.read_header``; set it if the caller's own process loads the
+    model and must survive a damaged file. Raises StartupError if the file is not a model or sizes
+    contradict each other. ``build.fit_memory`` checks the memory later, in the process that loads
+    the model: only the backend's library can detect a GPU, and importing it would delay the start.
     """
     backend, scheduler, kv = settings.backend, settings.scheduler, settings.kv
     loader, draft = import_loader(backend.name), settings.model.draft_path

@@ -28,8 +28,8 @@ EXIT_SECONDS = 10.0  # that the last step of a process gets to end
 class Inbox:
     """The outputs for some requests that their reader has not taken yet.
 
-    ``wake``: called by the thread that computes, when there is something to take, if the reader is
-    a coroutine; else None. It raises RuntimeError if the coroutine's event loop is closed.
+    If the reader is a coroutine, the thread that computes calls ``wake`` when there is something to
+    take. It raises RuntimeError if the coroutine's event loop is closed.
     """
 
     def __init__(self, request_ids: list[str], wake: Callable[[], None] | None) -> None:
@@ -67,7 +67,7 @@ class SharedEngine:
     def submit(
         self, commands: list[Add] | list[Embed], wake: Callable[[], None] | None = None
     ) -> Inbox:
-        """Hand requests to the engine; ``wake``: see Inbox. The caller must call ``drop`` later.
+        """Hand requests to the engine; ``wake`` is for the Inbox, which the caller must ``drop``.
 
         Raises RuntimeError after ``close``.
         """
@@ -158,8 +158,8 @@ class SharedEngine:
         """Reject further requests, and call ``free`` once no thread uses the model. Further calls
         do nothing.
 
-        ``waits``: return when that has happened. The garbage collector must not wait, because it
-        may interrupt the thread that uses the model.
+        With ``waits``, return when that has happened. The garbage collector must not wait, because
+        it may interrupt the thread that uses the model.
         """
         if self._was_forked or self._is_exiting:
             return

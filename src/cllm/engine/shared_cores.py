@@ -32,7 +32,7 @@ class SharedCores:
     """
 
     def __init__(self, path: str) -> None:
-        """``path``: of the file; see ``create_cores_file``.
+        """``path`` is the file that ``create_cores_file`` has created.
 
         Raises OSError if it cannot be used, and ValueError if it is too short.
         """

@@ -37,9 +37,9 @@ OPEN_SHARE = 0.5  # share of the queue that reservations never close to newcomer
 class QueueFull(CLLMError):
     """Too much work is ahead of the request in the queue.
 
-    bound: the exceeded limit, which is requests, tokens or seconds. retry_after: seconds until
-    there will be room. ticket: claims the place that is reserved for that time, or is "" if no
-    place is reserved.
+    ``bound`` names the exceeded limit: requests, tokens or seconds. There will be room after
+    ``retry_after`` seconds. ``ticket`` claims the place that is reserved for that time; it is "" if
+    none is.
     """
 
     def __init__(self, what: str, bound: str, retry_after: float, ticket: str = "") -> None:
@@ -53,7 +53,7 @@ class QueueFull(CLLMError):
 class QueueLimits:
     """Limits of the queue; None means no limit.
 
-    seconds: the estimated time to a request's first token.
+    ``seconds`` limits the estimated time to a request's first token.
     """
 
     requests: int | None = None
@@ -65,7 +65,7 @@ class QueueLimits:
 class QueuePosition:
     """A queue position: 0 runs immediately, 1 is the next to run, and so on.
 
-    seconds: estimated time to the first token.
+    ``seconds`` is the estimated time to the first token.
     """
 
     position: int = 0
@@ -195,8 +195,8 @@ class Backlog:
         self._count_seqs()
 
     def record_first_token(self, request: Request, *, is_first: bool = True) -> None:
-        """Note the first token of a sequence of ``request``; ``is_first``: no other sequence of it
-        has started.
+        """Note the first token of a sequence of ``request``. ``is_first`` says that no other
+        sequence of it has started.
         """
         self._rate.count_served(1 / 2)
         if is_first:
@@ -368,7 +368,7 @@ class Backlog:
     def _estimate_load_ahead(self, newcomer: Newcomer, excess: int) -> QueueLoad:
         """Return the waiting load that will probably be served before ``newcomer``.
 
-        ``excess``: the number of sequences for which there is no slot now.
+        ``excess`` is the number of sequences for which there is no slot now.
         """
         classes = [(priority, self._pending[priority]) for priority in self._list_classes(newcomer)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())

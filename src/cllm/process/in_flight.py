@@ -22,9 +22,9 @@ FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 class Stream:
     """Delivers the tokens of some requests to one reader.
 
-    queue_position: of the first request, at its submission. num_shared requests share the
-    computation of an equal request, and num_recalled were found in the result cache.
-    num_reused_tokens: prompt tokens of both.
+    ``queue_position`` is the first request's, at its submission. ``num_shared`` requests share the
+    computation of an equal request, and ``num_recalled`` were found in the result cache; both have
+    ``num_reused_tokens`` tokens in their prompts.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -90,8 +90,8 @@ class InFlightRequest:
     """
 
     def __init__(self, request: Request, queue_position: QueuePosition, key: bytes | None) -> None:
-        """``key``: the digest; None if no other stream may join and the outputs need not be
-        kept.
+        """``key`` is the request's digest; None if no other stream may join and the outputs need
+        not be kept.
         """
         self.request = request
         self.queue_position = queue_position
@@ -209,7 +209,9 @@ class InFlightRequests:
         return None if entry is None else entry.request
 
     def list_waiting(self, request_ids: Iterable[str], priority: Priority) -> list[str]:
-        """Return those of ``request_ids`` of one class that have not begun, as far as is known."""
+        """Return the requests among ``request_ids`` that are of this class and have not begun, as
+        far as is known.
+        """
         entries = [self._by_id[name] for name in request_ids if name in self._by_id]
         return [
             entry.request.request_id
@@ -219,13 +221,13 @@ class InFlightRequests:
 
     def make_command(self, request_id: str) -> Add | Resume | None:
         """Return the command with which another engine computes the rest of a request. None if it
-        has ended: because the engine was asked to stop all that was left.
+        has ended, such as when the engine was asked to stop all sequences that were left.
         """
         entry = self._by_id.get(request_id)
         if entry is None:
             return None
         ended = entry.unfinished & entry.stopped
-        self.put([end_of(request_id, index) for index in sorted(ended)])
+        self.put([make_end(request_id, index) for index in sorted(ended)])
         return entry.make_command() if entry.unfinished else None
 
     def submit(
@@ -427,6 +429,6 @@ def may_share(request: Request) -> bool:
     return request.deadline is None and request.queue_timeout is None
 
 
-def end_of(request_id: str, index: int) -> TokenOutput:
+def make_end(request_id: str, index: int) -> TokenOutput:
     """Return the last output of a sequence that its reader has stopped."""
     return TokenOutput(request_id, index, NO_TOKEN, FinishReason.ABORT, is_text=False)

@@ -31,8 +31,8 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """Where an engine computes. cpus: the numbers of its cores, () for all. variables: that its
-    environment has in addition, such as CUDA_VISIBLE_DEVICES.
+    """Where an engine computes: on the CPUs with the numbers ``cpus``, () for all. Its environment
+    has the ``variables`` in addition, such as CUDA_VISIBLE_DEVICES.
     """
 
     cpus: tuple[int, ...] = ()

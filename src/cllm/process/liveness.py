@@ -16,8 +16,8 @@ UNKNOWN_HANG_SECONDS = 600.0
 
 
 class Hang(NamedTuple):
-    """Why an engine is to be killed. ``is_stopped``: the whole process has stopped, which no
-    request can cause.
+    """Why an engine is to be killed. ``is_stopped`` says that the whole process has stopped, which
+    no request can cause.
     """
 
     cause: str

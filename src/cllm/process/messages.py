@@ -23,7 +23,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """``step_record``: the path of the file in which the engine notes its steps."""
+    """Load the model, and note each step in the file with the path ``step_record``."""
 
     params: EngineParams
     step_record: str
@@ -36,7 +36,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine can begin. ``params`` are those of Start with the sizes that were chosen. The
+    """The engine can begin. ``params`` are the parameters of Start with the chosen sizes. The
     engine takes at most ``max_bytes`` of the RAM, or of the GPUs if the model is there; 0 if
     unknown.
     """
@@ -66,14 +66,14 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to Withdraw. ``done``: the request had not begun, and is forgotten."""
+    """The answer to Withdraw. ``done`` says that the request had not begun, and is forgotten."""
 
     request_id: str
     done: bool
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to LoadAdapter. ``error``: why it was not loaded."""
+    """The answer to LoadAdapter. ``error`` says why it was not loaded, and is "" if it was."""
 
     name: str
     error: str = ""
@@ -101,7 +101,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The token ids of each text, or None if that failed.
 
-    ``more``: another message follows, whose first list continues the last one of this message.
+    With ``more``, another message follows, whose first list continues the last one of this message.
     """
 
     number: int

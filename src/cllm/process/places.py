@@ -48,8 +48,8 @@ def find_places(params: EngineParams, count: int | None) -> list[Place]:
 
 
 def list_cores() -> list[tuple[int, list[int]]]:
-    """Return the cores that this process may use, those of a NUMA node together: the node of each
-    one and its CPUs, which are several if the core runs several threads.
+    """Return the NUMA node and the CPUs of each core that this process may use, sorted by node. A
+    core that runs several threads has several CPUs.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [(0, [cpu]) for cpu in range(os.cpu_count() or 1)]

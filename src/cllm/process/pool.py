@@ -138,8 +138,8 @@ class Pool:
         return self.stats.with_totals(totals)
 
     def may_start(self, stream: Stream) -> bool:
-        """Return whether the first request of ``stream`` has started or can start soon: the engine
-        has got it and responds.
+        """Return whether the first request of ``stream`` has started, or can start soon because its
+        engine has got it and responds.
         """
         name = stream.requests[0].request_id
         if (entry := stream.in_flight.get(name)) is None or entry.has_begun:

@@ -63,7 +63,7 @@ def measure_load(*requests: Request) -> QueueLoad:
 class Newcomer(NamedTuple):
     """Requests of one client that are not in the queue yet.
 
-    load: of all of them. num_prompt_tokens: of the first one.
+    ``load`` is the load of all of them, and ``num_prompt_tokens`` the first one's.
     """
 
     account: str
@@ -81,8 +81,8 @@ def describe_newcomer(*requests: Request) -> Newcomer:
 class Reservation:
     """The place of one client in the queue.
 
-    due, expires: the client is expected between these seconds of the clock. rejected_at: when it
-    was last rejected.
+    The client is expected between the times ``due`` and ``expires``, in seconds of the clock, and
+    was last rejected at ``rejected_at``.
     """
 
     priority: Priority
@@ -101,8 +101,8 @@ class Reservations:
     A client claims its place with a ticket: a random number that works once, for the same account
     and class.
 
-    ``counts``: the number of reservations that were issued, honoured (the client returned and was
-    admitted), expired.
+    ``counts`` has the numbers of reservations that were issued, honoured (the client returned and
+    was admitted), and expired.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -134,10 +134,10 @@ class Reservations:
         """
         self._expire()
         account, priority = newcomer.account, newcomer.priority
-        found = self._by_ticket.get(claim.ticket)
-        if found is not None and (found.priority, found.account) == (priority, account):
-            self._groups_with_tickets.update(list_groups(found))
-            return found
+        claimed = self._by_ticket.get(claim.ticket)
+        if claimed is not None and (claimed.priority, claimed.account) == (priority, account):
+            self._groups_with_tickets.update(list_groups(claimed))
+            return claimed
         same, own = (
             {} if group in self._groups_with_tickets else self._groups.get(group, {})
             for group in ((priority, account, body) for body in (claim.body, None))
@@ -204,8 +204,8 @@ class Reservations:
         return reservation.ticket, retry_after
 
     def postpone(self, reservation: Reservation, seconds: float) -> tuple[str, float]:
-        """Do the same as ``add`` for a client that returns too early, or that finds no room before
-        ``seconds``.
+        """Move the reservation of a client that returns too early, or for which there will be no
+        room within ``seconds``. Return its ticket, and the seconds after which to retry.
         """
         due = max(reservation.due, self._clock() + min(seconds, LONGEST_WAIT))
         retry_after = max(1.0, math.ceil(due - self._clock()))

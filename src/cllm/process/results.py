@@ -70,7 +70,7 @@ class ResultCache:
             self.num_bytes -= len(result) + OVERHEAD
 
     def recall(self, key: bytes, request_id: str) -> list[TokenOutput]:
-        """Return the stored outputs as those of ``request_id``.
+        """Return the stored outputs under the id ``request_id``.
 
         Raises KeyError if there are none under ``key``.
         """

@@ -24,8 +24,8 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 class Entry(NamedTuple):
-    """``version`` changes with each step. expected_seconds: of the step that is being computed, 0
-    if unknown. request_ids: those in the step; empty between steps.
+    """The step that is being computed. ``version`` changes with each step. The step should take
+    ``expected_seconds``, 0 if unknown, and has sequences of ``request_ids``; none between steps.
     """
 
     version: int

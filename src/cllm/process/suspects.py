@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 MAX_DEATHS_ALONE = 2  # deaths of the engine with a request as the only suspect
-# Times that the engine is ended from outside in steps of a request that has got no token in
-# between. After more of them, the request is suspected to be the cause: a guard of the memory may
-# have ended the engine.
+# A request is suspected to be the cause if the engine is ended from outside more often than this in
+# steps of the request, which has got no token in between: a guard of the memory may have done it.
 MAX_ENDS = 10
 
 
@@ -15,16 +14,16 @@ class Suspects:
     """After a death, the suspects are the requests in the step that died, except those that have
     got a token since that engine was ready, unless there are no others.
 
-    After a first death all requests continue in the next engine at once. After each further one
-    begins a search: at first the others of the step that died continue, then one suspect after the
-    other, when those before it have got a token or have ended, and at last all other requests. So a
-    suspect is known for certain, and n of them take about 2 n + 2 deaths. Smaller steps cost little
-    compared with a restart.
+    After a first death, all requests continue in the next engine at once. Each further death begins
+    a search. First, the other requests of the step that died continue. Then one suspect after the
+    other continues; each waits until those before it have got a token or have ended. At last, all
+    other requests continue. So it is certain which suspect kills engines, and finding n of them
+    takes about 2 n + 2 deaths. Smaller steps cost little compared with a restart.
     """
 
     def __init__(self, ends: Counter[str] | None = None) -> None:
         """``ends`` counts how often each request was in a step whose engine was ended from outside,
-        since its last token; several engines may share it.
+        since the request's last token. Several engines may share it.
         """
         self._has_died = False
         self._deaths: Counter[str] = Counter()
@@ -45,7 +44,8 @@ class Suspects:
         not be computed again, if it is known. ``is_certain`` says that nothing else can have been
         the cause.
 
-        Suspects continue in the order of ``in_step``, those of fewer deaths first.
+        Suspects of fewer deaths continue first, and suspects of equally many in the order of
+        ``in_step``.
         """
         suspects = [name for name in in_step if name not in self._computed] or in_step
         is_first, self._has_died = not self._has_died, True
@@ -71,7 +71,7 @@ class Suspects:
 
     def record_end(self, in_step: list[str]) -> str | None:
         """Note that the engine has been ended from outside in a step with these requests. Return
-        the same as ``record_death``.
+        the request that must not be computed again, if it is known.
         """
         self._computed.clear()
         self._ends.update(in_step)

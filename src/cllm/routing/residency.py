@@ -14,7 +14,7 @@ MIN_STAY, STAY_FACTOR = 2.0, 2.0
 
 
 class Resident(Protocol):
-    """A loaded model. stays_until: the time, in seconds, from which on it may leave."""
+    """A loaded model, which may leave from the time ``stays_until`` on, in seconds."""
 
     last_used: float
     stays_until: float

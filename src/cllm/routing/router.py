@@ -28,9 +28,9 @@ WINDOW = 8
 class RoutingRequest(msgspec.Struct, frozen=True):
     """The properties of a request that matter for routing.
 
-    blocks: a name for each prefix of the prompt that ends a block, shortest first, such as those of
-    ``name_prefixes`` or the hash_ids of a trace. ends: the number of tokens up to the end of each
-    block. num_tokens: tokens of the prompt. num_seqs: the places that it takes.
+    The prompt has ``num_tokens``. ``blocks`` names each of its prefixes that ends a block, shortest
+    first, such as ``name_prefixes`` or the hash_ids of a trace do. ``ends`` has the number of
+    tokens up to the end of each block. The request takes ``num_seqs`` slots.
     """
 
     blocks: Sequence[int]
@@ -43,10 +43,10 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """A replica that may be chosen.
 
-    number: from 0; another replica may have it after ``Router.forget``. max_num_seqs: how many
-    requests the replica runs at the same time. waiting_seconds: how long a new request would wait
-    there because of requests that this router did not book. prompt_token_seconds: the time to
-    compute a token of a prompt.
+    ``number`` counts from 0; another replica may have it after ``Router.forget``. The replica runs
+    ``max_num_seqs`` sequences at the same time. A new request would wait there for
+    ``waiting_seconds`` because of requests that this router did not book. Computing a token of a
+    prompt takes ``prompt_token_seconds``.
     """
 
     number: int
@@ -56,8 +56,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class BookedLoad:
-    """The load of one replica. num_seqs: sequences of its requests. num_tokens: prompt tokens that
-    it probably has to compute. accounts: how many requests each has.
+    """The load of one replica: the number of sequences of its requests, the number of prompt tokens
+    that it probably has to compute, and how many requests each account has.
     """
 
     __slots__ = ("accounts", "num_seqs", "num_tokens")
@@ -110,8 +110,8 @@ def is_crowded(load: int, least: int, replica: Candidate) -> bool:
 class Router:
     """Books each request on a replica.
 
-    max_blocks: maximum number of prefixes in the table; choose as many as fit into the caches of
-    all replicas.
+    The table has at most ``max_blocks`` prefixes; choose as many as fit into the caches of all
+    replicas.
     """
 
     def __init__(self, routing: Routing, max_blocks: int, seed: int = 0) -> None:
@@ -223,7 +223,7 @@ class Router:
     def _list_longest(
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> list[Candidate]:
-        """Return those of ``candidates`` that know the longest prefix of the request; empty if none
+        """Return the ``candidates`` that know the longest prefix of the request; none if no one
         knows any.
         """
         bits = longest = 0

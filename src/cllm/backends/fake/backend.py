@@ -70,8 +70,8 @@ class Cell:
 class FakeBackend:
     """Implements the contract of backends/base.py and checks that its caller keeps it, too.
 
-    ``layout``: if "", unified with ``num_cells`` and otherwise partitioned. ``sleep`` spends a
-    step's cost: time.sleep, or the advance of a simulated clock.
+    Without a ``layout``, it is unified if ``num_cells`` is set and partitioned otherwise. ``sleep``
+    spends the cost of a step: time.sleep, or the advance of a simulated clock.
     """
 
     def __init__(
@@ -260,9 +260,9 @@ class FakeBackend:
         """
         cells, request = self._cells[seq.seq_id], seq.request
         base = request.num_base_tokens if adapters else len(cells)
-        found = {cell.adapters for cell in cells[:base]}, {cell.adapters for cell in cells[base:]}
-        if not (found[0] <= {()} and found[1] <= {request.adapters}):
-            raise EngineError(f"{seq.name} has cells of {found}")
+        before, after = ({cell.adapters for cell in part} for part in (cells[:base], cells[base:]))
+        if not (before <= {()} and after <= {request.adapters}):
+            raise EngineError(f"{seq.name} has cells of {before, after}")
 
     def _store(self, seq_id: int, start: int, tokens: list[int], adapters: Adapters) -> None:
         cells = self._cells_of(seq_id)

@@ -25,7 +25,7 @@ from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.adapters import LoadedAdapters
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.cells import Cells, PagedCells
-from cllm.backends.llama_cpp.embedder import Embedder, facts_of
+from cllm.backends.llama_cpp.embedder import Embedder, read_embedding_facts
 from cllm.backends.llama_cpp.fit import (
     MIN_SEQS,
     PAD,
@@ -96,8 +96,8 @@ def uses_gpu(params: BackendParams) -> bool:
 class Probed(NamedTuple):
     """What a model's memory supports.
 
-    A saved state of n tokens takes state_bytes + n * state_bytes_per_token. row_seconds: see
-    ModelInfo.
+    A saved state of n tokens takes state_bytes + n * state_bytes_per_token. ``row_seconds`` is
+    explained at ModelInfo.
     """
 
     can_trim: bool
@@ -164,7 +164,7 @@ class LlamaCppBackend:
         self._equal_cells = count_equal_cells(self._model, vocabulary_size) if plain else 0.0
         sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
-        vectors = facts_of(self._model, self._context, vocabulary_size)
+        vectors = read_embedding_facts(self._model, self._context, vocabulary_size)
         if not generates:  # an encoder keeps no state between texts
             self._close_context()
         room = max(USUAL_CONTEXT, sizes.num_cells // MIN_SEQS)  # it has cells of its own
@@ -418,9 +418,9 @@ class LlamaCppBackend:
         passes.sort(key=lambda each: sum(row.num_samples for row in each.rows))
         logits: dict[int, list[Any]] = {}
         for each in passes:
-            found = iter(self._decode(each))
+            decoded = iter(self._decode(each))
             for row in each.rows:
-                rows = [next(found) for _ in range(row.num_samples)]
+                rows = [next(decoded) for _ in range(row.num_samples)]
                 logits[row.seq.seq_id] = rows if each is passes[-1] else [r.copy() for r in rows]
         return [each for row in batch.rows for each in logits[row.seq.seq_id]]
 

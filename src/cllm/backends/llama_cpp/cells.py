@@ -23,8 +23,9 @@ SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
 class Cells:
     """The cells and the snapshots of one context.
 
-    ``num_ids``: seq_ids that can hold tokens. ``can_trim``: whether a sequence can free some of its
-    last cells. ``plain``: the model's only memory is attention to all tokens.
+    ``num_ids`` counts the seq_ids that can hold tokens. ``can_trim`` says whether a sequence can
+    free some of its last cells, and ``plain`` whether the model's only memory is attention to all
+    tokens.
     """
 
     def __init__(self, context: Any, sizes: Fit, *, plain: bool) -> None:

@@ -17,8 +17,8 @@ GPU_TYPES = (1, 2)  # of ggml_backend_dev_type: with memory of its own, and inte
 
 
 class Device(NamedTuple):
-    """A GPU. num_free_bytes, num_bytes: of its memory; of an integrated one, as much as it may take
-    of the RAM.
+    """A GPU, with the free and the total bytes of its memory. An integrated GPU counts what it may
+    take of the RAM.
     """
 
     name: str

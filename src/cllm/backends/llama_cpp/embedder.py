@@ -46,7 +46,7 @@ class EmbeddingFacts(NamedTuple):
     max_tokens: int
 
 
-def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
+def read_embedding_facts(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
     """Return the facts about embeddings of ``model``; ``context`` is any context of it."""
     pooling = POOLINGS.get(lib.llama_pooling_type(context), "mean")
     whole = pooling == "rank" or not lib.llama_get_causal_attn(context)
@@ -73,8 +73,8 @@ class Embedder:
         threads: Threads,
         scale_positions: Callable[[Any], None],
     ) -> None:
-        """``max_tokens``: the limit of one text. ``scale_positions`` sets the parameters of a
-        context. Nothing is allocated yet.
+        """A text has at most ``max_tokens``. ``scale_positions`` sets the parameters of a context.
+        Nothing is allocated yet.
         """
         self._model = model
         self._facts = facts
@@ -159,8 +159,8 @@ class Embedder:
         self._arrays.wants_logits[:] = 1
 
     def _fill(self, chunks: list[Chunk], going: int) -> list[int]:
-        """Release all cells but those of the continued text, write the batch, and return the
-        chunks' seq_ids.
+        """Release all cells except those of the text that is continued, write the batch, and return
+        the chunks' seq_ids.
         """
         goes_on = chunks[0].start > 0
         if self._memory:

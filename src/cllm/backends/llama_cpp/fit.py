@@ -38,13 +38,13 @@ def fit(
 ) -> Fit:
     """Divide kv_memory into cells and sequences.
 
-    ``plain``: the model's only memory is attention to all tokens; others cannot be unified.
-    ``pages``: paged memory can be used. A sequence may be as long as the model was trained for, or
-    as kv_memory. In paged memory, each sequence also needs positions for a whole context; ``auto``
-    is not paged if they leave too little. Without paged memory, ``auto`` is partitioned if there
-    are cells for a whole context of each sequence, otherwise unified. A model that cannot be
-    unified gets shorter sequences, so that MIN_SEQS of them have a whole context. Raises
-    StartupError, with the sizes, if not even one sequence fits.
+    A ``plain`` model has no other memory than attention to all tokens; only plain ones can be
+    unified. ``pages`` says that paged memory can be used. A sequence may be as long as the model
+    was trained for, or as kv_memory allows. In paged memory, each sequence also needs positions for
+    a whole context; ``auto`` is not paged if they leave too little. Without paged memory, ``auto``
+    is partitioned if there are cells for a whole context of each sequence, otherwise unified. A
+    model that cannot be unified gets shorter sequences, so that MIN_SEQS of them have a whole
+    context. Raises StartupError, with the sizes, if not even one sequence fits.
     """
     layout = params.layout
     if layout == "paged" and not pages:

@@ -63,7 +63,7 @@ class KVAddresses:
     """
 
     def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:
-        """``num_bytes``: what llama.cpp will ask for. ``max_bytes``: of memory that can be spent.
+        """llama.cpp will ask for ``num_bytes``, and at most ``max_bytes`` of memory can be spent.
 
         Use it with ``intercept``, then call ``find_rows``.
         """

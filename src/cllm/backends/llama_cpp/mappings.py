@@ -51,7 +51,7 @@ def create_file() -> int:
 def map_file(address: int, size: int, file: int, offset: int, *, huge_pages: bool) -> None:
     """Map a part of ``file`` to ``address``, instead of what was there. Raises OSError.
 
-    huge_pages: whether the system might provide them; then it is asked not to.
+    With ``huge_pages``, the system might use huge pages, and is asked not to.
     """
     flags = mmap.MAP_SHARED | MAP_FIXED | MAP_NORESERVE
     _map(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)

@@ -46,10 +46,10 @@ class NotPaged(Exception):
 
 
 class Rows(NamedTuple):
-    """The keys or the values of one layer, a row for each token: where they are in memory (of the
-    first stream) and in a slab, in bytes.
+    """The keys or the values of one layer, a row for each token.
 
-    ``type``: ggml's number of the type of the values.
+    ``address`` is where those of the first stream begin in memory, and ``offset`` where they begin
+    in a slab, in bytes. ``type`` is ggml's number for the type of the values.
     """
 
     name: bytes
@@ -67,8 +67,8 @@ class Rows(NamedTuple):
 class Slab:
     """Room in the file for all tokens of one stream; only pages that were written take memory.
 
-    ``ends``: for each holder, the end of the tokens that it uses; OPEN for the stream that writes.
-    ``trimmed``: the end of the tokens of streams that were trimmed, and whose memory was kept.
+    ``ends`` has the end of the tokens that each holder uses; OPEN for the stream that writes.
+    ``trimmed`` is the end of the tokens of streams that were trimmed and kept their memory.
     """
 
     __slots__ = ("ends", "index", "trimmed")
@@ -231,8 +231,8 @@ class PagedMemory:
             self._map(seq_id, changed)
 
     def _merge(self, holder: int, keep: int) -> None:
-        """Copy two neighbouring parts of a holder, all of whose parts begin before ``keep``, to a
-        new slab, and let it use this one. Of all neighbours, the shortest are copied.
+        """Copy the pair of neighbouring parts that has the fewest tokens to a new slab, and let the
+        holder use it instead. All parts of the holder begin before ``keep``.
 
         Streams that share these tokens later use the same copy.
         """

@@ -26,9 +26,7 @@ MAX_DECODED = 16  # more tokens in a row are a prompt's
 
 
 class Pass(NamedTuple):
-    """Rows with consecutive seq_ids. ``size``: tokens to which each row is padded; 0 without
-    padding.
-    """
+    """Rows with consecutive seq_ids. Each is padded to ``size`` tokens; 0 means no padding."""
 
     rows: list[Row]
     size: int = 0
@@ -39,7 +37,7 @@ def plan_passes(
 ) -> list[Pass]:
     """Divide ``rows``, sorted by seq_id, into passes of at most ``max_tokens`` tokens.
 
-    ``equal_cells``: attention to so many cells takes as many operations as the rest of a token. 0:
+    Attention to ``equal_cells`` cells takes as many operations as the rest of a token. 0 means that
     rows must not be padded with tokens that are freed afterwards, because of a recurrent state.
     """
     if not equal_cells:

@@ -112,11 +112,11 @@ class Placement:
         if options.devices is not None:
             handles = [device_handle(find_gpu(name, gpus).name) for name in split(options.devices)]
             self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
-        found = [
+        overrides = [
             *([(experts(options.cpu_moe_layers), "CPU")] if options.cpu_moe_layers else []),
             *read_overrides(options.override_tensors),
         ]
-        entries = [Override(pattern.encode(), buffer_type(device)) for pattern, device in found]
+        entries = [Override(pattern.encode(), buffer_type(device)) for pattern, device in overrides]
         self._overrides: Any = (Override * (len(entries) + 1))(*entries) if entries else None
 
     def apply(self, c_params: Any) -> None:
@@ -134,7 +134,7 @@ class Placement:
 
 
 def scale_positions(options: Options, trained: int, c_params: Any) -> None:
-    """Set how a context scales positions. ``trained``: the trained context length."""
+    """Set how a context scales positions. The model was trained for ``trained`` tokens."""
     c_params.rope_scaling_type = ROPE_TYPES[options.rope_scaling]
     if options.rope_scale != 1:
         c_params.rope_freq_scale = 1 / options.rope_scale
@@ -211,7 +211,7 @@ def experts(num_layers: int) -> str:
 
 def read_overrides(text: str | None) -> list[tuple[str, str]]:
     """Return pairs of a pattern and a device. Raises StartupError."""
-    found = []
+    overrides = []
     for part in split(text or ""):
         pattern, _, device = part.rpartition("=")
         try:
@@ -223,8 +223,8 @@ def read_overrides(text: str | None) -> list[tuple[str, str]]:
                 f"{SECTION}.override_tensors must be patterns and devices such as "
                 r"blk\.[0-3]\.ffn_.*=CPU"
             )
-        found.append((pattern, device))
-    return found
+        overrides.append((pattern, device))
+    return overrides
 
 
 def device_handle(name: str) -> int:
@@ -238,10 +238,10 @@ def device_handle(name: str) -> int:
 def buffer_type(device: str) -> int:
     """Return the type of buffers in the memory of a device. Raises StartupError."""
     functions = lib._lib  # noqa: SLF001
+    kind: int
     if device.upper() == "CPU":
-        found = bind(functions, "ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+        kind = bind(functions, "ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
     else:
-        own = bind(functions, "ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
-        found = own(device_handle(device))
-    buffers: int = found
-    return buffers
+        find = bind(functions, "ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+        kind = find(device_handle(device))
+    return kind

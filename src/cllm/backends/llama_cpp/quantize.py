@@ -34,11 +34,11 @@ def quantize(
 ) -> None:
     """Write ``source`` to ``target`` in the llama.cpp file type ``body``, such as ``Q4_K_M``.
 
-    body: None keeps all tensors but the head as they are. head: the type of the output head, such
-    as ``Q6_K``; None takes the file type's default. A source that is already quantized loses
-    quality a second time. threads: None means one per core. ``progress`` receives the share of
-    tensors begun, 0 to 1. An interrupt kills the child and leaves ``target`` incomplete. Raises
-    StartupError with llama.cpp's reason.
+    Without ``body``, all tensors except the head stay as they are. ``head`` is the type of the
+    output head, such as ``Q6_K``; None takes the file type's default. A source that is already
+    quantized loses quality a second time. ``threads`` None means one per core. ``progress``
+    receives the share of tensors begun, 0 to 1. An interrupt kills the child and leaves ``target``
+    incomplete. Raises StartupError with llama.cpp's reason.
     """
     job = json.dumps([str(source), str(target), body, head, threads or 0])
     command = [sys.executable, "-P", "-m", __name__, job]

@@ -38,12 +38,12 @@ class States:
     """Saves and loads the states of one context.
 
     A portable saved state is one array: a head, the sequence's count and cells, and zeros for the
-    other streams. Any other saved state is what libllama wrote. ``head``, and ``tail``: the number
-    of bytes of these zeros.
+    other streams. Any other saved state is what libllama wrote. ``head`` is that head, and ``tail``
+    the number of bytes of these zeros.
     """
 
     def __init__(self, context: Any, max_num_seqs: int, layout: str, *, portable: bool) -> None:
-        """``portable``: the model's only memory is plain attention."""
+        """``portable`` says that the model's only memory is plain attention."""
         self._context = context
         self._num_seqs = max_num_seqs
         self._num_streams = 1 if layout == "unified" else max_num_seqs
@@ -117,18 +117,18 @@ class PagedStates:
         self._pointer = ctypes.pointer(ctypes.c_uint8.from_buffer(self._scratch))
 
     def _compute_size(self, num_tokens: int) -> int:
-        found = self._find_rows(num_tokens)
-        return (found[-1][1] if found else CELLS) + self._states.tail
+        rows = self._find_rows(num_tokens)
+        return (rows[-1][1] if rows else CELLS) + self._states.tail
 
     def _find_rows(self, num_tokens: int) -> list[tuple[int, int, Rows]]:
         """Return where the rows of each tensor begin and end in a state, and the tensor."""
         end = CELLS + num_tokens * CELL + len(self._before_rows)
-        found: list[tuple[int, int, Rows]] = []
+        places: list[tuple[int, int, Rows]] = []
         for rows in self._tensors if num_tokens else ():
             begin = end + ROWS_HEAD.size
             end = begin + num_tokens * rows.row_bytes
-            found.append((begin, end, rows))
-        return found
+            places.append((begin, end, rows))
+        return places
 
     def _describe(self, num_tokens: int) -> Iterator[tuple[int, bytes]]:
         """Yield all of a state but rows and zeros: where it is, and the bytes."""
@@ -179,7 +179,7 @@ class PagedStates:
             data = state[begin:end].reshape(count, rows.row_bytes)
             return rows, data[order].data.cast("B")
 
-        self._memory.install(key, count, (sort(*found) for found in self._find_rows(count)))
+        self._memory.install(key, count, (sort(*place) for place in self._find_rows(count)))
 
     def _fits(self, state: Bytes, count: int) -> bool:
         """Return whether ``state`` is a state of ``count`` tokens of this context."""

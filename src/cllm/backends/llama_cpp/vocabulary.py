@@ -31,8 +31,8 @@ MARK = b"\xff"  # before the text of a special token, for llguidance
 class Specials(NamedTuple):
     """The texts of special tokens, at which llama.cpp splits a text before it tokenizes the rest.
 
-    drop_blanks: maps each text, the longest first, to whether llama.cpp drops blanks before it.
-    beginnings: the first two characters of each text.
+    ``drop_blanks`` maps each text, the longest first, to whether llama.cpp drops blanks before it.
+    ``beginnings`` has the first two characters of each text.
     """
 
     drop_blanks: dict[str, bool]
@@ -49,7 +49,7 @@ class LlamaVocabulary:
     """
 
     def __init__(self, model: Any) -> None:
-        """``model``: a pointer that must stay valid."""
+        """``model`` is a pointer that must stay valid."""
         self._model = model
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.size = int(lib.llama_vocab_n_tokens(self._vocab))
@@ -265,16 +265,16 @@ def split_before_specials(text: str, specials: dict[str, bool]) -> Iterator[str]
     """Split ``text`` into parts that give the same tokens as the whole.
 
     All parts but the first begin with a special token. Parts are faster, because llama.cpp's time
-    grows with the square of the number of special tokens in a text. ``specials``: see
+    grows with the square of the number of special tokens in a text. ``specials`` are like
     Specials.drop_blanks.
     """
     begin, at = 0, PART
     while at < len(text):
-        found = (
+        matches = (
             (text.find(special, at, at + PART + len(special) - 1), -len(special), special)
             for special in specials
         )
-        place, _, special = min((one for one in found if one[0] >= 0), default=(at + PART, 0, ""))
+        place, _, special = min((one for one in matches if one[0] >= 0), default=(at + PART, 0, ""))
         if not special:
             at = place
         elif (specials[special] and text[place - 1].isspace()) or any(
