@@ -595,7 +595,7 @@ def texts_that_kill(monkeypatch, *poisons):
 
     def send_and_kill(texts, member):
         send(texts, member)
-        for _, pending in texts._list_of(member):
+        for _, pending in texts._list_pending(member):
             if pending.is_sent and pending.texts[0][0].text in poisons and member.ready:
                 os.kill(member.supervisor.pid, signal.SIGABRT)
 

@@ -105,14 +105,14 @@ class Texts:
         """Return the engine that has the least to tokenize; one that is ready, if any is."""
 
         def count_waiting(member: Member) -> int:
-            return sum([one.num_characters for _, one in self._list_of(member)])
+            return sum([one.num_characters for _, one in self._list_pending(member)])
 
         if len(self._members) == 1:
             return self._members[0]
         ready = [member for member in self._members if member.ready]
         return min(ready or self._members, key=count_waiting)
 
-    def _list_of(self, member: Member) -> list[tuple[int, PendingTokens]]:
+    def _list_pending(self, member: Member) -> list[tuple[int, PendingTokens]]:
         """Return the texts of an engine that have no answer yet, with their numbers."""
         return [
             (number, one)
@@ -124,7 +124,7 @@ class Texts:
         """Let an engine that is ready tokenize its texts: the first suspect, if there is one."""
         if not member.ready:
             return
-        texts = self._list_of(member)
+        texts = self._list_pending(member)
         suspects = [each for each in texts if each[0] in self._suspects]
         for number, pending in suspects[:1] or texts:
             if not pending.is_sent:
@@ -133,7 +133,7 @@ class Texts:
 
     def has(self, member: Member) -> bool:
         """Return whether an engine has texts to tokenize, or will get them."""
-        return bool(self._list_of(member))
+        return bool(self._list_pending(member))
 
     def is_separating(self, member: Member) -> bool:
         """Return whether an engine has to tokenize texts while it does nothing else."""
@@ -157,7 +157,7 @@ class Texts:
         """Note that an engine has died, and return whether it had texts. With ``is_own_fault``,
         they may have been the cause, and wait for the next engine.
         """
-        texts = self._list_of(member)
+        texts = self._list_pending(member)
         sent = [pending for _, pending in texts if pending.is_sent]
         if is_own_fault:
             self._suspects.update(number for number, pending in texts if pending.is_sent)

@@ -186,16 +186,16 @@ class FakeBackend:
     def _operate(self, operation: Operation) -> None:
         match operation:
             case Trim(seq_id, keep):
-                cells = self._cells_of(seq_id)
+                cells = self._get_cells(seq_id)
                 if 0 < keep < len(cells) and not self.info.can_trim:
                     raise EngineError(f"sequence {seq_id} cannot be trimmed")
                 del cells[keep:]
             case Copy(source, target, count):
-                if self._cells_of(target) or len(self._cells_of(source)) < count:
+                if self._get_cells(target) or len(self._get_cells(source)) < count:
                     raise EngineError(f"{count} tokens of {source} cannot be copied to {target}")
-                if not self.info.can_trim and len(self._cells_of(source)) != count:
+                if not self.info.can_trim and len(self._get_cells(source)) != count:
                     raise EngineError("part of a state cannot be copied")
-                cells = self._cells_of(source)[:count]
+                cells = self._get_cells(source)[:count]
                 if self.info.layout == "partitioned":
                     cells = [Cell(cell.token, cell.adapters) for cell in cells]
                 self._cells[target] = cells
@@ -203,11 +203,11 @@ class FakeBackend:
                 if self.info.layout != "paged":
                     raise EngineError("only paged cells can be swapped")
                 self._cells[first], self._cells[second] = (
-                    self._cells_of(second),
-                    self._cells_of(first),
+                    self._get_cells(second),
+                    self._get_cells(first),
                 )
             case Save(seq_id, key):
-                cells = self._cells_of(seq_id)
+                cells = self._get_cells(seq_id)
                 changed = [cell.adapters for cell in cells] if self._uses_adapters else []
                 saved = [cell.token for cell in cells], changed
                 self._snapshots[key] = msgspec.msgpack.encode(saved)
@@ -215,7 +215,7 @@ class FakeBackend:
                 tokens, changed = self._saved(key)
                 if len(tokens) < count or (len(tokens) > count and not self.info.can_trim):
                     raise EngineError(f"snapshot {key} has {len(tokens)} tokens, not {count}")
-                cells = self._cells_of(seq_id)
+                cells = self._get_cells(seq_id)
                 cells[:] = map(Cell, tokens, changed or [()] * len(tokens))
                 if self.info.layout == "paged":
                     del cells[count:]
@@ -249,7 +249,7 @@ class FakeBackend:
         ):
             raise EngineError("the fake backend fails as configured")
 
-    def _cells_of(self, seq_id: int) -> list[Cell]:
+    def _get_cells(self, seq_id: int) -> list[Cell]:
         if not 0 <= seq_id < self.info.max_num_seqs + self.info.num_spare_ids:
             raise EngineError(f"there is no sequence id {seq_id}")
         return self._cells.setdefault(seq_id, [])
@@ -265,7 +265,7 @@ class FakeBackend:
             raise EngineError(f"{seq.name} has cells of {before, after}")
 
     def _store(self, seq_id: int, start: int, tokens: list[int], adapters: Adapters) -> None:
-        cells = self._cells_of(seq_id)
+        cells = self._get_cells(seq_id)
         if seq_id >= self.info.max_num_seqs:
             raise EngineError(f"sequence id {seq_id} is not below {self.info.max_num_seqs}")
         if start != len(cells):

@@ -75,7 +75,7 @@ WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the fir
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
-def options_of(params: BackendParams) -> Options:
+def read_options(params: BackendParams) -> Options:
     """Return the options as attributes.
 
     They were checked when the settings were read. Checking them again would import pydantic, and
@@ -90,7 +90,7 @@ def options_of(params: BackendParams) -> Options:
 
 def uses_gpu(params: BackendParams) -> bool:
     """Return whether the weights will be on a GPU."""
-    return options_of(params).n_gpu_layers != 0 and supports_gpu_offload()
+    return read_options(params).n_gpu_layers != 0 and supports_gpu_offload()
 
 
 class Probed(NamedTuple):
@@ -120,8 +120,8 @@ class LlamaCppBackend:
         damaged file may abort the process.
         """
         self._path, self._kv_type = Path(params.path), params.kv_type
-        self._threads = Threads(options_of(params), on_gpu=uses_gpu(params))
-        self._model = self._load_model(options_of(params), progress)
+        self._threads = Threads(read_options(params), on_gpu=uses_gpu(params))
+        self._model = self._load_model(read_options(params), progress)
         self._check_architecture()
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
@@ -140,11 +140,11 @@ class LlamaCppBackend:
         """
         self._embedder.close()
         self._close_context()
-        self._threads = Threads(options_of(params), on_gpu=uses_gpu(params))
+        self._threads = Threads(read_options(params), on_gpu=uses_gpu(params))
         self._open(params)
 
     def _open(self, params: BackendParams) -> None:
-        options, on_gpu = options_of(params), uses_gpu(params)
+        options, on_gpu = read_options(params), uses_gpu(params)
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))

@@ -60,7 +60,7 @@ def measure_gpus(params: BackendParams) -> int | None:
 
     if not backend.uses_gpu(params):
         return None
-    return sum(gpu.num_free_bytes for gpu in placement.chosen_gpus(backend.options_of(params)))
+    return sum(gpu.num_free_bytes for gpu in placement.chosen_gpus(backend.read_options(params)))
 
 
 def find_gpus(params: BackendParams) -> list[SingleGpu]:

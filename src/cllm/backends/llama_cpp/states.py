@@ -173,7 +173,7 @@ class PagedStates:
         count = int.from_bytes(state[HEAD:CELLS].tobytes(), "little")
         if len(state) < CELLS or not self._fits(state, count):
             raise EngineError("a saved state is damaged, or of another model or type of cells")
-        order = np.argsort(self._cells_of(state, count)[:, 0])
+        order = np.argsort(self._read_cells(state, count)[:, 0])
 
         def sort(begin: int, end: int, rows: Rows) -> tuple[Rows, memoryview]:
             data = state[begin:end].reshape(count, rows.row_bytes)
@@ -185,7 +185,7 @@ class PagedStates:
         """Return whether ``state`` is a state of ``count`` tokens of this context."""
         if count > self._max_tokens or len(state) != self._compute_size(count):
             return False
-        cells = self._cells_of(state, count)
+        cells = self._read_cells(state, count)
         return (
             bool((cells[:, 1] == 1).all())
             and bool((np.sort(cells[:, 0]) == np.arange(count)).all())
@@ -195,7 +195,7 @@ class PagedStates:
             )
         )
 
-    def _cells_of(self, state: Bytes, count: int) -> npt.NDArray[np.int32]:
+    def _read_cells(self, state: Bytes, count: int) -> npt.NDArray[np.int32]:
         return state[CELLS : CELLS + count * CELL].view(np.int32).reshape(count, 3)
 
 
