@@ -163,7 +163,7 @@ FAULTS = [
     *faults_in(
         "engine/disk.py",
         "engine/test_disk.py",
-        ("if found != head.checksums:", "if not found:"),
+        ("if checksums != head.checksums:", "if not checksums:"),
         ("+ num_bytes <= MAX_PENDING", "- num_bytes <= MAX_PENDING"),
         ("self._files.keys() - keys - self._writing", "self._files.keys() - keys"),
         ("            os.utime(path)\n", ""),
