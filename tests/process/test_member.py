@@ -141,15 +141,19 @@ def test_abort_reaches_the_engine_only_if_it_has_the_request():
     assert not member.bookings
 
 
-def test_abort_of_a_suspect_lets_the_others_continue():
+@pytest.mark.parametrize("moves", [False, True])
+def test_others_continue_when_a_suspect_is_aborted_or_moves_away(moves):
     member = FakeMember()
     member.get("a", "b")
     for _ in range(2):
         kill(member, "a", "b")
         member.start()
     member.take_sent()
-    member.abort("a")
-    assert member.take_sent() == [Abort("a"), Add(ask("b"))]
+    if moves:
+        member.leave("a")
+    else:
+        member.abort("a")
+    assert member.take_added() == ["b"]
 
 
 def test_count_of_ends_follows_a_request_to_its_next_engine():
