@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from naive_cache import NaiveCache
 
 from cllm.backends.fake.backend import FakeBackend
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Swap, Trim
@@ -21,7 +22,6 @@ from cllm.kv_cache.base import KVCache, Match
 from cllm.kv_cache.layouts import Layout, Paged, Partitioned, Unified
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Holding, Ledger
 from cllm.kv_cache.model_state import Recurrent
-from cllm.kv_cache.naive import NaiveCache
 from cllm.kv_cache.tiers import Snapshot, StorageTier, Tiers
 
 

@@ -23,12 +23,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from naive_cache import NaiveCache
 
 import cllm.scheduler
 from cllm.backends.fake.backend import Costs, FailingSteps
 from cllm.core.request import Priority, Request
 from cllm.kv_cache import layouts, ledger, model_state, snapshots
-from cllm.kv_cache.naive import NaiveCache
 
 CONTEXT = 64
 PROMPTS = st.sampled_from([1, 2, 7, 17, 30, 38, 50, 63])

@@ -1,4 +1,4 @@
-"""The smallest KV cache that fulfils the contract, to show what the real one adds."""
+"""The smallest KV cache that fulfils the contract: the scheduler works with it, too."""
 
 from __future__ import annotations
 
