@@ -18,7 +18,7 @@ def tokens(count: int) -> np.ndarray:
 
 def save(tiers: Tiers, count: int) -> Snapshot:
     """Add a snapshot to RAM, in which there is room for it."""
-    assert tiers.make_room(tiers.size_of(count)) == []
+    assert tiers.make_room(tiers.compute_size(count)) == []
     return tiers.add(tokens(count))
 
 
@@ -29,7 +29,7 @@ def list_keys(snapshots: list[Snapshot] | None) -> list[int] | None:
 def test_snapshot_size_has_fixed_and_per_token_parts():
     """Recurrent state has the first part, plain attention the second."""
     tiers = Tiers(1000, 0, bytes_per_token=3, bytes_per_snapshot=10)
-    assert tiers.size_of(20) == 70
+    assert tiers.compute_size(20) == 70
     save(tiers, 20)
     save(tiers, 5)
     assert tiers.num_ram_bytes == 95

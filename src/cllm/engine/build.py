@@ -219,10 +219,10 @@ def build_vocabulary(params: EngineParams) -> Vocabulary:
 
 def warn_about_ram(tiers: Tiers) -> None:
     """Log what cannot get to the disk, because prefixes pass through RAM that is too small."""
-    if tiers.ram_bytes < tiers.size_of(SHORT_PREFIX):
+    if tiers.ram_bytes < tiers.compute_size(SHORT_PREFIX):
         log.warning(
             "kv.disk_cache stores %s, because prefixes get there through RAM; raise "
             "kv.ram_cache_mb, which is %.0f",
-            "nothing" if tiers.ram_bytes < tiers.size_of(1) else "only short prefixes",
+            "nothing" if tiers.ram_bytes < tiers.compute_size(1) else "only short prefixes",
             tiers.ram_bytes / 1e6,
         )

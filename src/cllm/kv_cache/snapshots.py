@@ -26,7 +26,7 @@ class Snapshots:
 
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a prefix is long enough to be saved, and fits into RAM."""
-        size = self.tiers.size_of(num_tokens)
+        size = self.tiers.compute_size(num_tokens)
         return num_tokens >= MIN_SAVED_TOKENS and 0 < size <= self.tiers.ram_bytes
 
     def add(
@@ -37,7 +37,7 @@ class Snapshots:
 
         The snapshot ``needed`` stays in RAM. The caller must save the tokens after the operations.
         """
-        leaving = self.tiers.make_room(self.tiers.size_of(len(tokens)), needed)
+        leaving = self.tiers.make_room(self.tiers.compute_size(len(tokens)), needed)
         if leaving is None:
             return None
         shorter = [

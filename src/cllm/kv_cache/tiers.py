@@ -81,12 +81,12 @@ class Tiers:
     def find(self, key: int) -> Snapshot | None:
         return self.ram.get(key) or self.files.get(key)
 
-    def size_of(self, num_tokens: int) -> int:
+    def compute_size(self, num_tokens: int) -> int:
         return self._bytes_per_snapshot + num_tokens * self._bytes_per_token
 
     def add(self, tokens: Tokens, tier: StorageTier = StorageTier.RAM, salt: str = "") -> Snapshot:
         """Add and return a new snapshot. Before adding to RAM, call ``make_room``."""
-        snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), tier, salt)
+        snapshot = Snapshot(self._next_key, tokens, self.compute_size(len(tokens)), tier, salt)
         self._next_key += 1
         if tier is StorageTier.DISK:
             self.files[snapshot.key] = snapshot

@@ -108,6 +108,6 @@ class AdapterTurns:
     def _learn(self) -> None:
         """Learn what a change costs: the first step takes longer than the others of a turn."""
         if self._first and self._others:
-            found = max(0.0, self._first - sum(self._others) / len(self._others))
-            self.switch_seconds += SMOOTHING * (found - self.switch_seconds)
+            extra = max(0.0, self._first - sum(self._others) / len(self._others))
+            self.switch_seconds += SMOOTHING * (extra - self.switch_seconds)
         self._first, self._others = 0.0, []

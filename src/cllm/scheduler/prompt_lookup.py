@@ -130,10 +130,10 @@ class IndexedText:
         self._source, self._num_replacing = source, 0
 
     def _find_replacement(self, tokens: list[int], source: int) -> Replacement | None:
-        found = self._replacements.get(tokens[source])
-        if found is None or tokens[source : source + len(found.old)] != found.old:
+        replacement = self._replacements.get(tokens[source])
+        if replacement is None or tokens[source : source + len(replacement.old)] != replacement.old:
             return None
-        return found
+        return replacement
 
     def _resume(self, tokens: list[int], source: int, end: int) -> None:
         """Note that the copy goes on at ``end`` with the token at ``source``, and what was replaced
@@ -157,18 +157,18 @@ class IndexedText:
             return self._source
         is_guess = is_copy and change is not None and end - change.end <= MAX_GUESSED
         for size in SIZES:
-            found = self._ends.get(tuple(tokens[-size:])) if end >= size else None
-            if found is None:
+            source = self._ends.get(tuple(tokens[-size:])) if end >= size else None
+            if source is None:
                 continue
-            if is_copy and change and change.source < found <= change.source + FORGOTTEN:
-                self._resume(tokens, found, end)
+            if is_copy and change and change.source < source <= change.source + FORGOTTEN:
+                self._resume(tokens, source, end)
             elif is_guess and size < MIN_COPIED:  # the copy is the better guide
                 break
-            elif found != self._source or change:
+            elif source != self._source or change:
                 self._num_copied = 0
                 self._change = None
-            self._move(found)
-            return found
+            self._move(source)
+            return source
         if is_guess:
             return self._source
         if not is_copy or change is None or end - change.end > FORGOTTEN:
