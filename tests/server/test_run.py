@@ -13,6 +13,8 @@ from cllm.process.pool import Pool
 from cllm.server.access import Access
 from cllm.server.http.server import open_server
 from cllm.server.run import address, address_elsewhere, listen
+from cllm.serving.builder import Builder
+from cllm.serving.engines import Engines
 from cllm.serving.sources import Source
 
 
@@ -51,7 +53,8 @@ def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
     async def fail_while_polled():
         engine = Pool(EngineParams(backend="fake"))
         source = Source("m", settings, is_first=True)
-        server = open_server(settings, Access(settings), [source], engine, 0, "")
+        registry = Builder(settings, [source], Engines(), engine).registry
+        server = open_server(registry, settings, Access(settings))
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         answering = asyncio.create_task(asyncio.sleep(0.2))

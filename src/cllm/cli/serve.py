@@ -22,7 +22,7 @@ from cllm.models import hub
 from cllm.observe import log
 from cllm.process.launch import Popen
 from cllm.server.access import Access, check_access
-from cllm.server.run import address, address_elsewhere, listen, run_forever
+from cllm.server.run import ServerSetup, address, address_elsewhere, listen, run_forever
 from cllm.serving.sources import Source, list_sources
 from cllm.store.open_servers import announce_open_server
 
@@ -64,24 +64,7 @@ def serve(
 
     def on_ready(registry: Registry) -> None:
         bar.close()
-        info = registry.models[0].info if registry.models else None
-        engines = [len(service.engine.members) for service in registry.services[:1]]
-        what = "each is loaded with its first request" if info is None else capacity(info, *engines)
-        print(f"cLLM serves {describe(sources)} at {url}: {what}", file=sys.stderr)
-        if elsewhere := address_elsewhere(listener, scheme):
-            print(
-                f"cllm: other machines can use {elsewhere} if they can resolve that name",
-                file=sys.stderr,
-            )
-        about_model = () if info is None or first is None else remarks(loaded, info)
-        for line in (*about_model, *remarks_on_access(access, tree)):
-            print("cllm:", line, file=sys.stderr)
-        is_base = bool(registry.models) and registry.models[0].task == "completion"
-        print(
-            hint(url, info, needs_key=access.is_required, is_base=is_base),
-            file=sys.stderr,
-            flush=True,
-        )
+        print_start(registry, loaded, sources, access, (url, address_elsewhere(listener, scheme)))
 
     def read_again() -> tuple[Settings, list[Source]]:
         again = settings_from_flags(config, settings, model)
@@ -94,11 +77,50 @@ def serve(
     try:
         with announced:
             run_forever(
-                *(tree, access, sources, params, listener),
-                *(bar.update, on_ready, launched, read_again),
+                ServerSetup(
+                    settings=tree,
+                    access=access,
+                    sources=sources,
+                    params=params,
+                    listener=listener,
+                    on_loading=bar.update,
+                    on_ready=on_ready,
+                    launched=launched,
+                    read_again=read_again,
+                )
             )
     finally:
         bar.close()
+
+
+def print_start(
+    registry: Registry,
+    loaded: LoadedConfig,
+    sources: Sequence[Source],
+    access: Access,
+    urls: tuple[str, str | None],
+) -> None:
+    """Say what is served. ``urls``: for clients on this machine, and for those on others."""
+    url, elsewhere = urls
+    info = registry.models[0].info if registry.models else None
+    engines = [len(service.engine.members) for service in registry.services[:1]]
+    what = "each is loaded with its first request" if info is None else capacity(info, *engines)
+    print(f"cLLM serves {describe(sources)} at {url}: {what}", file=sys.stderr)
+    if elsewhere:
+        print(
+            f"cllm: other machines can use {elsewhere} if they can resolve that name",
+            file=sys.stderr,
+        )
+    has_first = any(source.is_first for source in sources)
+    about_model = remarks(loaded, info) if info is not None and has_first else ()
+    for line in (*about_model, *remarks_on_access(access, loaded.settings)):
+        print("cllm:", line, file=sys.stderr)
+    is_base = bool(registry.models) and registry.models[0].task == "completion"
+    print(
+        hint(url, info, needs_key=access.is_required, is_base=is_base),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def names_models(loaded: LoadedConfig) -> bool:

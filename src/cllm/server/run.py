@@ -14,30 +14,24 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
-from cllm.engine.shared_cores import create_cores_file, remove_cores_file
 from cllm.errors import EngineError, LoadFailed, StartupError
-from cllm.models.memory import measure_available_bytes
-from cllm.process.backlog import QueueLimits
-from cllm.process.launch import ANYWHERE, Popen
-from cllm.process.places import find_places
+from cllm.process.launch import Popen
 from cllm.process.pool import Pool
-from cllm.process.results import ResultCache
 from cllm.server.access import Access
-from cllm.serving.sources import Source, is_growing
+from cllm.serving.engines import Engines, end_process
+from cllm.serving.sources import ReadAgain, Source
 
 if TYPE_CHECKING:
     from cllm.server.http.server import HttpServer
     from cllm.serving.registry import Registry
 
 BACKLOG = 2048
-ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]
-"""Reads the settings and the models of their files again."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -80,105 +74,127 @@ def address_elsewhere(listener: socket.socket, scheme: str = "http") -> str | No
     return f"{scheme}://{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else None
 
 
-async def run(
-    settings: Settings,
-    access: Access,
-    sources: Sequence[Source],
-    params: EngineParams | None,
-    early: list[int],
-    listener: socket.socket,
-    on_loading: Callable[[float], None],
-    on_ready: Callable[[Registry], None],
-    launched: Popen[bytes] | None,
-    read_again: ReadAgain | None = None,
-) -> bool:
-    """Serve until SIGTERM or SIGINT.
+@dataclass(frozen=True, kw_only=True)
+class ServerSetup:
+    """What a server is started with.
 
-    Return whether the server has served. Raises StartupError if it cannot start.
-
-    params: of the first engine; None if none is started with the server. early: signals that
-    arrived before the server could handle them. launched: a process that becomes the first engine.
-    read_again: reads the settings and the models of their files again, after SIGHUP.
+    params: of the engine that is started with it; None if none is. launched: a process that becomes
+    that engine. on_loading: called with the share of the engine's model that has been loaded.
+    on_ready: called once requests are computed. read_again: called after SIGHUP.
     """
-    free = measure_available_bytes()
-    memory = measure_memory(settings, sources, free)
-    cores_file = create_cores_file()
-    engine, loading = None, None
-    if params is not None:
-        engine = make_pool(settings, params, cores_file, on_loading, launched)
-        # a model that is alone, so far, may use all memory
-        loading = asyncio.create_task(engine.start(memory if len(sources) > 1 else 0))
-    elif launched is not None:
-        end_process(launched)
-    begun = time.monotonic()
-    server: HttpServer | None = None
 
-    def open_server() -> HttpServer:
-        from cllm.server.http import server as http  # it takes long
+    settings: Settings
+    access: Access
+    sources: Sequence[Source]
+    params: EngineParams | None
+    listener: socket.socket
+    on_loading: Callable[[float], None]
+    on_ready: Callable[[Registry], None]
+    launched: Popen[bytes] | None = None
+    read_again: ReadAgain | None = None
 
-        made = http.open_server(settings, access, sources, engine, memory, cores_file, again)
-        if made.batches is not None:
-            made.batches.store.port = listener.getsockname()[1]
-        return made
 
-    def again() -> tuple[Settings, Sequence[Source], int]:
-        assert read_again is not None
-        new, found = read_again()
-        return new, found, measure_memory(new, found, free)
+class ServerRun:
+    """One run of a server."""
 
-    starting: asyncio.Task[None] | None = None
-    try:
-        server = opened = await asyncio.to_thread(open_server)
-        gc.enable()  # __main__ has turned it off for the imports
+    def __init__(self, setup: ServerSetup, signals: list[int]) -> None:
+        """``signals``: those that arrive before the server can handle them."""
+        self._setup = setup
+        self._signals = signals
+        self._engines = Engines()
+        self._first: Pool | None = None  # the engine that is started with the server
+        self._loading: asyncio.Task[None] | None = None  # of its model
+        self._starting: asyncio.Task[None] | None = None  # of all that is loaded at the start
+        self._server: HttpServer | None = None
 
-        async def load() -> None:
-            """Load what is to be loaded at the start."""
-            for model in opened.registry.models:
-                if model.service is not None and model.service.engine is engine:
-                    assert loading is not None
-                    await opened.registry.adopt(model, loading, begun)
-            for model in opened.registry.models:
-                if model.preload and not model.num_loads:
-                    await opened.registry.load(model)
+    async def serve(self) -> bool:
+        """Serve until SIGTERM or SIGINT. Return whether requests could be computed.
 
-        def started(task: asyncio.Task[None]) -> None:
-            if task.cancelled() or task.exception() is not None:
-                opened.should_exit = True
-            elif not (early or opened.should_exit):  # else a signal came meanwhile
-                opened.has_served = True
-                gc.collect()
-                gc.freeze()  # what is loaded by now stays, so later collections need not scan it
-                on_ready(opened.registry)
+        Raises StartupError if the server cannot start.
+        """
+        try:
+            self._start_first()
+            begun = time.monotonic()
+            self._server = server = await asyncio.to_thread(self._open_server)
+            gc.enable()  # __main__ has turned it off for the imports
+            if can_reload():
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
+            self._starting = starting = asyncio.create_task(self._load(server.registry, begun))
+            starting.add_done_callback(partial(self._end_start, server))
+            await server.serve(sockets=[self._setup.listener])
+            error = None if not starting.done() or starting.cancelled() else starting.exception()
+            if error is not None and not (self._signals or server.is_stopped_by_signal):
+                raise as_startup_error(error)
+            return server.has_served
+        finally:
+            await self._close()
 
-        opened.early = early
-        if can_reload():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, opened.reload)
-        starting = asyncio.create_task(load())
-        starting.add_done_callback(started)
-        await opened.serve(sockets=[listener])
-        error = None if not starting.done() or starting.cancelled() else starting.exception()
-        if error is not None and not (early or opened.is_stopped_by_signal):
-            raise as_startup_error(error)
-        return opened.has_served
-    finally:
-        tasks = [task for task in (starting, loading) if task is not None]
+    def _start_first(self) -> None:
+        """Begin to start the engine that is started with the server, if there is one."""
+        setup = self._setup
+        if setup.params is not None:
+            self._first = self._engines.make_pool(
+                setup.settings, setup.params, setup.on_loading, setup.launched
+            )
+            # a model that is alone, so far, may use all memory
+            is_alone = len(setup.sources) < 2
+            max_bytes = self._engines.limit_memory(setup.settings, setup.sources)
+            self._loading = asyncio.create_task(self._first.start(0 if is_alone else max_bytes))
+        elif setup.launched is not None:
+            end_process(setup.launched)
+
+    def _open_server(self) -> HttpServer:
+        from cllm.server.http.server import open_server  # takes long to import
+        from cllm.serving.builder import Builder
+
+        setup = self._setup
+        builder = Builder(
+            setup.settings,
+            setup.sources,
+            self._engines,
+            self._first,
+            setup.access.ledger,
+            setup.read_again,
+            setup.access.use,
+        )
+        server = open_server(builder.registry, setup.settings, setup.access)
+        if server.batches is not None:
+            server.batches.store.port = setup.listener.getsockname()[1]
+        server.early = self._signals
+        return server
+
+    async def _load(self, registry: Registry, begun: float) -> None:
+        """Load what is to be loaded at the start. ``begun``: when ``_loading`` was begun."""
+        for model in registry.models:
+            if self._loading is not None and model.service and model.service.engine is self._first:
+                await registry.adopt(model, self._loading, begun)
+        for model in registry.models:
+            if model.preload and not model.num_loads:
+                await registry.load(model)
+
+    def _end_start(self, server: HttpServer, starting: asyncio.Task[None]) -> None:
+        """End the server if ``starting`` has failed."""
+        if starting.cancelled() or starting.exception() is not None:
+            server.should_exit = True
+        elif not (self._signals or server.should_exit):  # else a signal came meanwhile
+            server.has_served = True
+            gc.collect()
+            gc.freeze()  # what is loaded by now stays, so later collections need not scan it
+            self._setup.on_ready(server.registry)
+
+    async def _close(self) -> None:
+        tasks = [task for task in (self._starting, self._loading) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            if server is not None:
-                await server.registry.close()
-            elif engine is not None:
-                await engine.close()
+            if self._server is not None:
+                await self._server.registry.close()
+            elif self._first is not None:
+                await self._first.close()
         finally:
-            remove_cores_file(cores_file)
-            await access.close()
-
-
-def end_process(process: Popen[bytes]) -> None:
-    """End an engine process that is not needed."""
-    process.kill()
-    process.wait()
+            self._engines.close()
+            await self._setup.access.close()
 
 
 def can_reload() -> bool:
@@ -194,55 +210,11 @@ def as_startup_error(error: BaseException) -> BaseException:
     return StartupError(str(error)) if isinstance(error, EngineError) else error
 
 
-def measure_memory(settings: Settings, sources: Sequence[Source], free: int | None) -> int:
-    """Return the bytes for all loaded models together; 0 for any, if there is only one model.
-    ``free``: what was free at the start.
-    """
-    if len(sources) < 2 and not is_growing(settings):
-        return 0
-    if settings.models.max_memory_mb is not None:
-        return settings.models.max_memory_mb * 1_000_000
-    return free or 0
+def run_forever(setup: ServerSetup) -> None:
+    """Run a server in a new event loop, with uvloop if it is installed.
 
-
-def make_pool(
-    settings: Settings,
-    params: EngineParams,
-    cores_file: str = "",
-    on_loading: Callable[[float], None] | None = None,
-    launched: Popen[bytes] | None = None,
-) -> Pool:
-    """Return the pool for a model's engines. ``cores_file``: for those that share cores with
-    others.
-    """
-    scheduler, cache = settings.scheduler, settings.cache
-    limits = QueueLimits(
-        scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds
-    )
-    results = ResultCache(cache.max_results, cache.max_memory_mb * 1_000_000)
-    places = find_places(params, settings.engine.count)
-    if places[0] == ANYWHERE and params.options.get("n_threads") is None:
-        params = msgspec.structs.replace(params, cores_file=cores_file)
-    if launched is not None and places[0] != ANYWHERE:
-        end_process(launched)
-        launched = None
-    return Pool(params, on_loading, limits, results, launched, places=places)
-
-
-def run_forever(
-    settings: Settings,
-    access: Access,
-    sources: Sequence[Source],
-    params: EngineParams | None,
-    listener: socket.socket,
-    on_loading: Callable[[float], None],
-    on_ready: Callable[[Registry], None],
-    launched: Popen[bytes] | None = None,
-    read_again: ReadAgain | None = None,
-) -> None:
-    """Call ``run`` in a new event loop, with uvloop if it is installed.
-
-    Raises KeyboardInterrupt if SIGINT arrived before the server could serve.
+    Raises StartupError if it cannot start, and KeyboardInterrupt if SIGINT arrived before it could
+    serve.
     """
     try:
         import uvloop
@@ -258,11 +230,6 @@ def run_forever(
     if can_reload():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the settings can be read again
     with asyncio.Runner(loop_factory=factory) as runner:
-        served = runner.run(
-            run(
-                *(settings, access, sources, params, signals, listener),
-                *(on_loading, on_ready, launched, read_again),
-            )
-        )
+        served = runner.run(ServerRun(setup, signals).serve())
     if not served and signal.SIGINT in signals:
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +82,10 @@ class Source:
             weight_bytes += sum(file.stat().st_size for file in files.values())
         names = {name: str(file) for name, file in files.items()}
         return msgspec.structs.replace(params, adapters=names, weight_bytes=weight_bytes)
+
+
+ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]
+"""Reads the settings and the models of their files again."""
 
 
 def resolve(settings: Settings, progress: Progress | None = None) -> Path | None:

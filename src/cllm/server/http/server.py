@@ -1,21 +1,13 @@
-"""The HTTP server and the service behind it.
-
-Importing this module and opening both takes a second.
-"""
+"""The HTTP server. Importing this module takes a second."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar, cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -23,12 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.config.settings import Adapter, Settings
+from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
-from cllm.models.memory import USUAL_KV_BYTES, weigh
-from cllm.observe.metrics import Metrics
-from cllm.observe.trace_file import Recorder
-from cllm.process.pool import Pool
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
@@ -39,13 +27,8 @@ from cllm.server.http.protocol import Protocol
 from cllm.server.http.request_id import with_answer_headers
 from cllm.server.http.sse import streaming
 from cllm.server.ollama.manage import add_all_created
-from cllm.server.run import make_pool
-from cllm.serving.answer import AdapterUse
 from cllm.serving.batches import Batches
 from cllm.serving.registry import Registry
-from cllm.serving.served_model import ServedModel
-from cllm.serving.service import Service
-from cllm.serving.sources import Source, adapter_path, inspect_adapter, list_found
 from cllm.store.created import CreatedModels
 
 log = logging.getLogger("cllm.server")
@@ -54,7 +37,6 @@ log = logging.getLogger("cllm.server")
 KEEP_ALIVE = 75
 TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
 TICKS_PER_CHECK = 4  # of the accounts
-MIN_KV_SHARE = 8  # of the memory for all models, divided by this, must be free for a KV cache
 ERROR_SECONDS = 2  # in which streams that were ended send their error
 
 
@@ -174,93 +156,8 @@ class HttpServer(uvicorn.Server):
             service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(
-    settings: Settings,
-    access: Access,
-    sources: Sequence[Source],
-    first: Pool | None,
-    memory: int,
-    cores_file: str,
-    read_again: Callable[[], tuple[Settings, Sequence[Source], int]] | None = None,
-) -> HttpServer:
-    """Return a server that does not listen yet, with the models of ``sources``. Raises
-    StartupError.
-
-    first: the engine of the source that is the first one to be loaded. memory: bytes for all loaded
-    models, 0 for any. cores_file: of engines that share cores. read_again: returns
-    the present settings, sources and memory.
-    """
-    recorder = make_recorder(settings)
-
-    def make_service(source: Source, pool: Pool) -> Service:
-        timeout, sampling = source.settings.scheduler.request_timeout, source.settings.sampling
-        return Service(
-            *(pool, Metrics(source.name), source.name, timeout, recorder, access.ledger, sampling)
-        )
-
-    async def open_service(source: Source, model: ServedModel) -> Service:
-        params = await in_daemon(lambda: source.read_params(check_going_on))
-        most = registry.max_bytes or 0
-        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
-        # in a thread, because it may ask another process for the GPUs
-        pool = await in_daemon(lambda: make_pool(source.settings, params, cores_file))
-        model.path = params.path
-        model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
-        return make_service(source, pool)
-
-    def check_going_on(*_: object) -> None:
-        """End a download when the server shuts down."""
-        if registry.draining:
-            raise StartupError("the server shuts down")
-
-    def make_model(source: Source) -> ServedModel:
-        own = source.settings.model
-        return ServedModel(
-            name=source.name,
-            aliases=own.aliases,
-            open=partial(open_service, source),
-            keep_alive=own.keep_alive,
-            pinned=own.pinned,
-            preload=own.preload or source.is_first,
-            is_found=source.is_found,
-            sampling=source.settings.sampling,
-            backend=source.settings.backend.name,
-            path=str(source.path or ""),
-            file_task=source.task,
-            recipe=source.recipe(),
-        )
-
-    current = settings, sources
-
-    def scan(reads_settings: bool) -> list[ServedModel]:
-        """Return all models; with ``reads_settings``, those of the present settings."""
-        nonlocal current
-        if reads_settings and read_again is not None:
-            used, known, max_bytes = read_again()
-        else:
-            (used, known), max_bytes = current, registry.max_bytes or 0
-        adapters_of = {source.name: source.adapters for source in known}
-        listed = [source for source in known if not source.is_found]
-        listed += [
-            replace(source, adapters=adapters_of.get(source.name, {}))
-            for source in list_found(used, listed)
-        ]
-        current = used, known  # nothing can be wrong with them any more
-        access.use(used)
-        registry.max_bytes = max_bytes or None
-        models = [make_model(source) for source in listed]
-        for model, source in zip([*models], listed, strict=True):
-            models += make_adapters(model, source.adapters)
-        return models
-
-    registry = Registry((), memory or None, recorder, scan)
-    for source in sources:
-        model = make_model(source)
-        if source.is_first and first is not None:
-            model.service = make_service(source, first)
-        registry.models.append(model)
-    for model, source in zip([*registry.models], sources, strict=True):
-        registry.models += make_adapters(model, source.adapters)
+def open_server(registry: Registry, settings: Settings, access: Access) -> HttpServer:
+    """Return a server that does not listen yet."""
     app = create_app(registry, settings, access)
     folder = settings.storage.folder
     app.state.created = CreatedModels(None if folder is None else Path(folder))
@@ -282,36 +179,6 @@ def open_server(
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + ERROR_SECONDS,
     )
     return HttpServer(config, registry, app.state.batches, access, settings)
-
-
-def make_adapters(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[ServedModel]:
-    """Return the models that ``parent`` becomes by adapters, without those whose files are gone."""
-    made = []
-    for name, adapter in adapters.items():
-        try:
-            found = inspect_adapter(adapter_path(adapter))
-        except (OSError, ValueError) as error:
-            log.warning("the adapter %s is not served: %s", name, describe_fault(error))
-            continue
-        use = AdapterUse.of({name: adapter.scale}, {name: found})
-        made.append(
-            ServedModel(
-                name=name,
-                parent=parent,
-                sampling=parent.sampling,
-                adapter_use=use,
-                adapter_key=name,
-                adapter_file=found,
-                backend=parent.backend,
-                path=parent.path,
-            )
-        )
-    return made
-
-
-def describe_fault(error: OSError | ValueError) -> str:
-    """Return what is wrong with a file, without its path."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
@@ -347,36 +214,3 @@ def heads_as_gets(app: ASGIApp) -> ASGIApp:
         )
 
     return called
-
-
-def make_recorder(settings: Settings) -> Recorder | None:
-    """Return the recorder of the trace file, or None if no file is set. Raises StartupError."""
-    path = settings.scheduler.trace_file
-    return None if path is None else Recorder(Path(path).expanduser())
-
-
-T = TypeVar("T")
-
-
-async def in_daemon(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, computed in a thread that does not keep the process from
-    ending: it may wait for another server.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def resolve(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error else done.set_result(cast("T", result))
-
-    def run() -> None:
-        outcome: tuple[T | None, BaseException | None]
-        try:
-            outcome = work(), None
-        except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(resolve, *outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done

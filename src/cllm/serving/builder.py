@@ -1,0 +1,190 @@
+"""Makes the models of a server from its settings, and the services and engines that they need."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+from cllm.config.settings import Adapter, Settings
+from cllm.errors import StartupError
+from cllm.models.memory import USUAL_KV_BYTES, weigh
+from cllm.observe.metrics import Metrics
+from cllm.observe.trace_file import Recorder
+from cllm.process.pool import Pool
+from cllm.serving.answer import AdapterUse
+from cllm.serving.engines import Engines
+from cllm.serving.registry import Registry
+from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
+from cllm.serving.sources import ReadAgain, Source, adapter_path, inspect_adapter, list_found
+from cllm.store.usage import UsageLedger
+
+log = logging.getLogger("cllm.server")
+
+MIN_KV_SHARE = 8  # of the memory for all models, divided by this, must be free for a KV cache
+
+
+class Builder:
+    """Makes the ``registry`` of a server, each model's service once it is wanted, and all models
+    again when the settings or the files have changed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        sources: Sequence[Source],
+        engines: Engines,
+        first: Pool | None = None,
+        ledger: UsageLedger | None = None,
+        read_again: ReadAgain | None = None,
+        on_settings: Callable[[Settings], None] = lambda _: None,
+    ) -> None:
+        """``first``: the engines of the source that is the first one to be loaded. ``ledger``:
+        limits accounts with keys. ``read_again`` returns the present settings and sources, and
+        ``on_settings`` gets them once they are used. Raises StartupError.
+        """
+        self._settings = settings
+        self._sources = sources
+        self._engines = engines
+        self._ledger = ledger
+        self._read_again = read_again
+        self._on_settings = on_settings
+        path = settings.scheduler.trace_file
+        self._recorder = None if path is None else Recorder(Path(path).expanduser())
+        models = self._make_models(sources, first)
+        max_bytes = engines.limit_memory(settings, sources)
+        self.registry = Registry(models, max_bytes or None, self._recorder, self._scan)
+
+    def _scan(self, reads_settings: bool) -> list[ServedModel]:
+        """Return all models; with ``reads_settings``, those of the present settings."""
+        settings, sources = self._settings, self._sources
+        if reads_settings and self._read_again is not None:
+            settings, sources = self._read_again()
+        adapters = {source.name: source.adapters for source in sources}
+        listed = [source for source in sources if not source.is_found]
+        listed += [
+            replace(source, adapters=adapters.get(source.name, {}))
+            for source in list_found(settings, listed)
+        ]
+        # nothing can be wrong with the settings any more
+        self._settings, self._sources = settings, sources
+        self._on_settings(settings)
+        self.registry.max_bytes = self._engines.limit_memory(settings, sources) or None
+        return self._make_models(listed)
+
+    def _make_models(
+        self, sources: Iterable[Source], first: Pool | None = None
+    ) -> list[ServedModel]:
+        """Return the models of ``sources``, followed by those that they become by adapters."""
+        models, adapted = [], []
+        for source in sources:
+            model = self._make_model(source)
+            if source.is_first and first is not None:
+                model.service = self._make_service(source, first)
+            models.append(model)
+            adapted += make_adapted(model, source.adapters)
+        return models + adapted
+
+    def _make_model(self, source: Source) -> ServedModel:
+        own = source.settings.model
+        return ServedModel(
+            name=source.name,
+            aliases=own.aliases,
+            open=partial(self._open_service, source),
+            keep_alive=own.keep_alive,
+            pinned=own.pinned,
+            preload=own.preload or source.is_first,
+            is_found=source.is_found,
+            sampling=source.settings.sampling,
+            backend=source.settings.backend.name,
+            path=str(source.path or ""),
+            file_task=source.task,
+            recipe=source.recipe(),
+        )
+
+    async def _open_service(self, source: Source, model: ServedModel) -> Service:
+        """Return the service of a model, whose file is downloaded if necessary."""
+        params = await in_daemon(partial(source.read_params, self._check_going_on))
+        most = self.registry.max_bytes or 0
+        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
+        # in a thread, because it may ask another process for the GPUs
+        pool = await in_daemon(partial(self._engines.make_pool, source.settings, params))
+        model.path = params.path
+        model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
+        return self._make_service(source, pool)
+
+    def _make_service(self, source: Source, pool: Pool) -> Service:
+        return Service(
+            pool,
+            Metrics(source.name),
+            source.name,
+            source.settings.scheduler.request_timeout,
+            self._recorder,
+            self._ledger,
+            source.settings.sampling,
+        )
+
+    def _check_going_on(self, *_: object) -> None:
+        """End a download when the server shuts down."""
+        if self.registry.draining:
+            raise StartupError("the server shuts down")
+
+
+def make_adapted(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[ServedModel]:
+    """Return the models that ``parent`` becomes by adapters, without those whose files are gone."""
+    models = []
+    for name, adapter in adapters.items():
+        try:
+            file = inspect_adapter(adapter_path(adapter))
+        except (OSError, ValueError) as error:
+            # without the path of the file
+            reason = getattr(error, "strerror", None) or error
+            log.warning("the adapter %s is not served: %s", name, reason)
+            continue
+        models.append(
+            ServedModel(
+                name=name,
+                parent=parent,
+                sampling=parent.sampling,
+                adapter_use=AdapterUse.of({name: adapter.scale}, {name: file}),
+                adapter_key=name,
+                adapter_file=file,
+                backend=parent.backend,
+                path=parent.path,
+            )
+        )
+    return models
+
+
+T = TypeVar("T")
+
+
+async def in_daemon(work: Callable[[], T]) -> T:
+    """Return the result of ``work``, computed in a thread that does not keep the process from
+    ending: it may wait for another server.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def resolve(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(cast("T", result))
+
+    def run() -> None:
+        outcome: tuple[T | None, BaseException | None]
+        try:
+            outcome = work(), None
+        except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(resolve, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
