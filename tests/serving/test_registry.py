@@ -249,8 +249,8 @@ def test_least_recently_used_idle_model_makes_room():
 def test_model_with_requests_is_drained_and_never_unloaded_before():
     async def test():
         fleet, third = await wait_for_room()
-        assert fleet.registry.use(fleet.models["a"]) is None, "it gets no further requests"
-        assert fleet.registry.use(fleet.models["b"]) is not None
+        assert fleet.registry.loaded.use(fleet.models["a"]) is None, "it gets no further requests"
+        assert fleet.registry.loaded.use(fleet.models["b"]) is not None
         again = await fleet.loading("a")  # waits for its turn, after c
         assert fleet.loaded == {"a", "b"}
         fleet.engines["a"].num_unfinished = 0
@@ -303,19 +303,19 @@ def test_idle_model_is_unloaded_after_its_keep_alive():
         await fleet.use("a")
         await fleet.use("b")
         fleet.now += 8
-        fleet.registry.unload_expired()
+        fleet.registry.loaded.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"a", "b"}
         fleet.engines["a"].num_unfinished = 1
         fleet.now += 60
-        fleet.registry.unload_expired()
+        fleet.registry.loaded.unload_expired()
         await fleet.turns()
         fleet.engines["a"].num_unfinished = 0
-        fleet.registry.unload_expired()
+        fleet.registry.loaded.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"a", "b"}, "its time begins when its last request has ended"
         fleet.now += 10 + loaded_models.GRACE_SECONDS
-        fleet.registry.unload_expired()
+        fleet.registry.loaded.unload_expired()
         await fleet.turns()
         assert fleet.loaded == {"b"}
         await fleet.use("a")
@@ -347,7 +347,7 @@ def test_request_for_an_unloaded_engine_loads_it():
     async def test():
         fleet = Fleet()
         await fleet.use("a")
-        await fleet.registry.unload(fleet.models["a"])
+        await fleet.registry.loaded.unload(fleet.models["a"])
         assert not fleet.loaded
         fleet.engines["a"].on_wanted()
         await fleet.turns()
@@ -430,12 +430,12 @@ def test_model_that_waits_for_its_own_requests_does_not_delay_others(how):
         await fleet.use("a")
         fleet.engines["a"].num_unfinished = 1
         if how == "unload":
-            leaving = asyncio.create_task(fleet.registry.unload(fleet.models["a"]))
+            leaving = asyncio.create_task(fleet.registry.loaded.unload(fleet.models["a"]))
         else:
-            fleet.registry.keep(fleet.models["a"], 0.0)
+            fleet.registry.loaded.keep(fleet.models["a"], 0.0)
             leaving = asyncio.create_task(asyncio.sleep(0))
             fleet.now += 100
-            fleet.registry.unload_expired()
+            fleet.registry.loaded.unload_expired()
         await fleet.turns()
         await fleet.use("b")
         assert fleet.loaded == {"a", "b"}
@@ -454,7 +454,7 @@ def test_expired_model_that_gets_a_request_while_another_one_leaves_stays():
         await fleet.use("a")
         await fleet.use("b")
         fleet.now += 100
-        fleet.registry.unload_expired()  # begins to unload both
+        fleet.registry.loaded.unload_expired()  # begins to unload both
         await fleet.use("b")
         await fleet.turns()
         assert fleet.loaded == {"b"}
@@ -468,7 +468,7 @@ def test_requests_that_wait_for_an_engine_end_if_it_cannot_be_started(error):
     async def test():
         fleet = Fleet()
         await fleet.use("a")
-        await fleet.registry.unload(fleet.models["a"])
+        await fleet.registry.loaded.unload(fleet.models["a"])
         fleet.engines["a"].error = error
         fleet.engines["a"].on_wanted()
         await fleet.turns()
@@ -482,7 +482,7 @@ def test_requests_that_wait_for_an_engine_end_if_there_is_no_memory():
     async def test():
         fleet = Fleet("ab", 15, b={"pinned": True})
         await fleet.use("a")
-        await fleet.registry.unload(fleet.models["a"])
+        await fleet.registry.loaded.unload(fleet.models["a"])
         await fleet.use("b")
         fleet.engines["a"].on_wanted()
         await fleet.turns()
@@ -536,7 +536,7 @@ def test_shutdown_does_not_wait_for_loads():
         fleet = Fleet()
         fleet.engines["a"].gate.clear()
         waiting = await fleet.loading("a")
-        fleet.registry.drain()
+        fleet.registry.loaded.drain()
         with pytest.raises(EngineError, match="shutting down"):
             await waiting
 
@@ -619,7 +619,7 @@ def test_reloaded_settings_add_remove_and_replace_models(monkeypatch):
     """A loaded model with other settings is loaded beside the old one, which ends after its
     requests; one with the same settings stays, and gets new aliases.
     """
-    monkeypatch.setattr("cllm.serving.registry.REPLACED_SECONDS", 0.0)
+    monkeypatch.setattr("cllm.serving.loaded_models.REPLACED_SECONDS", 0.0)
 
     async def test():
         fleet = Fleet(max_megabytes=100)

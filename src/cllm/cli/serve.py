@@ -103,7 +103,7 @@ def print_start(
     """Say what is served. ``urls``: for clients on this machine, and for those on others."""
     url, elsewhere = urls
     info = registry.models[0].info if registry.models else None
-    engines = [len(service.engine.members) for service in registry.services[:1]]
+    engines = [len(service.engine.members) for service in registry.loaded.services[:1]]
     what = "each is loaded with its first request" if info is None else capacity(info, *engines)
     print(f"cLLM serves {describe(sources)} at {url}: {what}", file=sys.stderr)
     if elsewhere:

@@ -167,7 +167,7 @@ class ServerRun:
         """Load what is to be loaded at the start. ``begun``: when ``_loading`` was begun."""
         for model in registry.models:
             if self._loading is not None and model.service and model.service.engine is self._first:
-                await registry.adopt(model, self._loading, begun)
+                await registry.loaded.adopt(model, self._loading, begun)
         for model in registry.models:
             if model.preload and not model.num_loads:
                 await registry.load(model)

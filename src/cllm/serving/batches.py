@@ -354,7 +354,7 @@ class Batches:
         """
         lines, tries = self._lines[record.endpoint], 0
         while True:
-            while model.is_starting or self._registry.draining:  # noqa: ASYNC110  # too rare to be worth an event
+            while model.is_starting or self._registry.loaded.draining:  # noqa: ASYNC110  # too rare to be worth an event
                 await asyncio.sleep(PAUSE)
             charges.forget()
             try:

@@ -76,7 +76,7 @@ class Builder:
         # nothing can be wrong with the settings any more
         self._settings, self._sources = settings, sources
         self._on_settings(settings)
-        self.registry.max_bytes = self._engines.limit_memory(settings, sources) or None
+        self.registry.loaded.max_bytes = self._engines.limit_memory(settings, sources) or None
         return self._make_models(listed)
 
     def _make_models(
@@ -112,7 +112,7 @@ class Builder:
     async def _open_service(self, source: Source, model: ServedModel) -> Service:
         """Return the service of a model, whose file is downloaded if necessary."""
         params = await in_daemon(partial(source.read_params, self._check_going_on))
-        most = self.registry.max_bytes or 0
+        most = self.registry.loaded.max_bytes or 0
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
         # in a thread, because it may ask another process for the GPUs
         pool = await in_daemon(partial(self._engines.make_pool, source.settings, params))
@@ -133,7 +133,7 @@ class Builder:
 
     def _check_going_on(self, *_: object) -> None:
         """End a download when the server shuts down."""
-        if self.registry.draining:
+        if self.registry.loaded.draining:
             raise StartupError("the server shuts down")
 
 

@@ -21,7 +21,6 @@ from cllm.errors import (
     LoadFailed,
     ModelFileError,
     StartupError,
-    UnknownModel,
 )
 from cllm.models.gguf import format_size
 from cllm.models.memory import weigh
@@ -32,8 +31,8 @@ from cllm.serving.service import Service
 
 log = logging.getLogger("cllm.registry")
 
-MAX_SHOWN = 8  # models in an error
 GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
+REPLACED_SECONDS = 2.0  # that a removed model stays for requests that are being prepared
 LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
 MAX_KILLS = 3  # of an engine while it loads, before that is an error
 NO_TEMPLATE = (
@@ -44,24 +43,23 @@ RETRY_SECONDS = 5.0  # after a load that failed
 
 
 class LoadedModels:
-    """Loads and unloads ``models``, of which the first one is the default."""
+    """Loads and unloads the models of a server: those that have been loaded or are being loaded,
+    until ``retire`` or ``end`` has ended their engines.
+    """
 
     def __init__(
         self,
-        models: Iterable[ServedModel],
+        models: Iterable[ServedModel] = (),
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_bytes`` limits the memory of all loaded models together; None for no limit.
-        ``clock`` returns seconds.
+        """``models`` are those that have services already. ``max_bytes`` limits the memory of all
+        loaded models together; None for no limit. ``clock`` returns seconds.
         """
-        self.models = list(models)
+        self._models = list(models)
         self.draining = False
         self.max_bytes = max_bytes
         self._clock = clock
-        self._leaving: list[ServedModel] = []  # that have been removed and are not closed yet
-        self._arriving: list[ServedModel] = []  # that are to replace others
-        self._has_served = False
         self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -70,39 +68,16 @@ class LoadedModels:
         """The services of the models that have one: each load makes it, whether it succeeds or not,
         and it stays when the model is unloaded.
         """
-        models = (*self.models, *self._leaving, *self._arriving)
-        return [model.service for model in models if model.service is not None]
+        return [model.service for model in self._models if model.service is not None]
 
     @property
     def num_unfinished(self) -> int:
         """The number of requests that have not been answered completely."""
         return sum(service.engine.num_unfinished for service in self.services)
 
-    @property
-    def has_served(self) -> bool:
-        """Whether requests could be computed at some time."""
-        preloaded = [model for model in self.models if model.preload]
-        return self._has_served or all(model.num_loads for model in preloaded)
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are computed: all models that were to be loaded at the start have been,
-        and the engine of one works, unless none is loaded.
-        """
-        if self.draining or not self.has_served:
-            return False
-        loaded = [model.service for model in self.models if model.is_loaded and model.service]
-        return not loaded or any(service.engine.ready for service in loaded)
-
     def seconds_until_ready(self) -> float:
-        """Return when ``ready`` is expected to be true, in seconds."""
+        """Return when an engine is expected to be ready, in seconds."""
         return min((one.engine.seconds_until_ready() for one in self.services), default=0.0)
-
-    def describe(self) -> str:
-        """Return the names of the models, as far as they fit into an error."""
-        names = [model.name for model in self.models]
-        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-        return ", ".join(names[:MAX_SHOWN]) + more
 
     def use(self, model: ServedModel) -> Service | None:
         """Return the service of a model for a request, None if it must be loaded first."""
@@ -117,7 +92,8 @@ class LoadedModels:
         """Return the service of a model, after loading it if necessary. The load goes on if the
         caller is cancelled.
 
-        Raises EngineError if there is no memory for it, and LoadFailed if it cannot be loaded.
+        Raises EngineError if there is no memory for it or if it has been removed, and LoadFailed if
+        it cannot be loaded.
         """
         if (service := self.use(model)) is not None:
             return service
@@ -129,7 +105,7 @@ class LoadedModels:
             failed_at, error = model.origin.failure
             if self._clock() - failed_at < RETRY_SECONDS:
                 raise error
-        loading = self._begin_load(model.origin)
+        loading = self.begin_load(model.origin)
         try:
             return model.view(await asyncio.shield(loading))
         except asyncio.CancelledError:
@@ -140,12 +116,14 @@ class LoadedModels:
     def _want(self, model: ServedModel) -> None:
         """Load a model because requests wait for its engine, which was unloaded."""
         if not model.is_removed:
-            self._begin_load(model)
+            self.begin_load(model)
 
-    def _begin_load(self, model: ServedModel) -> asyncio.Task[Service]:
+    def begin_load(self, model: ServedModel) -> asyncio.Task[Service]:
         """Begin to load a model, unless that has begun."""
         if model.is_removed:
-            raise UnknownModel(model.name, self.describe())
+            raise EngineError(f"The model {model.name!r} has been removed.")
+        if model not in self._models:
+            self._models.append(model)
         if model.loading is None or not model.is_loading:
             model.loading = asyncio.create_task(self._load(model))
             model.loading.add_done_callback(take_exception)
@@ -205,7 +183,6 @@ class LoadedModels:
         service.engine.on_wanted = partial(self._want, model)
         model.failure = None
         model.num_loads += 1
-        self._has_served = self.has_served
         info = service.info
         # the next load must have room for a sequence as long as this one
         kv_bytes = info.context_length * info.kv_bytes_per_token
@@ -222,19 +199,11 @@ class LoadedModels:
         """Return the memory that the loaded models leave for ``model``; None if it is unlimited."""
         if self.max_bytes is None:
             return None
-        others = [
-            *self._list_loaded(model),
-            *(one for one in (*self._leaving, *self._arriving) if one.is_loaded),
-        ]
-        return self.max_bytes - sum(one.num_bytes for one in others if one is not model)
+        return self.max_bytes - sum(one.num_bytes for one in self._list_loaded(without=model))
 
     def _list_loaded(self, without: ServedModel) -> list[ServedModel]:
-        """Return the other models that have an engine."""
-        return [
-            one
-            for one in self.models
-            if one.parent is None and one.is_loaded and one is not without
-        ]
+        """Return the other models that take memory."""
+        return [one for one in self._models if one.is_loaded and one is not without]
 
     async def _make_room(self, model: ServedModel) -> int | None:
         """Unload other models until ``model`` fits, and return the memory that it may take; None if
@@ -243,8 +212,8 @@ class LoadedModels:
         Raises EngineError if it can never fit.
         """
         while (free := self._num_free_bytes(model)) is not None and free < model.min_bytes:
-            leaving = [one for one in self._leaving if one.is_loaded and one is not model]
-            movable = [one for one in self._list_loaded(model) if not one.pinned] + leaving
+            others = self._list_loaded(without=model)
+            movable = [one for one in others if one.is_removed or not one.pinned]
             most = free + sum(one.num_bytes for one in movable)
             if most < model.min_bytes:
                 raise EngineError(
@@ -310,10 +279,10 @@ class LoadedModels:
         """Begin to unload models that have been idle for their ``keep_alive``. To be called
         regularly.
         """
-        for model in self.models:
-            if model.parent is None and model.is_busy:
+        for model in self._models:
+            if model.is_busy:
                 model.last_used = self._clock()
-            elif model.parent is None and self._has_expired(model) and not self._turn.locked():
+            elif self._has_expired(model) and not self._turn.locked():
                 self._keep(asyncio.create_task(self._unload_if_expired(model)))
 
     def _has_expired(self, model: ServedModel) -> bool:
@@ -325,19 +294,45 @@ class LoadedModels:
             if self._has_expired(model) and not model.is_busy:
                 await self._unload(model)
 
+    def retire_soon(self, model: ServedModel) -> None:
+        """Begin to retire a model. First it stays for requests that are being prepared."""
+        self._keep(asyncio.create_task(self.retire(model, REPLACED_SECONDS)))
+
+    async def retire(self, model: ServedModel, grace: float = 0.0) -> None:
+        """End the engine of a model that has been removed, once its requests have ended; not
+        before ``grace`` seconds.
+        """
+        try:
+            if model.loading is not None and model.is_loading:
+                await asyncio.wait([model.loading])
+            await asyncio.sleep(grace)
+            if model.is_loaded:
+                await self.unload(model)
+        finally:
+            await self.end(model)
+
+    async def end(self, model: ServedModel) -> None:
+        """End the engine of a model at once, if it has one."""
+        if model in self._models:
+            self._models.remove(model)
+        if model.service is not None:
+            service, model.service = model.service, None
+            await service.engine.close()
+            await service.close()
+
     def drain(self) -> None:
         """Accept no further requests, and load no model for those that have not been accepted."""
         self.draining = True
         for service in self.services:
             service.engine.draining = True
-        for model in (*self.models, *self._leaving, *self._arriving):
+        for model in self._models:
             if model.loading is not None and not model.is_busy:
                 model.loading.cancel()
 
     async def close(self) -> None:
         """End all engines and what waits for them."""
         self.drain()
-        loading = [model.loading for model in self.models if model.loading is not None]
+        loading = [model.loading for model in self._models if model.loading is not None]
         for task in (*loading, *self._tasks):
             task.cancel()
         await asyncio.gather(*loading, *self._tasks, return_exceptions=True)

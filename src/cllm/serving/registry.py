@@ -13,15 +13,19 @@ from cllm.observe.metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
 from cllm.serving.loaded_models import LoadedModels
 from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 
 log = logging.getLogger("cllm.registry")
 
 MAX_NAME = 300  # characters of a model's name
-REPLACED_SECONDS = 2.0  # that a removed model stays for requests that are being prepared
+MAX_SHOWN = 8  # models in an error
 
 
-class Registry(LoadedModels):
-    """All models of a server. The first one is the default."""
+class Registry:
+    """All models of a server. The first one is the default.
+
+    ``loaded`` loads and unloads them.
+    """
 
     def __init__(
         self,
@@ -36,14 +40,43 @@ class Registry(LoadedModels):
         models of the settings and the folder, and reads the settings again if its argument says so;
         it is called in another thread. ``clock`` returns seconds.
         """
-        super().__init__(models, max_bytes, clock)
+        self.models = list(models)
+        with_services = [model for model in self.models if model.service is not None]
+        self.loaded = LoadedModels(with_services, max_bytes, clock)
         self.metrics = ServerMetrics()
         self.on_rescan: Callable[[], None] = lambda: None
         self._recorder = recorder
         self._scan = scan
+        self._clock = clock
         self._scanned = clock()
         self._scanning = asyncio.Lock()
+        self._has_served = False
         self._failed: dict[str, object] = {}  # recipes with which models could not be replaced
+
+    @property
+    def has_served(self) -> bool:
+        """Whether requests could be computed at some time: all models that were to be loaded at the
+        start have been.
+        """
+        if not self._has_served:
+            self._has_served = all(model.num_loads for model in self.models if model.preload)
+        return self._has_served
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are computed: they could be at some time, and the engine of one model
+        works, unless none is loaded.
+        """
+        if self.loaded.draining or not self.has_served:
+            return False
+        loaded = [model.service for model in self.models if model.is_loaded and model.service]
+        return not loaded or any(service.engine.ready for service in loaded)
+
+    def describe(self) -> str:
+        """Return the names of the models, as far as they fit into an error."""
+        names = [model.name for model in self.models]
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        return ", ".join(names[:MAX_SHOWN]) + more
 
     @property
     def default(self) -> ServedModel:
@@ -77,6 +110,15 @@ class Registry(LoadedModels):
                 if any(fnmatchcase(name, alias) for alias in model.aliases):
                     return model
         raise UnknownModel(name, self.describe())
+
+    async def load(self, model: ServedModel) -> Service:
+        """Return the service of a model; see LoadedModels.
+
+        Raises UnknownModel if the model has been removed and its engine takes no more requests.
+        """
+        if model.origin.is_removed and self.loaded.use(model) is None:
+            raise UnknownModel(model.name, self.describe())
+        return await self.loaded.load(model)
 
     def list_adapters(self, model: ServedModel) -> list[ServedModel]:
         """Return the adapters of a model, which are models too."""
@@ -113,24 +155,23 @@ class Registry(LoadedModels):
             if reads_settings:
                 raise StartupError("the server is still loading its first model")
             return []
-        self._has_served = True  # whatever models come now
         async with self._scanning:
-            found = await asyncio.to_thread(self._scan, reads_settings)
+            models = await asyncio.to_thread(self._scan, reads_settings)
             self._scanned = self._clock()
-            faults = await self._use_found({model.name: model for model in found})
+            faults = await self._use({model.name: model for model in models})
         self.on_rescan()
         return faults
 
-    async def _use_found(self, found: dict[str, ServedModel]) -> list[str]:
-        """Use ``found`` from now on. Return why some models stay as they were."""
+    async def _use(self, present: dict[str, ServedModel]) -> list[str]:
+        """Use the ``present`` models from now on. Return why some stay as they were."""
         faults = []
         for model in [one for one in self.models if not one.is_created and one.parent is None]:
-            new = found.get(model.name)
+            new = present.get(model.name)
             is_used = model.is_loaded or model.is_loading
             if new is None or new.parent is not None:
                 if not (model.is_found and is_used):
                     self.remove(model.name)
-                    self._keep(asyncio.create_task(self._end(model, REPLACED_SECONDS)))
+                    self.loaded.retire_soon(model)
             elif new.recipe == model.recipe:
                 model.aliases, model.pinned, model.preload = new.aliases, new.pinned, new.preload
                 if model.keep_alive != new.keep_alive:
@@ -138,16 +179,16 @@ class Registry(LoadedModels):
             elif self._failed.get(model.name) != new.recipe:
                 faults += await self._replace(model, new)
         for model in self.models:
-            is_gone = model.adapter_file and found.get(model.name) is None
+            is_gone = model.adapter_file and present.get(model.name) is None
             model.is_removed |= bool(is_gone) and not model.is_created
         self.models = [model for model in self.models if not model.is_removed]
         known = {model.name for model in self.models}
-        for model in found.values():
+        for model in present.values():
             if model.name not in known and self._adopt_parent(model):
                 self.models.append(model)
                 if model.preload:
-                    self._begin_load(model)
-        first = next(iter(found), None)
+                    self.loaded.begin_load(model)
+        first = next(iter(present), None)
         self.models.sort(key=lambda model: model.name != first)
         return faults
 
@@ -170,20 +211,16 @@ class Registry(LoadedModels):
         """
         if old.is_loaded or old.is_loading:
             old.successor = new
-            self._arriving.append(new)
             try:
-                await self.load(new)
+                await self.loaded.load(new)
             except CLLMError as error:
                 reason = f"the model {old.name} stays as it was: {error.__cause__ or error}"
                 log.error("%s", reason)
                 self._failed[old.name] = new.recipe
-                if new.service is not None:
-                    await new.service.engine.close()
-                    await new.service.close()
+                await self.loaded.end(new)
                 return [reason]
             finally:
                 old.successor = None
-                self._arriving.remove(new)
             log.info("the model %s is replaced", old.name)
         new.num_loads = max(new.num_loads, old.num_loads)
         old.is_removed = True
@@ -195,7 +232,7 @@ class Registry(LoadedModels):
                 model.is_removed = bool(model.adapter_use.adapters)
         self.models = [model for model in self.models if not model.is_removed]
         if old.service is not None:
-            self._keep(asyncio.create_task(self._end(old, REPLACED_SECONDS)))
+            self.loaded.retire_soon(old)
         return []
 
     def add(self, model: ServedModel) -> None:
@@ -212,30 +249,11 @@ class Registry(LoadedModels):
     async def discard(self, model: ServedModel) -> None:
         """Forget a model, and end its engine once its requests have ended."""
         self.remove(model.name)
-        await self._end(model)
-
-    async def _end(self, model: ServedModel, grace: float = 0.0) -> None:
-        """End the engine of a model that has been removed, once its requests have ended.
-        ``grace``: seconds for requests that are being prepared.
-        """
-        if model.parent is not None:
-            return
-        self._leaving.append(model)
-        try:
-            if model.loading is not None and model.is_loading:
-                await asyncio.wait([model.loading])
-            await asyncio.sleep(grace)
-            if model.is_loaded:
-                await self.unload(model)
-        finally:
-            self._leaving.remove(model)
-            if model.service is not None:
-                service, model.service = model.service, None
-                await service.engine.close()
-                await service.close()
+        if model.parent is None:
+            await self.loaded.retire(model)
 
     async def close(self) -> None:
         """End all engines and what waits for them."""
-        await super().close()
+        await self.loaded.close()
         if self._recorder is not None:
             self._recorder.close()

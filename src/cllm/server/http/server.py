@@ -96,8 +96,8 @@ class HttpServer(uvicorn.Server):
             self.registry.metrics.event_loop_lag.observe(lag)
         self._last_tick = now
         if counter % TICKS_PER_CHECK == 0:
-            self._access.check(self.registry.services)
-            self.registry.unload_expired()
+            self._access.check(self.registry.loaded.services)
+            self.registry.loaded.unload_expired()
         return await super().on_tick(counter)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -126,11 +126,11 @@ class HttpServer(uvicorn.Server):
         self.is_stopped_by_signal = True
         if self.should_exit:
             self._loop.call_soon_threadsafe(self._end_streams)
-        self.registry.drain()
+        self.registry.loaded.drain()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.registry.drain()
+        self.registry.loaded.drain()
         if self._reloading is not None:
             self._reloading.cancel()
         for task in self._accepting:
@@ -138,7 +138,7 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*self._accepting, return_exceptions=True)
         if self.batches is not None:
             await self.batches.stop()
-        going = self.registry.num_unfinished
+        going = self.registry.loaded.num_unfinished
         requests = "1 request" if going == 1 else f"{going} requests"
         waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"
         if self.has_served:
@@ -152,7 +152,7 @@ class HttpServer(uvicorn.Server):
                 log.info("the server has shut down")
 
     def _end_streams(self) -> None:
-        for service in self.registry.services:
+        for service in self.registry.loaded.services:
             service.engine.end_all(EngineError("The server is shutting down."))
 
 

@@ -189,7 +189,7 @@ def forget_adapter(registry: Registry, model: ServedModel) -> None:
     requests that have begun; the next ones do not load it.
     """
     registry.remove(model.name)
-    for service in registry.services:
+    for service in registry.loaded.services:
         service.engine.more_adapters.pop(model.adapter_key, None)
 
 

@@ -363,5 +363,5 @@ async def unload_model(request: Request) -> dict[str, bool]:
     body = await read_body(request, ModelBody)
     model = model_for(request, body.model)
     call_of(request).audit("unload", model=model.name)
-    await until_disconnect(request, registry_of(request).unload(model))
+    await until_disconnect(request, registry_of(request).loaded.unload(model))
     return {"success": True}

@@ -189,9 +189,9 @@ async def ready(request: Request) -> Response:
     registry = registry_of(request)
     if registry.ready:
         return JSONResponse({"status": "ready"})
-    seconds = max(1, math.ceil(registry.seconds_until_ready()))
+    seconds = max(1, math.ceil(registry.loaded.seconds_until_ready()))
     return JSONResponse(
-        {"status": "draining" if registry.draining else "loading"},
+        {"status": "draining" if registry.loaded.draining else "loading"},
         503,
         {"retry-after": str(seconds)},
     )

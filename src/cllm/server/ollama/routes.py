@@ -377,7 +377,7 @@ def keep(request: Request, body: LoadingBody) -> None:
     """
     stay = body.stay
     if body.keep_alive is not None and may_change_models(request):
-        registry_of(request).keep(model_for(request, body.model), stay)
+        registry_of(request).loaded.keep(model_for(request, body.model), stay)
 
 
 async def unload(request: Request, body: GenerationBody, *, chat: bool) -> Response:
@@ -385,9 +385,9 @@ async def unload(request: Request, body: GenerationBody, *, chat: bool) -> Respo
     registry, model = registry_of(request), model_for(request, body.model, UNKNOWN)
     if may_change_models(request):
         call_of(request).audit("unload", model=model.name)
-        registry.keep(model, 0.0)
+        registry.loaded.keep(model, 0.0)
         if not model.is_busy:
-            await registry.unload(model)
+            await registry.loaded.unload(model)
     return json_answer(no_prompt(body.model, "unload", chat=chat))
 
 
