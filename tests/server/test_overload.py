@@ -563,7 +563,7 @@ def test_long_prompt_is_rejected_without_tokenizing():
 def test_tokenize_rejects_too_long_texts_without_tokenizing(body, code, monkeypatch):
     """A text of control tokens would become a segment for each of them."""
     monkeypatch.setattr("cllm.server.llama_server.tokens.MAX_TOKENS", 300)
-    monkeypatch.setattr("cllm.service.MAX_FENCES", 200)
+    monkeypatch.setattr("cllm.serving.service.MAX_FENCES", 200)
 
     async def test(service, client):
         service.engine.tokenize = lambda _: pytest.fail("it was")
