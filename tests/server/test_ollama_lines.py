@@ -124,7 +124,7 @@ def test_durations_add_up_to_the_total(seconds, monkeypatch):
     clock.submit()
     clock.token()
     clock.token()
-    figures = clock.figures(generation())
+    figures = clock.ending(generation(), Delta(0, "", 0))
     assert (
         figures["load_duration"]
         == figures["prompt_eval_duration"]

@@ -8,19 +8,19 @@ import secrets
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.http.sse import until_disconnect
-from cllm.server.native.answers import Benchmark
 from cllm.server.resolve import check_enabled, service_for
 from cllm.serving.answer import Generation, SchedulingOptions
 from cllm.serving.service import Service
@@ -50,6 +50,27 @@ class Run:
     seconds: float = 0.0
     num_tokens: int = 0
     succeeded: bool = False
+
+
+class Benchmark(TypedDict):
+    """Times are in seconds. ``throughput`` is in tokens per second, of all requests together."""
+
+    total_requests: int
+    successful_requests: int
+    failed_requests: int
+    success_rate: float
+    total_time: float
+    average_response_time: float
+    minimum_response_time: float
+    maximum_response_time: float
+    average_time_to_first_token: float
+    throughput: float
+    average_tokens_per_second: float
+    total_prompt_tokens: int
+    total_generated_tokens: int
+    average_generated_tokens: float
+    steps: int
+    average_batch_size: float
 
 
 @router.post("/benchmark", openapi_extra=describe_route(BenchmarkBody, Benchmark))
@@ -87,7 +108,7 @@ async def benchmark(request: Request) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-async def measure(service: Service, body: BenchmarkBody) -> dict[str, Any]:
+async def measure(service: Service, body: BenchmarkBody) -> Benchmark:
     steps, begun = service.engine.stats.num_steps, time.monotonic()
     runs = [Run() for _ in range(body.requests)]
     waiting = iter(runs)
@@ -126,7 +147,7 @@ async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: flo
         run.seconds = time.monotonic() - begun
 
 
-def summary(body: BenchmarkBody, runs: list[Run], seconds: float, num_steps: int) -> dict[str, Any]:
+def summary(body: BenchmarkBody, runs: list[Run], seconds: float, num_steps: int) -> Benchmark:
     """Return the results, under the names in cLLM's first reports."""
     good = [run for run in runs if run.succeeded]
     times = [run.seconds for run in good] or [0.0]

@@ -5,19 +5,17 @@ in that of TEI.
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal, NotRequired
 
 from fastapi import APIRouter
-from pydantic import Field
-from pydantic_core import to_json
+from pydantic import Field, with_config
 from starlette.requests import Request
-from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.http.sse import until_disconnect
-from cllm.server.native.answers import RerankAnswer
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.serving.embedding import rank
@@ -85,15 +83,55 @@ class RerankBody(TermsBody):
         ]
 
 
-@router.post("/v1/rerank", openapi_extra=describe_route(RerankBody, RerankAnswer))
+class RankedDocument(TypedDict):
+    text: str
+
+
+class RankedResult(TypedDict):
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedDocument]
+
+
+class RankedUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+@with_config(
+    example(
+        id="rerank-1",
+        object="list",
+        model="cllm-builtin",
+        method="cosine_similarity",
+        results=[{"index": 1, "relevance_score": 0.93}, {"index": 0, "relevance_score": 0.41}],
+        usage={"prompt_tokens": 19, "total_tokens": 19},
+    )
+)
+class Ranking(TypedDict):
+    id: str
+    object: Literal["list"]
+    model: str
+    method: Literal["reranker", "cosine_similarity"]
+    results: list[RankedResult]
+    usage: RankedUsage
+
+
+class RankedText(TypedDict):
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
+@router.post("/v1/rerank", openapi_extra=describe_route(RerankBody))
 @router.post("/v1/reranking", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
-async def rerank(request: Request) -> Response:
+async def rerank(request: Request) -> Ranking | list[RankedText]:
     """Rank documents by how well they match the query.
 
     A reranking model gives its own scores. With any other model, a score is the cosine similarity
     of the query's and the document's embedding. ``method`` in the answer says which: ``reranker``
-    or ``cosine_similarity``.
+    or ``cosine_similarity``. If the documents were given as ``texts``, the answer is a list.
     """
     body = await read_body(request, RerankBody)
     service = await service_for(request, body.model)
@@ -104,19 +142,16 @@ async def rerank(request: Request) -> Response:
     )
     order = sorted(range(len(documents)), key=lambda i: -ranking.scores[i])[: body.top_n]
     if body.texts is not None:
-        more = [{"text": documents[i]} if body.return_text else {} for i in order]
-        ranked = [
-            {"index": i, "score": ranking.scores[i], **text}
-            for i, text in zip(order, more, strict=True)
-        ]
-        return Response(to_json(ranked), media_type="application/json")
-    results: list[dict[str, Any]] = [
+        texts: list[RankedText] = [{"index": i, "score": ranking.scores[i]} for i in order]
+        for text in texts if body.return_text else ():
+            text["text"] = documents[text["index"]]
+        return texts
+    results: list[RankedResult] = [
         {"index": i, "relevance_score": ranking.scores[i]} for i in order
     ]
-    if body.return_documents:
-        for result in results:
-            result["document"] = {"text": documents[result["index"]]}
-    content = {
+    for result in results if body.return_documents else ():
+        result["document"] = {"text": documents[result["index"]]}
+    return {
         "id": f"rerank-{secrets.token_hex(12)}",
         "object": "list",
         "model": service.model_name,
@@ -124,4 +159,3 @@ async def rerank(request: Request) -> Response:
         "results": results,
         "usage": {"prompt_tokens": ranking.num_tokens, "total_tokens": ranking.num_tokens},
     }
-    return Response(to_json(content), media_type="application/json")

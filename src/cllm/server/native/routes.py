@@ -6,15 +6,16 @@ import asyncio
 import math
 import secrets
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
 from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-from pydantic import Field
+from pydantic import Field, with_config
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from typing_extensions import TypedDict
 
 from cllm import __version__
 from cllm.core.account import ANONYMOUS
@@ -26,18 +27,6 @@ from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.http.sse import EventStream, until_disconnect
-from cllm.server.native.answers import (
-    DecodeAnswer,
-    EncodeAnswer,
-    EngineHealth,
-    GenerateAnswer,
-    Health,
-    ModelInformation,
-    Ready,
-    Root,
-    SchedulerAnswer,
-    Version,
-)
 from cllm.server.off_loop import off_loop
 from cllm.server.page import answer_page, wants_page
 from cllm.server.queueing import TermsBody, answer_headers
@@ -123,6 +112,128 @@ class DecodeBody(Body):
     tokens: Annotated[list[int], Field(min_length=1, max_length=MAX_VALUES)]
 
 
+class Root(TypedDict):
+    """model and paths are missing without a valid API key, if the server needs one."""
+
+    name: Literal["cLLM"]
+    version: str
+    docs: str
+    model: NotRequired[str]
+    paths: NotRequired[list[str]]
+
+
+class EngineHealth(TypedDict):
+    """One engine of a model. cpus: the numbers of the CPUs that it is bound to, [] for all.
+    devices: the variables that name its GPUs.
+    """
+
+    number: int
+    ready: bool
+    restarts: int
+    num_running: int
+    num_waiting: int
+    num_seq_ids: int
+    num_cells: int
+    num_cells_held: int
+    num_cells_idle: int
+    cpus: list[int]
+    devices: dict[str, str]
+
+
+class ModelHealth(TypedDict):
+    name: str
+    status: Literal["loaded", "loading", "unloaded"]
+    engines: list[EngineHealth]
+
+
+class Health(TypedDict):
+    """models: with level=full."""
+
+    status: Literal["healthy", "degraded"]
+    model_loaded: bool
+    models: NotRequired[list[ModelHealth]]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Ready(TypedDict):
+    status: Literal["ready", "loading", "draining"]
+
+
+class ModelInformation(TypedDict):
+    """The model and the sizes in use. The answer has more fields than these."""
+
+    model_name: str
+    name: str
+    architecture: str
+    vocabulary_size: int
+    context_length: int
+    max_num_seqs: int
+    num_cells: int
+    layout: str
+    generates: bool
+    embedding_size: int
+    stats: dict[str, float]
+
+
+class SchedulerAnswer(TypedDict):
+    """What the last steps did, which requests run, and what others wait for."""
+
+    steps: list[dict[str, Any]]
+
+
+@with_config(example(tokens=[72, 105], length=2))
+class EncodeAnswer(TypedDict):
+    tokens: list[int]
+    length: int
+
+
+@with_config(example(text="Hi", length=2))
+class DecodeAnswer(TypedDict):
+    text: str
+    length: int
+
+
+class TextAnswer(TypedDict):
+    text: str
+    generated_tokens: int
+    finish_reason: Literal["stop", "length"]
+
+
+class GeneratedTexts(TypedDict):
+    text: NotRequired[str]
+    finish_reason: NotRequired[Literal["stop", "length"]]
+    results: NotRequired[list[TextAnswer]]
+
+
+@with_config(
+    example(
+        id="1",
+        text=" 72",
+        response_time=0.05,
+        tokens_per_second=60.0,
+        generated_tokens=3,
+        prompt_tokens=9,
+        max_tokens=100,
+        finish_reason="stop",
+    )
+)
+class GenerateAnswer(GeneratedTexts):
+    """The answer to one prompt.
+
+    For several, ``results`` has the answer to each, and the numbers are totals.
+    """
+
+    id: str
+    response_time: float
+    tokens_per_second: float
+    generated_tokens: int
+    prompt_tokens: int
+    max_tokens: int | None
+
+
 @router.get("/", openapi_extra=describe_route(answer=Root))
 async def root(request: Request) -> Response:
     """Return the server's name and version, and to those who may use it its model and paths. To a
@@ -130,18 +241,18 @@ async def root(request: Request) -> Response:
     """
     if wants_page(request):
         return answer_page(request)
-    content: dict[str, Any] = {"name": "cLLM", "version": __version__, "docs": "/docs"}
+    content: Root = {"name": "cLLM", "version": __version__, "docs": "/docs"}
     if call_of(request).account() != ANONYMOUS:
         models = served_models(request)
         document = await asyncio.to_thread(request.app.openapi)
         paths = sorted(path for path in document["paths"] if path != "/")
-        content |= {"model": models[0].name if models else "", "paths": paths}
+        content["model"], content["paths"] = models[0].name if models else "", paths
     return JSONResponse(content, headers={"vary": "accept"})
 
 
-@router.get("/health", openapi_extra=describe_route(answer=Health))
+@router.get("/health", openapi_extra=describe_route())
 @router.get("/ping", include_in_schema=False)
-async def health(request: Request, level: Literal["basic", "full"] = "basic") -> dict[str, Any]:
+async def health(request: Request, level: Literal["basic", "full"] = "basic") -> Health:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded".
     level=full adds each model and its engines; it needs an administrator's key.
     """
@@ -150,33 +261,36 @@ async def health(request: Request, level: Literal["basic", "full"] = "basic") ->
     models = registry_of(request).models
     is_loaded = any(model.service and model.service.engine.ready for model in models)
     healthy = is_loaded or registry_of(request).ready
-    answer = {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
-    if level == "basic":
-        return answer
-    return {**answer, "models": [describe(model) for model in models if model.parent is None]}
+    answer: Health = {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
+    if level == "full":
+        answer["models"] = [describe(model) for model in models if model.parent is None]
+    return answer
 
 
-def describe(model: ServedModel) -> dict[str, Any]:
+def describe(model: ServedModel) -> ModelHealth:
     """Return the state of a model and its engines."""
     members = [] if model.service is None else model.service.engine.members
-    engines = []
-    for member in members:
-        stats = msgspec.structs.asdict(member.stats)
-        engines.append(
-            {
-                "number": member.number,
-                "ready": member.ready,
-                "restarts": member.supervisor.num_restarts,
-                **{name: stats[name] for name in EngineHealth.model_fields if name in stats},
-                "cpus": [*member.place.cpus],
-                "devices": {**member.place.variables},
-            }
-        )
+    engines: list[EngineHealth] = [
+        {
+            "number": member.number,
+            "ready": member.ready,
+            "restarts": member.supervisor.num_restarts,
+            "num_running": member.stats.num_running,
+            "num_waiting": member.stats.num_waiting,
+            "num_seq_ids": member.stats.num_seq_ids,
+            "num_cells": member.stats.num_cells,
+            "num_cells_held": member.stats.num_cells_held,
+            "num_cells_idle": member.stats.num_cells_idle,
+            "cpus": [*member.place.cpus],
+            "devices": {**member.place.variables},
+        }
+        for member in members
+    ]
     return {"name": model.name, "status": model.status, "engines": engines}
 
 
-@router.get("/version", openapi_extra=describe_route(answer=Version))
-async def version() -> dict[str, str]:
+@router.get("/version", openapi_extra=describe_route())
+async def version() -> Version:
     """Return the version of this server."""
     return {"version": __version__}
 
@@ -265,9 +379,8 @@ async def encode(request: Request) -> Response:
     body = await read_body(request, EncodeBody)
     service = await service_for(request, body.model)
     tokens = await until_disconnect(request, service.encode(body.text, "text"))
-    return Response(
-        to_json({"tokens": tokens, "length": len(tokens)}), media_type="application/json"
-    )
+    answer = EncodeAnswer(tokens=tokens, length=len(tokens))
+    return Response(to_json(answer), media_type="application/json")
 
 
 @router.post("/decode", openapi_extra=describe_route(DecodeBody, DecodeAnswer))
@@ -286,9 +399,8 @@ async def decode(request: Request) -> Response:
         call_of(request), lambda: b"".join([pieces[token] for token in body.tokens])
     )
     text = data.decode("utf-8", "replace")
-    return Response(
-        to_json({"text": text, "length": len(body.tokens)}), media_type="application/json"
-    )
+    answer = DecodeAnswer(text=text, length=len(body.tokens))
+    return Response(to_json(answer), media_type="application/json")
 
 
 @router.post(
@@ -345,27 +457,28 @@ def event_stream(answer: Answer) -> EventStream:
     return EventStream(answer, TokenEvents(answer.generation), answer_headers(answer))
 
 
-async def collect(answer: Answer) -> dict[str, Any]:
+async def collect(answer: Answer) -> GenerateAnswer:
     begun = time.perf_counter()
-    results: list[dict[str, Any]] = [
-        {"text": "", "generated_tokens": 0, "finish_reason": ""} for _ in answer.generation.prompts
+    results: list[TextAnswer] = [
+        {"text": "", "generated_tokens": 0, "finish_reason": "stop"}
+        for _ in answer.generation.prompts
     ]
     async for deltas in answer:
         for delta in deltas:
             result = results[delta.index]
             result["text"] += delta.text
             result["generated_tokens"] += delta.num_tokens
-            result["finish_reason"] = delta.finish
+            result["finish_reason"] = cast("Literal['stop', 'length']", delta.finish)
     seconds = time.perf_counter() - begun
     usage = answer.generation.usage
-    one = len(results) == 1
+    more: GeneratedTexts
+    if len(results) == 1:
+        more = {"text": results[0]["text"], "finish_reason": results[0]["finish_reason"]}
+    else:
+        more = {"results": results}
     return {
         "id": answer.generation.request_id,
-        **(
-            {"text": results[0]["text"], "finish_reason": results[0]["finish_reason"]}
-            if one
-            else {"results": results}
-        ),
+        **more,
         "response_time": seconds,
         "tokens_per_second": usage.completion_tokens / seconds,
         "generated_tokens": usage.completion_tokens,

@@ -6,32 +6,50 @@ import csv
 import io
 import time
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.access import Access
 from cllm.server.body import describe_route
 from cllm.server.call import call_of
-from cllm.server.native.answers import UsageAnswer
 from cllm.store.usage import first_of_month
 
 router = APIRouter(tags=["cLLM"])
 
-COLUMNS = (
-    "account",
-    "day",
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-)
+
+class DayUsage(TypedDict):
+    account: str
+    day: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class AccountUsage(TypedDict):
+    """``left`` is what the limits per minute leave, of requests and tokens."""
+
+    name: str
+    limits: dict[str, int]
+    tokens_of_month: int
+    left: dict[str, int]
+
+
+class UsageAnswer(TypedDict):
+    object: Literal["usage"]
+    accounts: list[AccountUsage]
+    days: list[DayUsage]
+
+
+COLUMNS = tuple(DayUsage.__annotations__)
 
 Day = Annotated[str | None, Query(pattern=r"^\d{4}-\d\d-\d\d$")]
 
@@ -60,8 +78,15 @@ async def usage(
         last or date.max,
         None if asked is None else [asked],
     )
-    days = [
-        dict(zip(COLUMNS, (name, day, *msgspec.structs.astuple(used)), strict=True))
+    days: list[DayUsage] = [
+        {
+            "account": name,
+            "day": day,
+            "requests": used.requests,
+            "prompt_tokens": used.prompt_tokens,
+            "cached_tokens": used.cached_tokens,
+            "completion_tokens": used.completion_tokens,
+        }
         for name, day, used in rows
     ]
     if form == "csv":
@@ -79,7 +104,7 @@ async def usage(
             *(name for name, _, _ in rows),
         }
     )
-    content = {
+    content: UsageAnswer = {
         "object": "usage",
         "accounts": [describe(access, name) for name in sorted(shown)],
         "days": days,
@@ -87,7 +112,7 @@ async def usage(
     return Response(to_json(content), media_type="application/json")
 
 
-def describe(access: Access, name: str) -> dict[str, Any]:
+def describe(access: Access, name: str) -> AccountUsage:
     """Return the limits of an account, and what it has used of the month and of the minute."""
     found = access.keyring.get(name) or access.keyring.accounts.get(name) or Account(name)
     left = access.ledger.list_left(found)

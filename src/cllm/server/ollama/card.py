@@ -10,12 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from typing_extensions import TypedDict
 
 from cllm.models.file_start import compute_fingerprint
 from cllm.models.gguf import GgufHeader, read_header
 from cllm.models.hub import parse_quantization
 
 NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
+
+
+class Details(TypedDict):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -27,7 +37,7 @@ class Card(msgspec.Struct, frozen=True):
     digest: str
     modified: str
     size: int
-    details: dict[str, Any]
+    details: Details
     model_info: dict[str, Any]
     license: str
     template: str
@@ -80,7 +90,7 @@ def read_card(path: str, backend: str) -> Card:
     )
 
 
-def details_of(family: str, form: str, parameters: str, quantization: str) -> dict[str, Any]:
+def details_of(family: str, form: str, parameters: str, quantization: str) -> Details:
     return {
         "parent_model": "",
         "format": form,

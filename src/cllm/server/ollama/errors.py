@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic_core import to_json
 from starlette.datastructures import Headers
+from typing_extensions import TypedDict
 
 from cllm.server.errors import Dialect, Fault, describe_in_stream
 
 UNKNOWN = "model {asked!r} not found; this server has {served!r}"
 
 
+class Error(TypedDict):
+    error: str
+
+
 def speaks_ollama(path: str, _: Headers) -> bool:
     return path == "/api" or path.startswith("/api/")
 
 
-def ollama_error(fault: Fault, _: str) -> tuple[int, dict[str, Any]]:
+def ollama_error(fault: Fault, _: str) -> tuple[int, Error]:
     """Build an error answer. A full queue is 503, as in Ollama."""
     return 503 if fault.code == "queue_full" else fault.status, {"error": fault.message}
 

@@ -22,9 +22,9 @@ from cllm.models import hub
 from cllm.models.gguf import read_header
 from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, call_of
-from cllm.server.ollama.answers import Error, PullStatus
-from cllm.server.ollama.errors import UNKNOWN
+from cllm.server.ollama.errors import UNKNOWN, Error
 from cllm.server.ollama.modelfile import read_modelfile
+from cllm.server.ollama.pull import PullStatus
 from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, Options
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.resolve import check_enabled, model_for, registry_of

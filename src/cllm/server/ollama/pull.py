@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NotRequired
 
+from pydantic import with_config
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest, StartupError
 from cllm.models import catalog
+from cllm.server.body import example
 from cllm.server.call import call_of
 from cllm.server.http.sse import escape_line_ends, until_disconnect
 from cllm.server.ollama.schema import PullBody
@@ -23,6 +26,16 @@ from cllm.server.resolve import registry_of
 
 INTERVAL = 0.25  # seconds between two progress reports
 PULLING = asyncio.Lock()  # one download at a time
+
+
+@with_config(example(status="success"))
+class PullStatus(TypedDict):
+    """The progress of a file has its name as ``digest``, and numbers of bytes."""
+
+    status: str
+    digest: NotRequired[str]
+    total: NotRequired[int]
+    completed: NotRequired[int]
 
 
 class Abandoned(Exception):
@@ -44,7 +57,7 @@ class Download:
             raise Abandoned
         self.files[file] = (done, total)
 
-    async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def lines(self) -> AsyncGenerator[PullStatus, None]:
         """Yield Ollama's status objects for the download.
 
         Raises StartupError. Closing it early ends the download.
@@ -57,7 +70,7 @@ class Download:
             await self._on_done()
             yield {"status": "success"}
 
-    async def _progress(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def _progress(self) -> AsyncGenerator[PullStatus, None]:
         task = asyncio.ensure_future(
             asyncio.to_thread(catalog.resolve, self.name, None, self.report)
         )
@@ -121,15 +134,15 @@ async def pull(request: Request, body: PullBody) -> Response:
         raise BadRequest(str(error), param="model", code="model_not_found", status=404) from None
 
 
-async def last_line(lines: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
-    line: dict[str, Any] = {}
+async def last_line(lines: AsyncGenerator[PullStatus, None]) -> PullStatus:
+    line: PullStatus = {"status": ""}
     async with contextlib.aclosing(lines):
         async for line in lines:  # noqa: B007
             pass
     return line
 
 
-async def encode_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+async def encode_lines(lines: AsyncGenerator[PullStatus, None]) -> AsyncIterator[bytes]:
     try:
         async with contextlib.aclosing(lines):
             async for line in lines:
@@ -138,5 +151,5 @@ async def encode_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncIter
         yield encode_line({"error": str(error)})
 
 
-def encode_line(content: dict[str, Any]) -> bytes:
+def encode_line(content: Mapping[str, Any]) -> bytes:
     return escape_line_ends(to_json(content)) + b"\n"

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import with_config
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
@@ -20,26 +23,15 @@ from cllm.errors import BadRequest, StartupError, UnknownModel
 from cllm.models.memory import read_resident_bytes
 from cllm.process.pool import Pool
 from cllm.server import resolve
-from cllm.server.body import Model, describe_route, read_body
+from cllm.server.body import Model, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
-from cllm.server.ollama.answers import (
-    ChatAnswer,
-    EmbedAnswer,
-    EmbeddingsAnswer,
-    Error,
-    GenerateAnswer,
-    PsAnswer,
-    PullStatus,
-    ShowAnswer,
-    TagsAnswer,
-    Version,
-)
-from cllm.server.ollama.card import Card, modelfile, read_card, time_text
-from cllm.server.ollama.errors import UNKNOWN
+from cllm.server.ollama.card import Card, Details, modelfile, read_card, time_text
+from cllm.server.ollama.errors import UNKNOWN, Error
+from cllm.server.ollama.pull import PullStatus
 from cllm.server.ollama.schema import (
     MAX_TEXTS,
     ChatBody,
@@ -51,7 +43,16 @@ from cllm.server.ollama.schema import (
     PullBody,
     ShowBody,
 )
-from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prompt
+from cllm.server.ollama.stream import (
+    MEDIA_TYPE,
+    ChatAnswer,
+    Clock,
+    Durations,
+    GenerateAnswer,
+    Lines,
+    collect,
+    no_prompt,
+)
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import (
     check_admin,
@@ -80,8 +81,71 @@ old.
 NEVER = "2999-12-31T00:00:00Z"
 
 
-@router.get("/api/version", openapi_extra=describe_route(answer=Version, error=Error))
-async def version() -> dict[str, str]:
+@with_config(example(version=API_VERSION))
+class OllamaVersion(TypedDict):
+    version: str
+
+
+class EmbedAnswer(Durations):
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+
+
+class EmbeddingsAnswer(TypedDict):
+    embedding: list[float]
+
+
+class ModelEntry(TypedDict):
+    """``size`` is in bytes. ``digest`` has 64 hex digits that identify the content of the file."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: Details
+
+
+class ListedModel(ModelEntry):
+    modified_at: str
+
+
+class TagsAnswer(TypedDict):
+    models: list[ListedModel]
+
+
+class LoadedModel(ModelEntry):
+    """``size`` is the most that the model takes, of which ``size_used`` is in use. ``engines`` is
+    the number of engines that share its requests. ``shares_cores`` says whether it leaves some of
+    the cores to other models while these compute.
+    """
+
+    size_used: int
+    size_vram: int
+    expires_at: str
+    context_length: int
+    engines: int
+    shares_cores: bool
+
+
+class PsAnswer(TypedDict):
+    models: list[LoadedModel]
+
+
+class ShowAnswer(TypedDict):
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
+    system: str
+    details: Details
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+@router.get("/api/version", openapi_extra=describe_route(error=Error))
+async def version() -> OllamaVersion:
     """Return the version of Ollama's API. The server's own version is at /."""
     return {"version": API_VERSION}
 
@@ -218,9 +282,9 @@ async def embed_texts(request: Request) -> Response:
     service = await service_for(request, body.model)
     if not body.input:  # which asks Ollama to load the model
         keep(request, body)
-        return json_answer(
-            {"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0}
-        )
+        none: EmbedAnswer
+        none = {"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0}
+        return json_answer(none)
     given = [body.input] if isinstance(body.input, str) else body.input
     params = ["input"] if isinstance(body.input, str) else name_texts("input", len(given))
     size = service.info.embedding_size
@@ -256,30 +320,30 @@ async def embeddings(request: Request) -> Response:
     service = await service_for(request, body.model)
     if not body.prompt:
         keep(request, body)
-        return json_answer({"embedding": []})
+        return json_answer(EmbeddingsAnswer(embedding=[]))
     scheduling = body.scheduling_options(call_of(request))
     texts = await until_disconnect(
         request, encode_texts(service, [body.prompt], ["prompt"], scheduling, truncate=True)
     )
     found = await until_disconnect(request, embed(service, texts, ["prompt"], scheduling))
     keep(request, body)
-    return json_answer({"embedding": found.vectors[0].tolist()})
+    return json_answer(EmbeddingsAnswer(embedding=found.vectors[0].tolist()))
 
 
 @router.get("/api/tags", openapi_extra=describe_route(answer=TagsAnswer, error=Error))
 async def tags(request: Request) -> Response:
     """List the models, loaded or not."""
-    models = []
+    models: list[ListedModel] = []
     for model in served_models(request):
         card = await card_of(model)
         models.append({**entry(model, card), "modified_at": card.modified})
-    return json_answer({"models": models})
+    return json_answer(TagsAnswer(models=models))
 
 
 @router.get("/api/ps", openapi_extra=describe_route(answer=PsAnswer, error=Error))
 async def running(request: Request) -> Response:
     """List the loaded models."""
-    models = []
+    models: list[LoadedModel] = []
     now = time.monotonic()
     for model in served_models(request):
         info = model.info
@@ -291,7 +355,7 @@ async def running(request: Request) -> Response:
         weights = (info.model_bytes or card.size) * len(engine.members)
         size = weights + info.num_cells * info.kv_bytes_per_token * len(engine.members)
         expires = model.expires_at
-        loaded_model = {
+        loaded_model: LoadedModel = {
             **entry(model, card),
             "size": size,
             "size_used": measure_used(engine, info, weights, size),
@@ -302,7 +366,7 @@ async def running(request: Request) -> Response:
             "shares_cores": engine.shares_cores,
         }
         models.append(loaded_model)
-    return json_answer({"models": models})
+    return json_answer(PsAnswer(models=models))
 
 
 def measure_used(engine: Pool, info: ModelInfo, weights: int, size: int) -> int:
@@ -340,19 +404,18 @@ async def show(request: Request) -> Response:
         capabilities += ["embedding"] if info.embedding_size else []
         template = service.vocabulary.chat_template or ""
     base = model.origin.name
-    return json_answer(
-        {
-            "license": card.license,
-            "modelfile": modelfile(base, template, model.system, defaults, card.license),
-            "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
-            "template": template,
-            "system": model.system,
-            "details": {**card.details, "parent_model": base if model.parent else ""},
-            "model_info": model_info,
-            "capabilities": capabilities,
-            "modified_at": card.modified,
-        }
-    )
+    answer: ShowAnswer = {
+        "license": card.license,
+        "modelfile": modelfile(base, template, model.system, defaults, card.license),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+        "template": template,
+        "system": model.system,
+        "details": {**card.details, "parent_model": base if model.parent else ""},
+        "model_info": model_info,
+        "capabilities": capabilities,
+        "modified_at": card.modified,
+    }
+    return json_answer(answer)
 
 
 @router.post(
@@ -396,7 +459,7 @@ async def read(request: Request, model: type[Model]) -> Model:
     return await read_body(request, model, any_type=True)
 
 
-def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+def json_answer(content: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:
     return Response(
         to_json(content, inf_nan_mode="null"), headers=headers, media_type="application/json"
     )
@@ -410,7 +473,7 @@ async def card_of(model: ServedModel) -> Card:
         return await asyncio.to_thread(read_card, "", model.backend)
 
 
-def entry(model: ServedModel, card: Card) -> dict[str, Any]:
+def entry(model: ServedModel, card: Card) -> ModelEntry:
     name = model.name if ":" in model.name else f"{model.name}:latest"
     return {
         "name": name,

@@ -7,9 +7,10 @@ from __future__ import annotations
 import datetime
 import secrets
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from cllm.core.vocabulary import VocabularyTable
 from cllm.server.off_loop import in_thread
@@ -22,6 +23,68 @@ from cllm.text.tools.argument_readers import parse_partial_object
 from cllm.text.tools.parser import Channel
 
 MEDIA_TYPE = "application/x-ndjson"
+
+
+class Durations(TypedDict):
+    total_duration: int
+    load_duration: int
+
+
+class Ending(TypedDict):
+    """Without a prompt, ``done_reason`` is load or unload, and there are no counts and durations.
+    Durations are in nanoseconds.
+    """
+
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+
+
+class CalledFunction(TypedDict):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class CompleteCall(TypedDict):
+    id: str
+    function: CalledFunction
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[CompleteCall]]
+
+
+class Head(TypedDict):
+    model: str
+    created_at: str
+
+
+class GeneratedText(TypedDict):
+    response: str
+    thinking: NotRequired[str]
+    logprobs: NotRequired[list[dict[str, Any]]]
+
+
+class GeneratedMessage(TypedDict):
+    message: AnswerMessage
+    logprobs: NotRequired[list[dict[str, Any]]]
+
+
+class GenerateAnswer(Head, GeneratedText, Ending):
+    pass
+
+
+class ChatAnswer(Head, GeneratedMessage, Ending):
+    pass
 
 
 class Clock:
@@ -38,7 +101,7 @@ class Clock:
         if not self._begun:
             self._begun, self.first = True, time.perf_counter_ns()
 
-    def durations(self) -> dict[str, int]:
+    def durations(self) -> Durations:
         """Return the total and the load duration.
 
         The model is always loaded, so loading is checking and tokenizing.
@@ -48,13 +111,15 @@ class Clock:
             "load_duration": self.submitted - self.came,
         }
 
-    def figures(self, generation: Generation) -> dict[str, int]:
-        """Return the durations and the token counts.
+    def ending(self, generation: Generation, last: Delta) -> Ending:
+        """Return the fields that end an answer.
 
         Time in the queue counts as evaluating the prompt.
         """
         now = time.perf_counter_ns()
         return {
+            "done": True,
+            "done_reason": "length" if last.finish == "length" else "stop",
             **self.durations(),
             "prompt_eval_count": generation.usage.prompt_tokens,
             "prompt_eval_duration": max(1, self.first - self.submitted),
@@ -63,7 +128,7 @@ class Clock:
         }
 
 
-def head_object(model: str) -> dict[str, Any]:
+def head_object(model: str) -> Head:
     now = datetime.datetime.now(datetime.UTC)
     return {"model": model, "created_at": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
 
@@ -74,20 +139,17 @@ def no_prompt(model: str, reason: Literal["load", "unload"], *, chat: bool) -> d
 
 
 def text_fields(
-    text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool
-) -> dict[str, Any]:
+    text: str, thinking: str = "", calls: list[CompleteCall] | None = None, *, chat: bool
+) -> GeneratedText | GeneratedMessage:
     """Return generated text in the format of chat or of generate."""
-    more = {"thinking": thinking} if thinking else {}
     if not chat:
-        return {"response": text, **more}
-    return {
-        "message": {
-            "role": "assistant",
-            "content": text,
-            **more,
-            **({"tool_calls": calls} if calls else {}),
-        },
-    }
+        return {"response": text, "thinking": thinking} if thinking else {"response": text}
+    message: AnswerMessage = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
 
 
 class Calls:
@@ -97,7 +159,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.complete: list[dict[str, Any]] = []
+        self.complete: list[CompleteCall] = []
         self._name = ""
         self._call = -1
         self._parts: list[str] = []
@@ -111,18 +173,13 @@ class Calls:
     def end(self) -> None:
         """Complete the call that has been fed, if there is one."""
         if self._name:
-            function = {
+            function: CalledFunction = {
                 "index": self._call,
                 "name": self._name,
                 "arguments": parse_partial_object("".join(self._parts)),
             }
             self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
             self._name, self._parts = "", []
-
-
-def last_fields(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
-    reason = "length" if last.finish == "length" else "stop"
-    return {"done": True, "done_reason": reason, **clock.figures(generation)}
 
 
 async def collect(
@@ -146,7 +203,7 @@ async def collect(
     )
     if answer.generation.params.logprobs is not None:
         content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, token_logprobs))
-    return {**head_object(model), **content, **last_fields(answer.generation, clock, last)}
+    return {**head_object(model), **content, **clock.ending(answer.generation, last)}
 
 
 class Lines:
@@ -216,7 +273,7 @@ class Lines:
         self._calls.end()
         content = {
             **text_fields("", chat=self._chat),
-            **last_fields(self._generation, self._clock, self._last),
+            **self._clock.ending(self._generation, self._last),
         }
         return self._called() + self._line(content)
 
