@@ -99,10 +99,6 @@ class Body(pydantic.BaseModel):
         return schema
 
 
-class ResponseModel(pydantic.BaseModel):
-    """Base of answer models that are used only for the OpenAPI document."""
-
-
 def describe_route(
     body: type[pydantic.BaseModel] | None = None,
     answer: Any = None,

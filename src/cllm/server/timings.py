@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing_extensions import TypedDict
 
-from cllm.server.body import ResponseModel
 from cllm.serving.answer import Generation
 
 
-class Timings(ResponseModel):
-    """Times in milliseconds.
-
-    ``cache_n``: prompt tokens from the cache. ``prompt_ms`` includes time in the queue.
+class Timings(TypedDict):
+    """Times in milliseconds. ``cache_n`` is the number of prompt tokens from the cache.
+    ``prompt_ms`` includes time in the queue. A rate is 0 if its divisor is 0.
     """
 
     cache_n: int
@@ -25,28 +23,34 @@ class Timings(ResponseModel):
     predicted_per_second: float
 
 
-def build_timings(generation: Generation) -> dict[str, Any]:
-    """Return the fields of Timings for the tokens generated so far."""
+def build_timings(generation: Generation) -> Timings:
+    """Return the timings of the tokens generated so far."""
     usage, times = generation.usage, generation.times
+    num_read, num_written = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+    reading = times.first - times.submitted
     # all tokens may have come in one step
-    seconds = times.latest - times.first or times.latest - times.submitted
+    writing = times.latest - times.first or times.latest - times.submitted
     return {
         "cache_n": usage.cached_tokens,
-        **build_part(
-            "prompt", usage.prompt_tokens - usage.cached_tokens, times.first - times.submitted
-        ),
-        **build_part("predicted", usage.completion_tokens, seconds),
+        "prompt_n": num_read,
+        "prompt_ms": reading * 1000,
+        "prompt_per_token_ms": reading * 1000 / num_read if num_read else 0.0,
+        "prompt_per_second": num_read / reading if reading else 0.0,
+        "predicted_n": num_written,
+        "predicted_ms": writing * 1000,
+        "predicted_per_token_ms": writing * 1000 / num_written if num_written else 0.0,
+        "predicted_per_second": num_written / writing if writing else 0.0,
     }
 
 
-def build_part(name: str, count: int, seconds: float) -> dict[str, Any]:
-    """Return the fields for ``count`` tokens that took ``seconds``.
-
-    A rate is 0 if its divisor is 0.
-    """
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": seconds * 1000,
-        f"{name}_per_token_ms": seconds * 1000 / count if count else 0.0,
-        f"{name}_per_second": count / seconds if seconds else 0.0,
-    }
+EXAMPLE_TIMINGS: Timings = {
+    "cache_n": 0,
+    "prompt_n": 17,
+    "prompt_ms": 34.0,
+    "prompt_per_token_ms": 2.0,
+    "prompt_per_second": 500.0,
+    "predicted_n": 3,
+    "predicted_ms": 60.0,
+    "predicted_per_token_ms": 20.0,
+    "predicted_per_second": 50.0,
+}

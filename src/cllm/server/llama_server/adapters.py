@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
 
 import pydantic
 from fastapi import APIRouter
 from pydantic import Field
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
 
 from cllm.core.request import AdapterFile
 from cllm.errors import BadRequest, EngineError
@@ -31,8 +31,8 @@ from cllm.server.body import (
 )
 from cllm.server.call import call_of
 from cllm.server.http.sse import until_disconnect
+from cllm.server.llama_server.routes import Done
 from cllm.server.off_loop import off_loop
-from cllm.server.openai.answers import AdapterList, Done
 from cllm.server.openai.schema import MAX_ADAPTERS, AdapterScale
 from cllm.server.resolve import (
     check_enabled,
@@ -85,29 +85,37 @@ class UnloadAdapterBody(Body):
     lora_name: Name
 
 
-@router.get("/lora-adapters", openapi_extra=describe_route(answer=AdapterList))
-async def adapters(request: Request, model: str | None = None) -> Response:
+class AdapterEntry(TypedDict):
+    """``path`` is the adapter's name. Only an activated LoRA has ``alora_invocation_tokens``."""
+
+    id: int
+    path: str
+    scale: float
+    alora_invocation_tokens: NotRequired[list[int]]
+
+
+@router.get("/lora-adapters", openapi_extra=describe_route())
+async def adapters(request: Request, model: str | None = None) -> list[AdapterEntry]:
     """List the adapters of a model with their numbers, for the field ``lora`` of requests. Each is
     a model too.
     """
     served = model_for(request, model)
-    found = registry_of(request).list_adapters(served)
+    known = registry_of(request).list_adapters(served)
     in_use = dict(served.adapter_use.adapters)
-    entries = [
-        {"id": i, "path": one.name, "scale": in_use.get(one.adapter_key, 0.0)} | invocation_of(one)
-        for i, one in enumerate(found)
-        if may_use(call_of(request).account(), one)
-    ]
-    return Response(to_json(entries), media_type="application/json")
+    entries: list[AdapterEntry] = []
+    for i, one in enumerate(known):
+        if not may_use(call_of(request).account(), one):
+            continue
+        scale = in_use.get(one.adapter_key, 0.0)
+        entry: AdapterEntry = {"id": i, "path": one.name, "scale": scale}
+        entries.append(entry)
+        if one.adapter_file and one.adapter_file.invocation:
+            entry["alora_invocation_tokens"] = [*one.adapter_file.invocation]
+    return entries
 
 
-def invocation_of(model: ServedModel) -> dict[str, Any]:
-    tokens = model.adapter_file.invocation if model.adapter_file else ()
-    return {"alora_invocation_tokens": tokens} if tokens else {}
-
-
-@router.post("/lora-adapters", openapi_extra=describe_route(ScaleList, Done))
-async def set_adapters(request: Request, model: str | None = None) -> dict[str, bool]:
+@router.post("/lora-adapters", openapi_extra=describe_route(ScaleList))
+async def set_adapters(request: Request, model: str | None = None) -> Done:
     """Set the adapters of a model's requests without the field ``lora``; those that are not named
     get the scale 0. The body is a list such as [{"id": 0, "scale": 0.5}].
 

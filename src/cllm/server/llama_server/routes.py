@@ -14,6 +14,7 @@ from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm import __version__
 from cllm.server.body import Body, describe_route, example, read_body
@@ -21,7 +22,6 @@ from cllm.server.call import call_of
 from cllm.server.errors import Dialect, Fault, error_event, openai_error
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import Snippet, build_infill_prompt
-from cllm.server.openai.answers import Done, PlainAnswer, Props
 from cllm.server.openai.chat import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody, list_prompts
 from cllm.server.resolve import (
@@ -31,7 +31,7 @@ from cllm.server.resolve import (
     registry_of,
     service_for,
 )
-from cllm.server.timings import build_timings
+from cllm.server.timings import Timings, build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
 from cllm.text.output_reader import Delta
@@ -120,6 +120,61 @@ class InfillBody(LlamaServerBody):
         description="Parts of other files, the most important one last. Those that do not fit "
         "are dropped.",
     )
+
+
+class SamplingSettings(TypedDict):
+    n_predict: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+class PlainSettings(SamplingSettings):
+    n_ctx: int
+
+
+class PlainAnswer(TypedDict, total=False):
+    """Has all fields, or those that ``response_fields`` names."""
+
+    index: int
+    content: str
+    stop: bool
+    model: str
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    has_new_line: bool
+    tokens_evaluated: int
+    tokens_predicted: int
+    tokens_cached: int
+    truncated: bool
+    generation_settings: PlainSettings
+    timings: Timings
+
+
+class Done(TypedDict):
+    success: Literal[True]
+
+
+class PropsSettings(TypedDict):
+    n_ctx: int
+    params: SamplingSettings
+
+
+class Modalities(TypedDict):
+    vision: bool
+    audio: bool
+
+
+class Props(TypedDict):
+    default_generation_settings: PropsSettings
+    total_slots: int
+    model_alias: str
+    modalities: Modalities
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
 
 
 @router.post(
@@ -301,7 +356,7 @@ def value_at(content: Any, path: str) -> Any:
     return content
 
 
-def settings_of(params: Any) -> dict[str, Any]:
+def settings_of(params: Any) -> SamplingSettings:
     """Return sampling settings under llama-server's names.
 
     ``params``: SamplingParams, or the operator's defaults.
@@ -315,8 +370,8 @@ def settings_of(params: Any) -> dict[str, Any]:
     }
 
 
-@router.get("/props", openapi_extra=describe_route(answer=Props))
-async def props(request: Request, model: str | None = None) -> dict[str, Any]:
+@router.get("/props", openapi_extra=describe_route())
+async def props(request: Request, model: str | None = None) -> Props:
     """Return the model's context length, chat template and input modalities."""
     service = await known_service_for(request, model)
     info, vocabulary = service.info, service.vocabulary
@@ -329,7 +384,8 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
         "model_alias": service.model_name,
         "modalities": {"vision": False, "audio": False},
         "chat_template": vocabulary.chat_template or "",
-        **vocabulary.special_texts,
+        "bos_token": vocabulary.special_texts["bos_token"],
+        "eos_token": vocabulary.special_texts["eos_token"],
         "build_info": f"cllm-{__version__}",
     }
 
@@ -340,8 +396,8 @@ class ModelBody(Body):
     model: str
 
 
-@router.post("/models/load", openapi_extra=describe_route(ModelBody, Done))
-async def load_model(request: Request) -> dict[str, bool]:
+@router.post("/models/load", openapi_extra=describe_route(ModelBody))
+async def load_model(request: Request) -> Done:
     """Load a model, and answer once it is loaded.
 
     Rejected unless ``server.allow_model_changes`` is set (403).
@@ -353,8 +409,8 @@ async def load_model(request: Request) -> dict[str, bool]:
     return {"success": True}
 
 
-@router.post("/models/unload", openapi_extra=describe_route(ModelBody, Done))
-async def unload_model(request: Request) -> dict[str, bool]:
+@router.post("/models/unload", openapi_extra=describe_route(ModelBody))
+async def unload_model(request: Request) -> Done:
     """Unload a model once its requests have ended; the next request loads it again.
 
     Rejected unless ``server.allow_model_changes`` is set (403).

@@ -4,13 +4,14 @@ vLLM.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, with_config
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
@@ -20,7 +21,6 @@ from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
 from cllm.server.http.sse import until_disconnect
 from cllm.server.off_loop import off_loop
-from cllm.server.openai.answers import DetokenizeAnswer, TemplateAnswer, TokenizeAnswer
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     Message,
@@ -90,6 +90,30 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], Field(max_length=MAX_VALUES)]
 
 
+class TokenPiece(TypedDict):
+    id: int
+    piece: str | list[int]
+
+
+@with_config(example(tokens=[72, 105], count=2, max_model_len=4096, token_strs=None))
+class TokenizeAnswer(TypedDict):
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None
+
+
+@with_config(example(content="Hi", prompt="Hi"))
+class DetokenizeAnswer(TypedDict):
+    content: str
+    prompt: str
+
+
+@with_config(example(prompt="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"))
+class TemplateAnswer(TypedDict):
+    prompt: str
+
+
 @router.post("/tokenize", openapi_extra=describe_route(TokenizeBody, TokenizeAnswer))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation in the model's chat template.
@@ -130,14 +154,14 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
     """Return the answer as JSON. Raises BadRequest if there are too many tokens."""
     check_count(body, len(tokens))
     vocabulary = service.vocabulary
-    content: dict[str, Any] = {
+    content: TokenizeAnswer = {
         "tokens": tokens,
         "count": len(tokens),
         "max_model_len": service.info.context_length,
         "token_strs": None,
     }
     if body.with_pieces:
-        content["tokens"] = [{"id": token, "piece": piece(vocabulary, token)} for token in tokens]
+        content["tokens"] = [TokenPiece(id=one, piece=piece(vocabulary, one)) for one in tokens]
     if body.return_token_strs:
         content["token_strs"] = [
             vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens
@@ -166,7 +190,9 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     service = await service_for(request, body.model)
     text = await off_loop(call_of(request), lambda: text_of(service, body.tokens))
-    return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
+    return Response(
+        to_json(DetokenizeAnswer(content=text, prompt=text)), media_type="application/json"
+    )
 
 
 @router.post("/apply-template", openapi_extra=describe_route(TemplateBody, TemplateAnswer))
@@ -178,7 +204,9 @@ async def apply_template(request: Request) -> Response:
     body = await read_body(request, TemplateBody)
     service = await service_for(request, body.model)
     text = await until_disconnect(request, render(request, service, body.messages, body))
-    content = await off_loop(call_of(request), lambda: to_json({"prompt": remove_fences(text)}))
+    content = await off_loop(
+        call_of(request), lambda: to_json(TemplateAnswer(prompt=remove_fences(text)))
+    )
     return Response(content, media_type="application/json")
 
 

@@ -5,28 +5,36 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter
+from pydantic import with_config
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm import __version__
 from cllm.errors import BadRequest, StartupError
-from cllm.server.body import describe_route, read_body
+from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import in_thread, off_loop
-from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
-from cllm.server.openai.stream import ChoiceAccumulator, Chunks, UsageChunks, usage_object
+from cllm.server.openai.stream import (
+    AssistantMessage,
+    ChoiceAccumulator,
+    Chunks,
+    TokenUsage,
+    UsageChunks,
+    usage_object,
+)
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import model_for, registry_of, served_models, service_for
-from cllm.server.timings import build_timings
+from cllm.server.timings import EXAMPLE_TIMINGS, Timings, build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
@@ -34,6 +42,69 @@ from cllm.serving.service import Service
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 MANY_LOGPROBS = 5_000
+
+
+class AnswerHead(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+@with_config(
+    example(
+        id="chatcmpl-1",
+        object="chat.completion",
+        created=1735689600,
+        model="cllm-builtin",
+        system_fingerprint="fp_0123456789ab",
+        choices=[
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "72", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        usage={"prompt_tokens": 17, "completion_tokens": 3, "total_tokens": 20},
+        timings=EXAMPLE_TIMINGS,
+    )
+)
+class ChatCompletion(AnswerHead):
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    timings: Timings
+
+
+class ModelStatus(TypedDict):
+    value: Literal["loaded", "loading", "unloaded"]
+
+
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    loaded: bool
+    task: Literal["chat", "completion", "embedding"]
+    status: ModelStatus
+    context_length: int | None
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
 
 
 @router.post(
@@ -72,8 +143,8 @@ async def chat_generation(
     return await service.prepare(request_id, chat, params, scheduling, param, bound)
 
 
-@router.get("/models", openapi_extra=describe_route(answer=ModelList))
-async def models(request: Request, reload: bool = False) -> dict[str, Any]:
+@router.get("/models", openapi_extra=describe_route())
+async def models(request: Request, reload: bool = False) -> ModelList:
     """List the models, each under its name and under each alias that is not a pattern.
 
     ``root`` is its name. ``loaded`` is false for a model that the next request will load. ``task``
@@ -99,7 +170,7 @@ async def models(request: Request, reload: bool = False) -> dict[str, Any]:
 
 
 @router.get("/models/{name:path}", openapi_extra=describe_route(answer=ModelObject))
-async def model(request: Request, name: str) -> dict[str, Any]:
+async def model(request: Request, name: str) -> ModelObject | ModelList:
     """Return a model, by its name or an alias."""
     if not name:  # the list's path with a trailing slash
         return await models(request)
@@ -107,7 +178,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     return model_object(found, found.name if found.is_named(name) else name)
 
 
-def model_object(model: ServedModel, name: str) -> dict[str, Any]:
+def model_object(model: ServedModel, name: str) -> ModelObject:
     info = model.info
     return {
         "id": name,
@@ -125,7 +196,7 @@ def model_object(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def head_of(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
+def head_of(service: Service, generation: Generation, kind: str) -> AnswerHead:
     """Return the fields that begin every answer and every chunk.
 
     The same fingerprint and seed give the same text.
@@ -144,9 +215,7 @@ def headers_of(answer: Answer) -> dict[str, str]:
     return {"x-request-id": answer.generation.request_id, **answer_headers(answer)}
 
 
-def json_answer(
-    content: dict[str, Any] | list[dict[str, Any]], headers: dict[str, str]
-) -> Response:
+def json_answer(content: Mapping[str, Any] | list[Any], headers: dict[str, str]) -> Response:
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
@@ -173,12 +242,12 @@ async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> b
     head = head_of(service, answer.generation, "chat.completion")
     logprobs = logprobs_of(service, body)
     wholes = await collect(answer)
-    choices = (
+    choices: Iterable[ChatChoice] = (
         {
             "index": i,
             "message": whole.message(),
             "logprobs": logprobs(whole.token_logprobs) if logprobs else None,
-            "finish_reason": whole.finish,
+            "finish_reason": cast("Literal['stop', 'length', 'tool_calls']", whole.finish),
         }
         for i, whole in enumerate(wholes)
     )
@@ -196,7 +265,7 @@ async def collect(answer: Answer) -> list[ChoiceAccumulator]:
 
 
 async def encode_choices(
-    answer: Answer, head: dict[str, Any], choices: Iterable[dict[str, Any]], num_tokens: int
+    answer: Answer, head: AnswerHead, choices: Iterable[Mapping[str, Any]], num_tokens: int
 ) -> bytes:
     """Return ``head`` with ``choices``, which have the logprobs of ``num_tokens``, as JSON.
 

@@ -5,21 +5,23 @@ the best answers.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter
+from pydantic import with_config
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import describe_route, read_body
+from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
-from cllm.server.openai.answers import Completion
-from cllm.server.openai.chat import encode_choices, head_of, headers_of
+from cllm.server.openai.chat import AnswerHead, encode_choices, head_of, headers_of
 from cllm.server.openai.logprobs import (
     completion_logprobs,
     join_logprobs,
@@ -27,8 +29,9 @@ from cllm.server.openai.logprobs import (
     prompt_logprobs,
 )
 from cllm.server.openai.schema import CompletionBody, list_prompts
-from cllm.server.openai.stream import Chunks, UsageChunks
+from cllm.server.openai.stream import Chunks, TokenUsage, UsageChunks
 from cllm.server.resolve import service_for
+from cllm.server.timings import EXAMPLE_TIMINGS, Timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
 from cllm.text.alignment import TokenLogprob
@@ -38,6 +41,31 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 MAX_ECHOED = 1_000_000  # logprobs of the prompts of one request
 MAX_STREAMED = 50_000  # the same for a streamed request
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+@with_config(
+    example(
+        id="cmpl-1",
+        object="text_completion",
+        created=1735689600,
+        model="cllm-builtin",
+        system_fingerprint="fp_0123456789ab",
+        choices=[{"index": 0, "text": " 72", "logprobs": None, "finish_reason": "stop"}],
+        usage={"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
+        timings=EXAMPLE_TIMINGS,
+    )
+)
+class Completion(AnswerHead):
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+    timings: Timings
 
 
 @router.post(
@@ -86,12 +114,12 @@ async def completion(words: CompletionFormatter) -> bytes:
     answer = words.answer
     head = head_of(words.service, answer.generation, "text_completion")
     wholes = await collect(answer, words)
-    choices = (
+    choices: Iterable[CompletionChoice] = (
         {
             "index": place,
             "text": words.echoed(whole.index) + "".join(whole.text),
             "logprobs": words.logprobs(whole.index, whole.token_logprobs, with_prompt=True),
-            "finish_reason": whole.finish,
+            "finish_reason": cast("Literal['stop', 'length']", whole.finish),
         }
         for place, whole in enumerate(wholes)
     )
@@ -223,7 +251,7 @@ class CompletionChunks(Chunks):
     The first chunk of a choice contains the echoed prompt.
     """
 
-    def __init__(self, words: CompletionFormatter, head: dict[str, Any]) -> None:
+    def __init__(self, words: CompletionFormatter, head: AnswerHead) -> None:
         super().__init__(
             words.answer.generation, head, chat=False, include_usage=words.body.includes_usage
         )

@@ -6,16 +6,16 @@ import base64
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, with_config
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.http.sse import until_disconnect
-from cllm.server.openai.answers import EmbeddingList
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.vectors import encode_vectors
@@ -64,6 +64,35 @@ class EmbeddingsBody(TermsBody):
         return name_texts("input", count) if is_list else ["input"]
 
 
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingHead(TypedDict):
+    object: Literal["list"]
+    model: str
+    usage: EmbeddingUsage
+
+
+class EmbeddingObject(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+@with_config(
+    example(
+        object="list",
+        model="cllm-builtin",
+        data=[{"object": "embedding", "index": 0, "embedding": [0.6, -0.8]}],
+        usage={"prompt_tokens": 5, "total_tokens": 5},
+    )
+)
+class EmbeddingList(EmbeddingHead):
+    data: list[EmbeddingObject]
+
+
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingList))
 async def embeddings(request: Request) -> Response:
@@ -89,8 +118,11 @@ async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> 
     texts = await encode_texts(service, inputs, params, scheduling)
     embedding = await embed(service, texts, params, scheduling)
     vectors = shortened(embedding.vectors, body.dimensions)
-    usage = {"prompt_tokens": embedding.num_tokens, "total_tokens": embedding.num_tokens}
-    head = {"object": "list", "model": service.model_name, "usage": usage}
+    head: EmbeddingHead = {
+        "object": "list",
+        "model": service.model_name,
+        "usage": {"prompt_tokens": embedding.num_tokens, "total_tokens": embedding.num_tokens},
+    }
     as_base64 = body.encoding_format == "base64"
 
     def write(i: int, vector: npt.NDArray[np.float32]) -> bytes:
@@ -99,7 +131,7 @@ async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> 
             if as_base64
             else vector.tolist()
         )
-        return to_json({"object": "embedding", "index": i, "embedding": number})
+        return to_json(EmbeddingObject(object="embedding", index=i, embedding=number))
 
     data = await encode_vectors(vectors, write)
     return to_json(head)[:-1] + b',"data":[' + data + b"]}"

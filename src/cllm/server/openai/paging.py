@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 
+Entry = TypeVar("Entry", bound=Mapping[str, Any])
 
-def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+
+class Page(TypedDict, Generic[Entry]):
+    object: Literal["list"]
+    data: Sequence[Entry]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+def page(objects: Sequence[Entry], after: str | None, limit: int) -> Page[Entry]:
     """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or ""
     is the beginning.
 

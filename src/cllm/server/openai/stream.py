@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from cllm.server.errors import error_event
 from cllm.server.timings import build_timings
@@ -18,7 +19,42 @@ from cllm.text.tools.parser import Channel
 DONE = b"data: [DONE]\n\n"
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+class TokensDetails(TypedDict):
+    cached_tokens: NotRequired[int]
+    reasoning_tokens: NotRequired[int]
+
+
+class TokenUsage(TypedDict):
+    """Embeddings have only ``prompt_tokens`` and ``total_tokens``."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: NotRequired[int]
+    prompt_tokens_details: NotRequired[TokensDetails]
+    completion_tokens_details: NotRequired[TokensDetails]
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class MessageCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[MessageCall]]
+
+
+def usage_object(usage: Usage) -> TokenUsage:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -41,7 +77,7 @@ class Chunks:
     def __init__(
         self,
         generation: Generation,
-        head: dict[str, Any],
+        head: Mapping[str, Any],
         *,
         chat: bool,
         include_usage: bool,
@@ -185,9 +221,9 @@ class ChoiceAccumulator:
                     self._calls.append((delta.name, []))
                 self._calls[delta.call][1].append(delta.text)
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> AssistantMessage:
         text = "".join(self.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
         if self._calls:

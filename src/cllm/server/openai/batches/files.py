@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 import pydantic
 from fastapi import APIRouter, Query
-from pydantic import Field
+from pydantic import Field, with_config
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server.batches import chunks, open_batches, store_file
@@ -24,8 +25,7 @@ from cllm.server.body import (
     parts_of,
 )
 from cllm.server.call import call_of
-from cllm.server.openai.paging import page
-from cllm.server.openai.stored_answers import Deleted, FileList, FileObject
+from cllm.server.openai.paging import Page, page
 from cllm.store.files import StoredFile, new_file, no_file
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
@@ -67,8 +67,42 @@ class UploadBody(Body):
     expires_after: ExpiresAfter | None = None
 
 
-@router.post("", openapi_extra=describe_route(UploadBody, FileObject, takes="multipart/form-data"))
-async def upload(request: Request) -> dict[str, Any]:
+@with_config(
+    {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "id": "file-1",
+                    "object": "file",
+                    "bytes": 120,
+                    "created_at": 1735689600,
+                    "filename": "requests.jsonl",
+                    "purpose": "batch",
+                    "status": "processed",
+                }
+            ]
+        }
+    }
+)
+class FileObject(TypedDict):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    expires_at: NotRequired[int]
+
+
+class DeletedFile(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+@router.post("", openapi_extra=describe_route(UploadBody, takes="multipart/form-data"))
+async def upload(request: Request) -> FileObject:
     """Upload a file with the requests of a batch."""
     store = (await open_batches(request)).store
     form = await read_form(request)
@@ -92,14 +126,14 @@ async def upload(request: Request) -> dict[str, Any]:
     return file_object(file)
 
 
-@router.get("", openapi_extra=describe_route(answer=FileList))
+@router.get("", openapi_extra=describe_route())
 async def list_files(
     request: Request,
     purpose: str | None = None,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
+) -> Page[FileObject]:
     """List the files of this API key, newest first."""
     store = (await open_batches(request)).store
     files = await store.run(store.files.of_account, call_of(request).account())
@@ -108,8 +142,8 @@ async def list_files(
     return page(objects if order == "asc" else objects[::-1], after, limit)
 
 
-@router.get("/{file_id}", openapi_extra=describe_route(answer=FileObject))
-async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
+@router.get("/{file_id}", openapi_extra=describe_route())
+async def retrieve(request: Request, file_id: str) -> FileObject:
     """Return the description of a file."""
     return file_object(await find(request, file_id))
 
@@ -126,8 +160,8 @@ async def content(request: Request, file_id: str) -> Response:
     )
 
 
-@router.delete("/{file_id}", openapi_extra=describe_route(answer=Deleted))
-async def delete(request: Request, file_id: str) -> dict[str, Any]:
+@router.delete("/{file_id}", openapi_extra=describe_route())
+async def delete(request: Request, file_id: str) -> DeletedFile:
     """Delete a file, unless a batch still reads it."""
     await find(request, file_id)
     store = (await open_batches(request)).store
@@ -193,14 +227,16 @@ async def read_form(request: Request) -> FormData:
         ) from None
 
 
-def file_object(file: StoredFile) -> dict[str, Any]:
-    return {
+def file_object(file: StoredFile) -> FileObject:
+    answer: FileObject = {
         "id": file.id,
         "object": "file",
         "bytes": file.bytes,
         "created_at": file.created_at,
         "filename": file.filename,
-        "purpose": file.purpose,
+        "purpose": cast("Literal['batch', 'batch_output']", file.purpose),
         "status": "processed",
-        **({} if file.expires_at is None else {"expires_at": file.expires_at}),
     }
+    if file.expires_at is not None:
+        answer["expires_at"] = file.expires_at
+    return answer

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 from fastapi import APIRouter, Query
-from pydantic import Field
+from pydantic import Field, with_config
 from starlette.requests import Request
+from typing_extensions import TypedDict
 
 from cllm.server.batches import open_batches
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.openai.batches.files import ExpiresAfter
 from cllm.server.openai.batches.lines import ENDPOINTS, Endpoint
-from cllm.server.openai.paging import page
+from cllm.server.openai.paging import Page, page
 from cllm.server.openai.schema import Metadata
-from cllm.server.openai.stored_answers import BatchList, BatchObject
 from cllm.server.resolve import check_route, model_for
-from cllm.store.batches import STATUSES, BatchRecord
+from cllm.store.batches import STATUSES, BatchRecord, Status
 
 router = APIRouter(prefix="/v1/batches", tags=["OpenAI"])
 
@@ -46,8 +46,86 @@ class BatchBody(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-@router.post("", openapi_extra=describe_route(BatchBody, BatchObject))
-async def create(request: Request) -> dict[str, Any]:
+class RequestCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchInputDetails(TypedDict):
+    cached_tokens: int
+
+
+class BatchOutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class BatchUsage(TypedDict):
+    """Tokens of all answers together. Complete once the batch has ended."""
+
+    input_tokens: int
+    input_tokens_details: BatchInputDetails
+    output_tokens: int
+    output_tokens_details: BatchOutputDetails
+    total_tokens: int
+
+
+@with_config(
+    {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "id": "batch_1",
+                    "object": "batch",
+                    "endpoint": "/v1/chat/completions",
+                    "model": "cllm-builtin",
+                    "input_file_id": "file-1",
+                    "completion_window": "24h",
+                    "status": "in_progress",
+                    "created_at": 1735689600,
+                    "expires_at": 1735776000,
+                    "request_counts": {"total": 100, "completed": 40, "failed": 1},
+                    "usage": {
+                        "input_tokens": 0,
+                        "input_tokens_details": {"cached_tokens": 0},
+                        "output_tokens": 0,
+                        "output_tokens_details": {"reasoning_tokens": 0},
+                        "total_tokens": 0,
+                    },
+                    "metadata": None,
+                }
+            ]
+        }
+    }
+)
+class BatchObject(TypedDict):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str
+    input_file_id: str
+    completion_window: str
+    status: Status
+    created_at: int
+    expires_at: int
+    validating_at: NotRequired[int]
+    in_progress_at: NotRequired[int]
+    finalizing_at: NotRequired[int]
+    completed_at: NotRequired[int]
+    failed_at: NotRequired[int]
+    expired_at: NotRequired[int]
+    cancelling_at: NotRequired[int]
+    cancelled_at: NotRequired[int]
+    request_counts: RequestCounts
+    usage: BatchUsage
+    output_file_id: NotRequired[str]
+    error_file_id: NotRequired[str]
+    errors: NotRequired[dict[str, Any]]
+    metadata: dict[str, str] | None
+
+
+@router.post("", openapi_extra=describe_route(BatchBody))
+async def create(request: Request) -> BatchObject:
     """Compute all requests of an uploaded file, with the lowest priority.
 
     The answers are written to one file and the errors to another, in any order. A batch continues
@@ -78,32 +156,32 @@ async def create(request: Request) -> dict[str, Any]:
     return batch_object(record)
 
 
-@router.get("", openapi_extra=describe_route(answer=BatchList))
+@router.get("", openapi_extra=describe_route())
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> dict[str, Any]:
+) -> Page[BatchObject]:
     """List the batches of this API key, newest first."""
     records = await (await open_batches(request)).of_account(call_of(request).account(), ENDPOINTS)
     return page([batch_object(record) for record in records], after, limit)
 
 
-@router.get("/{batch_id}", openapi_extra=describe_route(answer=BatchObject))
-async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
+@router.get("/{batch_id}", openapi_extra=describe_route())
+async def retrieve(request: Request, batch_id: str) -> BatchObject:
     """Return the progress of a batch, and the ids of its output files once it has ended."""
     return batch_object(
         await (await open_batches(request)).get(batch_id, call_of(request).account(), ENDPOINTS)
     )
 
 
-@router.post("/{batch_id}/cancel", openapi_extra=describe_route(answer=BatchObject))
-async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
+@router.post("/{batch_id}/cancel", openapi_extra=describe_route())
+async def cancel(request: Request, batch_id: str) -> BatchObject:
     """Cancel a batch. It keeps the answers that it has so far."""
     batches = await open_batches(request)
     record = await batches.get(batch_id, call_of(request).account(), ENDPOINTS)
     return batch_object(await batches.cancel(record))
 
 
-def batch_object(record: BatchRecord) -> dict[str, Any]:
+def batch_object(record: BatchRecord) -> BatchObject:
     """Return a batch as OpenAI's clients see it."""
     content = {
         "id": record.id,
@@ -126,13 +204,11 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         "error_file_id": record.error_file_id if record.has_ended else None,
         "errors": {"object": "list", "data": record.errors} if record.errors else None,
     }
-    return {
-        **{key: value for key, value in content.items() if value is not None},
-        "metadata": record.metadata,
-    }
+    known = {key: value for key, value in content.items() if value is not None}
+    return cast("BatchObject", {**known, "metadata": record.metadata})
 
 
-def usage_object(usage: dict[str, int]) -> dict[str, Any]:
+def usage_object(usage: dict[str, int]) -> BatchUsage:
     read, written = usage.get("input", 0), usage.get("output", 0)
     return {
         "input_tokens": read,

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from cllm.core.params import LARGEST
 from cllm.errors import BadRequest
@@ -23,13 +24,12 @@ from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.chat import chat_generation
 from cllm.server.openai.logprobs import chat_logprobs
-from cllm.server.openai.paging import page
+from cllm.server.openai.paging import Page, page
 from cllm.server.openai.responses.items import PLACES, new_id
 from cllm.server.openai.responses.schema import ResponseBody, TextFormat, with_own_names
-from cllm.server.openai.responses.stream import ResponseEvents
+from cllm.server.openai.responses.stream import ResponseEvents, ResponseUsage
 from cllm.server.openai.responses.tools import OtherTool
 from cllm.server.openai.schema import ChatBody
-from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
@@ -38,6 +38,54 @@ from cllm.serving.service import Service
 from cllm.store.responses import ResponseStore, Stored, history_of
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
+
+
+class ResponseObject(TypedDict):
+    """``output`` has items of the types message, reasoning, function_call and custom_tool_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: NotRequired[str]
+    usage: NotRequired[ResponseUsage]
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(Page[dict[str, Any]]):
+    """The items that the model has read."""
 
 
 @router.post(
@@ -93,7 +141,7 @@ async def input_tokens(request: Request) -> Response:
     with rename_fields():
         asked = await off_loop(call, chat.chat)
         count = await until_disconnect(request, service.count_chat(asked, "input"))
-    content = {"object": "response.input_tokens", "input_tokens": count}
+    content = InputTokens(object="response.input_tokens", input_tokens=count)
     return JSONResponse(content, headers=skipped)
 
 
@@ -108,8 +156,8 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/{response_id}", openapi_extra=describe_route(answer=Deleted))
-async def delete(request: Request, response_id: str) -> dict[str, Any]:
+@router.delete("/{response_id}", openapi_extra=describe_route())
+async def delete(request: Request, response_id: str) -> DeletedResponse:
     """Delete a stored response.
 
     Later responses of the same conversation can no longer be continued.
@@ -246,11 +294,11 @@ async def complete_response(answer: Answer, events: ResponseEvents) -> bytes:
 
 def response_head(
     call: Call, service: Service, body: ResponseBody, generation: Generation
-) -> dict[str, Any]:
+) -> ResponseObject:
     """Return the response before generation: the request's parameters, with defaults filled in."""
     text_format = (body.text and body.text.format) or TextFormat()
     choice = body.tool_choice or "auto"
-    head = {
+    head: ResponseObject = {
         "id": generation.request_id,
         "object": "response",
         "created_at": int(time.time()),
@@ -278,4 +326,6 @@ def response_head(
         "truncation": "disabled",
         "metadata": body.metadata or {},
     }
-    return head if body.user is None else {**head, "user": body.user}
+    if body.user is not None:
+        head["user"] = body.user
+    return head

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.responses.items import new_id
@@ -29,7 +30,24 @@ DELTAS = {
 CUSTOM_DELTA = "response.custom_tool_call_input"
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+def usage_object(usage: Usage) -> ResponseUsage:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -136,7 +154,7 @@ class ResponseEvents:
     def __init__(
         self,
         generation: Generation,
-        head: dict[str, Any],
+        head: Mapping[str, Any],
         on_end: Callable[[dict[str, Any]], None],
         called: Mapping[str, ToolTarget],
         logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
@@ -154,7 +172,7 @@ class ResponseEvents:
         self._item: OutputItem | None = None
         self._finish = ""
         self._output: list[dict[str, Any]] = []
-        self.response = head
+        self.response: dict[str, Any] = {**head}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         content = {"type": kind, **fields, "sequence_number": self._sequence_number}
