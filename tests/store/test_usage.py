@@ -11,9 +11,9 @@ import pytest
 
 from cllm.core.account import Account, Limits
 from cllm.errors import RateLimited, Unauthorized
-from cllm.store.charges import Used
+from cllm.store.charges import WINDOW, Used
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
-from cllm.store.usage import WINDOW, UsageLedger
+from cllm.store.usage import UsageLedger
 
 NOON = 1_800_000_000.0  # 2027-01-15
 

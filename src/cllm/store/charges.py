@@ -1,18 +1,21 @@
-"""What a request reserves when it is admitted, and pays for what it has cost."""
+"""What a request reserves when it is admitted, and pays for what it has cost; and the usage of one
+account, on which it is booked.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from datetime import UTC, datetime
+from typing import Protocol
 
 import msgspec
 
 from cllm.errors import CLLMError
 
-if TYPE_CHECKING:
-    from cllm.store.usage import Entry, UsageLedger
+WINDOW = 60  # seconds of the limits per minute
 
 
 class HeldCharges:
@@ -81,18 +84,109 @@ class Used(msgspec.Struct):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+class AccountUsage:
+    """The usage of one account.
+
+    latest: a bucket for each second of the last minute, [second, requests, tokens], by the
+    monotonic clock. num_reserved: tokens that running requests have reserved and not paid.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.charges: set[Charge] = set()
+        self.num_reserved = 0
+        self.latest: deque[list[int]] = deque()
+        self.day = self.month = ""  # the latest that the clock has shown
+        self.of_month = Used()
+        self.total = Used()  # since the start; requests that were taken back too
+        self.unsaved: dict[str, Used] = {}  # by day
+        self.changed: dict[int, list[int]] = {}  # buckets of ``latest`` to write
+
+    def count_latest(self, seconds: float) -> tuple[int, int]:
+        """Return the requests and the paid tokens of the last minute, at least."""
+        while self.latest and self.latest[0][0] <= seconds - WINDOW - 1:
+            self.latest.popleft()
+        return sum(one[1] for one in self.latest), sum(one[2] for one in self.latest)
+
+    def _get_bucket(self, second: int) -> list[int]:
+        """Return the bucket of a second that is not before the last one."""
+        if not self.latest or self.latest[-1][0] < second:
+            self.latest.append([second, 0, 0])
+        self.changed[self.latest[-1][0]] = self.latest[-1]
+        return self.latest[-1]
+
+    def begin_month(self, now: float) -> str:
+        """Return the day of ``now``, or of an earlier call if the clock has been set back since
+        then. Forget the tokens of an earlier month.
+        """
+        self.day = max(self.day, datetime.fromtimestamp(now, UTC).date().isoformat())
+        if self.day[:7] != self.month:
+            self.month, self.of_month = self.day[:7], Used()
+        return self.day
+
+    def seconds_until(self, seconds: float, index: int, excess: int) -> float:
+        """Return the time until ``excess`` requests (index 1) or tokens (2) are a minute old."""
+        for one in self.latest:
+            excess -= one[index]
+            if excess <= 0:
+                return max(1.0, one[0] + WINDOW + 1 - seconds)
+        return float(WINDOW)
+
+    def book(self, used: Used, now: float) -> str:
+        """Add ``used`` to the day and the month. Returns the day."""
+        day = self.begin_month(now)
+        for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
+            one.add(used)
+        return day
+
+    def count_used(self, used: Used, seconds: float) -> list[int]:
+        """Count ``used`` in the last minute. Returns its bucket."""
+        bucket = self._get_bucket(int(seconds))
+        bucket[1] += used.requests
+        bucket[2] += used.tokens
+        return bucket
+
+    def forget_old(self, seconds: float) -> None:
+        """Forget to write buckets that no longer matter."""
+        if self.changed and next(iter(self.changed)) < seconds - 2 * WINDOW:
+            first = seconds - WINDOW - 1
+            self.changed = {
+                second: bucket for second, bucket in self.changed.items() if second >= first
+            }
+
+    def take_back(self, bucket: list[int], day: str | None) -> None:
+        """Do not count a request any more that was counted in ``bucket``, and booked on ``day``
+        unless that is None.
+        """
+        bucket[1] -= 1
+        self.changed[bucket[0]] = bucket
+        if day is None:
+            return
+        self.unsaved.setdefault(day, Used()).requests -= 1
+        if day[:7] == self.month:
+            self.of_month.requests -= 1
+
+
+class Clocks(Protocol):
+    def now(self) -> float:
+        """Return the Unix time."""
+
+    def seconds(self) -> float:
+        """Return the seconds of a clock that never jumps."""
+
+
 class Charge:
     """What one admitted request reserves and pays. The caller must call ``settle``. See
     ``hold_charges`` for those that are held.
     """
 
-    def __init__(self, ledger: UsageLedger, entry: Entry, reserved: int, counts: Counts) -> None:
-        self._ledger = ledger
+    def __init__(self, clocks: Clocks, entry: AccountUsage, reserved: int, counts: Counts) -> None:
+        self._clocks = clocks
         self._entry = entry
         self._counts = counts
         self._paid = Used()
         one = Used(requests=1)
-        self._bucket = entry.count_used(one, ledger.seconds())  # that counts the request
+        self._bucket = entry.count_used(one, clocks.seconds())  # that counts the request
         self._is_open = True
         self._is_finished = False
         self._day: str | None = None  # on which the request was booked
@@ -101,7 +195,7 @@ class Charge:
         if held is not None:
             held.add(self)
         else:
-            self._day = entry.book(one, ledger.now())
+            self._day = entry.book(one, clocks.now())
         self._left = reserved  # of the reserved tokens, those that have not been paid
         entry.num_reserved += reserved
         self.end: Callable[[CLLMError], None] | None = None  # ends the request with an error
@@ -128,8 +222,8 @@ class Charge:
         if used != Used():
             paid.add(used)
             self._release(used.tokens)
-            self._entry.count_used(used, self._ledger.seconds())
-            self._entry.book(used, self._ledger.now())
+            self._entry.count_used(used, self._clocks.seconds())
+            self._entry.book(used, self._clocks.now())
 
     def settle(self, *, finished: bool = False, failed: bool = False) -> None:
         """End the reservation. finished: the request was answered completely. failed: the server
@@ -158,7 +252,7 @@ class Charge:
         if not self._is_held:
             return
         self._is_held = False
-        self._day = self._entry.book(Used(requests=1), self._ledger.now())
+        self._day = self._entry.book(Used(requests=1), self._clocks.now())
         self.pay(finished=self._is_finished)
         self._release(self._left)
 

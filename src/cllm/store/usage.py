@@ -29,10 +29,9 @@ import msgspec
 
 from cllm.core.account import Account
 from cllm.errors import CLLMError, RateLimited, Unauthorized
-from cllm.store.charges import Charge, Counts, Used
+from cllm.store.charges import WINDOW, AccountUsage, Charge, Counts, Used
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
-WINDOW = 60  # seconds of the limits per minute
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # names what the monotonic clock counts from
 EXPECTED_OUTPUT = 512  # tokens that are reserved for a request that does not limit its output
 NAMES = {
@@ -43,89 +42,6 @@ NAMES = {
 }
 
 log = logging.getLogger("cllm.access")
-
-
-class Entry:
-    """The usage of one account.
-
-    latest: a bucket for each second of the last minute, [second, requests, tokens], by the
-    monotonic clock. num_reserved: tokens that running requests have reserved and not paid.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.charges: set[Charge] = set()
-        self.num_reserved = 0
-        self.latest: deque[list[int]] = deque()
-        self.day = self.month = ""  # the latest that the clock has shown
-        self.of_month = Used()
-        self.total = Used()  # since the start; requests that were taken back too
-        self.unsaved: dict[str, Used] = {}  # by day
-        self.changed: dict[int, list[int]] = {}  # buckets of ``latest`` to write
-
-    def count_latest(self, seconds: float) -> tuple[int, int]:
-        """Return the requests and the paid tokens of the last minute, at least."""
-        while self.latest and self.latest[0][0] <= seconds - WINDOW - 1:
-            self.latest.popleft()
-        return sum(one[1] for one in self.latest), sum(one[2] for one in self.latest)
-
-    def _bucket_of(self, second: int) -> list[int]:
-        """Return the bucket of a second that is not before the last one."""
-        if not self.latest or self.latest[-1][0] < second:
-            self.latest.append([second, 0, 0])
-        self.changed[self.latest[-1][0]] = self.latest[-1]
-        return self.latest[-1]
-
-    def begin_month(self, now: float) -> str:
-        """Return the day of ``now``, or of an earlier call if the clock has been set back since
-        then. Forget the tokens of an earlier month.
-        """
-        self.day = max(self.day, datetime.fromtimestamp(now, UTC).date().isoformat())
-        if self.day[:7] != self.month:
-            self.month, self.of_month = self.day[:7], Used()
-        return self.day
-
-    def seconds_until(self, seconds: float, index: int, excess: int) -> float:
-        """Return the time until ``excess`` requests (index 1) or tokens (2) are a minute old."""
-        for one in self.latest:
-            excess -= one[index]
-            if excess <= 0:
-                return max(1.0, one[0] + WINDOW + 1 - seconds)
-        return float(WINDOW)
-
-    def book(self, used: Used, now: float) -> str:
-        """Add ``used`` to the day and the month. Returns the day."""
-        day = self.begin_month(now)
-        for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
-            one.add(used)
-        return day
-
-    def count_used(self, used: Used, seconds: float) -> list[int]:
-        """Count ``used`` in the last minute. Returns its bucket."""
-        bucket = self._bucket_of(int(seconds))
-        bucket[1] += used.requests
-        bucket[2] += used.tokens
-        return bucket
-
-    def forget_old(self, seconds: float) -> None:
-        """Forget to write buckets that no longer matter."""
-        if self.changed and next(iter(self.changed)) < seconds - 2 * WINDOW:
-            first = seconds - WINDOW - 1
-            self.changed = {
-                second: bucket for second, bucket in self.changed.items() if second >= first
-            }
-
-    def take_back(self, bucket: list[int], day: str | None) -> None:
-        """Do not count a request any more that was counted in ``bucket``, and booked on ``day``
-        unless that is None.
-        """
-        bucket[1] -= 1
-        self.changed[bucket[0]] = bucket
-        if day is None:
-            return
-        self.unsaved.setdefault(day, Used()).requests -= 1
-        if day[:7] == self.month:
-            self.of_month.requests -= 1
 
 
 class UsageLedger:
@@ -140,7 +56,7 @@ class UsageLedger:
         self._clock = clock
         self.seconds = monotonic
         self._boot_id = read_boot_id()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, AccountUsage] = {}
         self._thread = ThreadPoolExecutor(1, "cllm-usage")
         self._database: Database | None = None
         self._saving = asyncio.Lock()
@@ -197,7 +113,7 @@ class UsageLedger:
         if (most := limits.tokens_per_month) is not None and self._month(entry) >= most:
             raise self._limited(account, "tokens_per_month", most, None)
 
-    def _month(self, entry: Entry) -> int:
+    def _month(self, entry: AccountUsage) -> int:
         """Return the tokens that an account has paid this month."""
         entry.begin_month(self.now())
         return entry.of_month.tokens
@@ -217,13 +133,13 @@ class UsageLedger:
         """Return the Unix time."""
         return self._clock()
 
-    def _find(self, name: str) -> Entry:
+    def _find(self, name: str) -> AccountUsage:
         """Return the entry of an account, an empty one if it has used nothing."""
-        return self._entries.get(name) or Entry(name)
+        return self._entries.get(name) or AccountUsage(name)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> AccountUsage:
         if name not in self._entries:
-            self._entries[name] = Entry(name)
+            self._entries[name] = AccountUsage(name)
         return self._entries[name]
 
     def list_left(self, account: Account) -> dict[str, tuple[int, int, float]]:
