@@ -50,8 +50,8 @@ def set_error_handling() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
-        file = io.BufferedWriter(LossyFile(2, "wb", closefd=False))
-        encoding = sys.stderr.encoding
+        # without a buffer of bytes, which would write a line again that Ctrl-C has interrupted
+        file, encoding = LossyFile(2, "wb", closefd=False), sys.stderr.encoding
         sys.stderr = io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
 
 
