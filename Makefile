@@ -21,13 +21,13 @@ help: ## show this list
 serve: ## start the server with the built-in model
 	@exec $(RUN) cllm serve $(ARGS)
 
-check: lint ## before each commit, 2 minutes: linters, types, the quick tests (no server, no llama.cpp)
+check: lint ## before each commit, 5 minutes on two cores: linters, types, the quick tests (no server, no llama.cpp)
 	@$(CHECK) $(PYTEST) -m "not server and not slow and not llama" $(ARGS)
 
-test: ## before a change is merged, 12 minutes on two cores: all tests, with few repetitions
+test: ## before a change is merged, 25 minutes on two cores: all tests, with few repetitions
 	@exec $(RUN) $(PYTEST) $(ARGS)
 
-test-all: ## before a release, an hour: all tests, with all repetitions and those marked full
+test-all: ## before a release: all tests, with all repetitions and those marked full
 	@CLLM_FULL_TESTS=1 $(RUN) $(PYTEST) $(ARGS)
 
 browser: ## fetch Chromium for the tests of the page, unless it is installed: Playwright's, else Debian's if you are root
