@@ -19,7 +19,7 @@ from cllm.process.pool import Pool
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.app import create_app
 from cllm.server.body import Body
-from cllm.server.native.routes import GenerateBody
+from cllm.server.native.texts import GenerateBody
 from cllm.server.ollama.schema import Integer, Options
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values

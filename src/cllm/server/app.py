@@ -17,7 +17,7 @@ from cllm.server.batches import make_batches
 from cllm.server.http import paths
 from cllm.server.llama_server import adapters, tokens
 from cllm.server.llama_server import routes as llama_server
-from cllm.server.native import benchmark, faults, rerank, usage
+from cllm.server.native import benchmark, faults, rerank, texts, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import manage
@@ -49,6 +49,7 @@ ROUTERS = (
     adapters.router,
     adapters.vllm_router,
     native.router,
+    texts.router,
     rerank.router,
     usage.router,
     benchmark.router,
