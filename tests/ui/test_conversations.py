@@ -36,6 +36,39 @@ def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
     expect(entries).to_have_count(2)
 
 
+SLOW_STORE = """
+const getAll = IDBObjectStore.prototype.getAll;
+const released = new Promise((resolve) => (window.releaseStore = resolve));
+IDBObjectStore.prototype.getAll = function (...values) {
+  const request = getAll.apply(this, values);
+  const late = {};
+  request.onsuccess = async () => {
+    await released;
+    late.result = request.result;
+    late.onsuccess();
+  };
+  return late;
+};
+"""  # reads nothing until releaseStore is called
+
+
+def test_message_may_be_sent_before_the_stored_conversations_are_read(visit, server):
+    chat = visit(server)
+    chat.ask("What is 31 plus 12?")
+    expect(chat.answers()).to_have_text("43")
+    chat.wait_until_answered()
+    chat.context.add_init_script(SLOW_STORE)
+    chat.page.goto(f"{server.url}/")
+    expect(chat.page.get_by_role("heading", name="Ask")).to_be_visible()
+    chat.ask("What is 27 plus 45?")
+    expect(chat.answers()).to_have_text("72")
+    chat.wait_until_answered()
+    chat.page.evaluate("releaseStore()")
+    entries = chat.page.locator(".sidebar .title")
+    expect(entries).to_have_text(["What is 27 plus 45?", "What is 31 plus 12?"])
+    expect(chat.answers()).to_have_text("72")
+
+
 def test_exported_conversations_can_be_imported(visit, server, tmp_path):
     chat = visit(server)
     chat.ask("What is 27 plus 45?")

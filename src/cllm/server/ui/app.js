@@ -117,8 +117,11 @@ function App() {
 
   useEffect(() => {
     store.loadAll().then(
-      (found) => {
-        setAll((conversations.current = found));
+      (stored) => {
+        // a message may have been sent before they were read
+        const made = conversations.current;
+        const others = stored.filter(({ id }) => !made.some((one) => one.id === id));
+        setAll((conversations.current = [...made, ...others]));
         followAddress();
       },
       () => setNotice({ text: "This browser does not store conversations." }),
