@@ -29,6 +29,7 @@ from cllm.process.tokenizing import LONG
 from cllm.server import off_loop
 from cllm.server.app import create_app
 from cllm.serving.answer import Generation, SchedulingOptions
+from cllm.serving.model_texts import ModelTexts
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import MANY_FENCES, Service
@@ -349,7 +350,7 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
     async def main():
         params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
         engine = Pool(params, limits=QueueLimits(**limits), clock=clock)
-        service = Service(engine, Metrics("fake"), "fake")
+        service = Service(ModelTexts(engine, Metrics("fake")), "fake")
         app = create_app(Registry([ServedModel(name="fake", service=service)]), Settings())
         async with httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app), base_url="http://test"

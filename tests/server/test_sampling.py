@@ -23,6 +23,7 @@ from cllm.server.native.texts import GenerateBody
 from cllm.server.ollama.schema import Integer, Options
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
+from cllm.serving.model_texts import ModelTexts
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
@@ -46,7 +47,9 @@ def served(defaults: Sampling | None = None, breakers: Any = None) -> Any:
     """Return what request bodies read of a service."""
     breakers = breakers or DryBreakers([])
     return SimpleNamespace(
-        sampling=defaults or Sampling(), dry_breakers=breakers, tokenize=no_tokens
+        sampling=defaults or Sampling(),
+        texts=SimpleNamespace(dry_breakers=breakers),
+        tokenize=no_tokens,
     )
 
 
@@ -202,7 +205,7 @@ def test_parameters_of_a_request_are_checked_once(path, body, monkeypatch):
 async def ask(path, body):
     """Send a request to an app in this process and return its answer."""
     engine = Pool(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
-    service = Service(engine, Metrics("fake"), "fake")
+    service = Service(ModelTexts(engine, Metrics("fake")), "fake")
     app = create_app(Registry([ServedModel(name="fake", service=service)]), Settings())
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:

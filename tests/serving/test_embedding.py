@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -113,7 +114,7 @@ class FakeService:
     """The part of a service that embedding uses."""
 
     request_timeout: float | None = None
-    fences = VisibleFences()
+    texts = SimpleNamespace(fences=VisibleFences())
 
     def __init__(
         self,

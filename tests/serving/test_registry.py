@@ -17,9 +17,9 @@ from cllm.errors import (
 )
 from cllm.routing.residency import MIN_STAY
 from cllm.serving import loaded_models
-from cllm.serving.answer import NO_ADAPTERS
 from cllm.serving.registry import MAX_NAME, Registry
 from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 
 MB = 1_000_000
 ALIASES = ["gpt-4o", "claude-*", "org/m", "v[12]", "q?", "gpt-4o"]
@@ -120,27 +120,18 @@ class StubEngine:
         self.ended_with = error
 
 
-class StubService:
-    def __init__(self, engine) -> None:
-        workers = SimpleNamespace(end_idle=lambda: None)
-        self.engine, self.renderer, self.grammars = engine, workers, workers
-        self.vocabulary = SimpleNamespace(has_template=False)
-        self.info = SimpleNamespace(
-            context_length=1,
-            kv_bytes_per_token=0,
-            model_bytes=0,
-            on_gpu=False,
-            generates=False,
-        )
-        self.model_name, self.adapter_use = engine._name, NO_ADAPTERS
-
-    def derive(self, name, system, sampling, adapter_use):
-        derived = StubService(self.engine)
-        derived.model_name, derived.adapter_use = name, adapter_use
-        return derived
-
-    async def close(self):
+def stub_service(engine):
+    async def close():
         pass
+
+    engine.info = SimpleNamespace(
+        context_length=1, kv_bytes_per_token=0, model_bytes=0, on_gpu=False, generates=False
+    )
+    vocabulary = SimpleNamespace(has_template=False)
+    texts = SimpleNamespace(
+        engine=engine, metrics=None, vocabulary=vocabulary, end_idle=lambda: None, close=close
+    )
+    return Service(texts, engine._name)
 
 
 class Fleet:
@@ -156,7 +147,7 @@ class Fleet:
 
     async def _open(self, model):
         model.min_bytes = 10 * MB
-        return StubService(self.engines[model.name])
+        return stub_service(self.engines[model.name])
 
     async def use(self, name):
         self.now += 1
@@ -604,7 +595,7 @@ def reloadable(fleet, **recipes):
 
             async def open_(model, engine=engine):
                 model.min_bytes = 10 * MB
-                return StubService(engine)
+                return stub_service(engine)
 
             model.open = open_
             models.append(model)

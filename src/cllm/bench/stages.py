@@ -41,6 +41,7 @@ from cllm.observe.metrics import Metrics
 from cllm.process.pool import Pool
 from cllm.sampling.pipeline import Sampler
 from cllm.serving.answer import Generation
+from cllm.serving.model_texts import ModelTexts
 from cllm.serving.service import Service
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def open_stages(
     runner = stack.enter_context(asyncio.Runner())
     pool = runner.run(started(params))
     stack.callback(lambda: runner.run(pool.close()))
-    service = Service(pool, Metrics(MODEL), MODEL)
+    service = Service(ModelTexts(pool, Metrics(MODEL)), MODEL)
     flags = ("--max-num-seqs", num_seqs, "--context", work.context, "--kv.layout", "partitioned")
     target = stack.enter_context(cllm(path, *flags, "--scheduler.speculation", "off"))
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -98,7 +99,7 @@ def with_adapters(registry: Registry, model: ServedModel, service: Service, call
     use = scales_of(call.lora, registry.list_adapters(model), account)
     if not use.adapters and not may_use(account, model.origin):
         raise BadRequest("Invalid 'lora': it leaves no adapter.", param="lora")
-    return service.derive(service.model_name, service.system, service.sampling, use)
+    return replace(service, adapter_use=use)
 
 
 def scales_of(lora: Iterable[Any], adapters: Sequence[ServedModel], account: Account) -> AdapterUse:

@@ -20,6 +20,7 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
 from cllm.serving.answer import AdapterUse
 from cllm.serving.engines import Engines
+from cllm.serving.model_texts import ModelTexts
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
@@ -53,7 +54,7 @@ class Builder:
         self._settings = settings
         self._sources = sources
         self._engines = engines
-        self._ledger = ledger
+        self._ledger = ledger or UsageLedger()
         self._read_again = read_again
         self._on_settings = on_settings
         path = settings.scheduler.trace_file
@@ -122,8 +123,7 @@ class Builder:
 
     def _make_service(self, source: Source, pool: Pool) -> Service:
         return Service(
-            pool,
-            Metrics(source.name),
+            ModelTexts(pool, Metrics(source.name)),
             source.name,
             source.settings.scheduler.request_timeout,
             self._recorder,

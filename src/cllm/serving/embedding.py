@@ -157,7 +157,7 @@ async def encode_pairs(
         if len(document) > limit * longest:
             raise too_long(param, len(document) // longest, limit, at_least=True)
 
-    form = PairFormat(service.vocabulary, service.fences)
+    form = PairFormat(service.vocabulary, service.texts.fences)
     split = form.split(query, documents)
     return form.join(await service.tokenize(*split, scheduling=scheduling))
 

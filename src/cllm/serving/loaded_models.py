@@ -191,7 +191,7 @@ class LoadedModels:
         model.last_used = now
         model.stays_until = compute_stay(now, seconds)
         if service.vocabulary.has_template:
-            self._keep(asyncio.create_task(service.renderer.start()))
+            self._keep(asyncio.create_task(service.texts.renderer.start()))
         elif info.generates:
             log.warning(NO_TEMPLATE, model.name)
 
@@ -247,8 +247,7 @@ class LoadedModels:
         assert model.service is not None
         log.info("the model %s is unloaded", model.name)
         await model.service.engine.unload()
-        model.service.renderer.end_idle()
-        model.service.grammars.end_idle()
+        model.service.texts.end_idle()
 
     async def unload(self, model: ServedModel) -> None:
         """Unload a model when its requests have ended, even if the caller is cancelled meanwhile.
@@ -318,7 +317,7 @@ class LoadedModels:
         if model.service is not None:
             service, model.service = model.service, None
             await service.engine.close()
-            await service.close()
+            await service.texts.close()
 
     def drain(self) -> None:
         """Accept no further requests, and load no model for those that have not been accepted."""
@@ -338,7 +337,7 @@ class LoadedModels:
         await asyncio.gather(*loading, *self._tasks, return_exceptions=True)
         for ending in (
             [service.engine.close() for service in self.services],
-            [service.close() for service in self.services],
+            [service.texts.close() for service in self.services],
         ):
             for result in await asyncio.gather(*ending, return_exceptions=True):
                 if isinstance(result, Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cllm.backends.registry import BACKENDS
@@ -142,11 +142,16 @@ class ServedModel:
         derived = self._derived
         if (
             derived is None
-            or derived.engine is not service.engine
+            or derived.texts is not service.texts
             or derived.adapter_use != self.adapter_use
         ):
-            derived = service.derive(self.name, self.system, self.sampling, self.adapter_use)
-            self._derived = derived
+            derived = self._derived = replace(
+                service,
+                model_name=self.name,
+                system=self.system,
+                sampling=self.sampling,
+                adapter_use=self.adapter_use,
+            )
         return derived
 
     def is_named(self, name: str) -> bool:

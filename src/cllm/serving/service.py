@@ -6,13 +6,12 @@ Dialects translate to and from this interface.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,10 +22,8 @@ from cllm.core.request import check_generates, check_prompt
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError, PromptTooLong, RateLimited
-from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
-from cllm.process.pool import Pool
 from cllm.serving.answer import (
     NO_ADAPTERS,
     AdapterUse,
@@ -37,15 +34,13 @@ from cllm.serving.answer import (
     make_request,
     took_too_long,
 )
+from cllm.serving.model_texts import ModelTexts, is_loading
 from cllm.store.charges import Charge
 from cllm.store.usage import EXPECTED_OUTPUT, UsageLedger
 from cllm.text.chat import Chat
-from cllm.text.chat_format import THINKING, ChatFormats
-from cllm.text.dry_breakers import DryBreakers
-from cllm.text.grammar import FREE, CheckedGrammar, Constraint, Special
-from cllm.text.grammar_process import GrammarProcess
-from cllm.text.rendering import Renderer
-from cllm.text.templates.fences import CUT, OPEN, Fences
+from cllm.text.chat_format import THINKING
+from cllm.text.grammar import FREE, CheckedGrammar, Constraint
+from cllm.text.templates.fences import CUT, OPEN
 
 # characters; the queue is checked before a text of this length or more is tokenized
 LONG_TEXT = 16_384
@@ -62,55 +57,28 @@ MAX_CHOICES = 1024  # prompts times n of one request
 log = logging.getLogger("cllm.service")
 
 
+@dataclass(eq=False)
 class Service:
-    """Takes text and returns text, using one engine."""
+    """Takes text and returns text, using one engine.
 
-    def __init__(
-        self,
-        engine: Pool,
-        metrics: Metrics,
-        model_name: str,
-        request_timeout: float | None = None,
-        recorder: Recorder | None = None,
-        ledger: UsageLedger | None = None,
-        sampling: Sampling | None = None,
-    ) -> None:
-        """``request_timeout``: seconds that a request may take from submission to its last token.
-        ``recorder`` gets every request when it has ended. ``ledger``: limits accounts with keys.
-        ``sampling``: defaults of sampling parameters for requests that do not set them.
-        """
-        self.engine = engine
-        self.metrics = metrics
-        self.model_name = model_name
-        self.system = ""
-        self.adapter_use = NO_ADAPTERS
-        self.dry_breakers = DryBreakers(lambda: self.vocabulary.pieces)
-        self.renderer = Renderer(lambda: self.vocabulary)
-        self.grammars = GrammarProcess(
-            lambda: Special(self.vocabulary.size, self.vocabulary.special_tokens),
-            metrics.observe_grammar_check,
-        )
-        self._mark_tokens: dict[str, list[int]] = {}  # of the marks of ``_chat_formats``
-        self.request_timeout = request_timeout
-        self._recorder = recorder
-        self.ledger = ledger or UsageLedger()
-        self.sampling = sampling or Sampling()
+    It calls the model ``model_name``, and computes with ``adapter_use``. ``system`` is the system
+    message of conversations that have none, and ``sampling`` has the defaults of sampling
+    parameters for requests that do not set them. A request may take ``request_timeout`` seconds
+    from its submission to its last token. ``recorder`` gets every request when it has ended, and
+    ``ledger`` limits accounts with keys.
+    """
 
-    def derive(
-        self, model_name: str, system: str, sampling: Sampling, adapter_use: AdapterUse
-    ) -> Service:
-        """Return this service under another name, with a system message for conversations that
-        have none, other defaults of sampling parameters, and adapters. Both have the same engine.
-        """
-        derived = copy.copy(self)
-        derived.model_name, derived.system, derived.sampling = model_name, system, sampling
-        derived.adapter_use = adapter_use
-        return derived
+    texts: ModelTexts
+    model_name: str
+    request_timeout: float | None = None
+    recorder: Recorder | None = None
+    ledger: UsageLedger = field(default_factory=UsageLedger)
+    sampling: Sampling = field(default_factory=Sampling)
+    system: str = ""
+    adapter_use: AdapterUse = NO_ADAPTERS
 
-    async def close(self) -> None:
-        """Close the worker processes. Nothing can be served afterwards."""
-        await self.renderer.close()
-        await self.grammars.close()
+    def __post_init__(self) -> None:
+        self.engine, self.metrics = self.texts.engine, self.texts.metrics
 
     @property
     def ready(self) -> bool:
@@ -123,36 +91,18 @@ class Service:
         Raises EngineError until it has been loaded for the first time.
         """
         if self.engine.info is None:
-            raise self._is_loading()
+            raise is_loading(self.engine)
         return self.engine.info
 
     @property
     def vocabulary(self) -> VocabularyTable:
-        """The model's vocabulary.
-
-        Raises EngineError until the model has been loaded for the first time.
-        """
-        if self.engine.vocabulary is None:
-            raise self._is_loading()
-        return self.engine.vocabulary
-
-    def _is_loading(self) -> EngineError:
-        return EngineError(
-            "The model is being loaded; please retry.", self.engine.seconds_until_ready()
-        )
-
-    @cached_property
-    def fences(self) -> Fences:
-        return Fences(self.vocabulary)
-
-    @cached_property
-    def _chat_formats(self) -> ChatFormats:
-        return ChatFormats(self.vocabulary, self._mark_tokens.__getitem__)
+        """See ModelTexts."""
+        return self.texts.vocabulary
 
     @property
     def capabilities(self) -> frozenset[str]:
         """The features that chats with this model can use: tools, thinking."""
-        return self._chat_formats.capabilities
+        return self.texts.chat_formats.capabilities
 
     async def encode(
         self,
@@ -231,12 +181,12 @@ class Service:
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt = await self.encode_chat(chat, scheduling, param)
         await self._tokenize_marks(scheduling)
-        chat_format = self._chat_formats.of(chat)
+        chat_format = self.texts.chat_formats.of(chat)
         begun = chat_format.split_begun(chat)
         plan = chat_format.plan_output(prompt, begun, params)
         params, unenforced = plan.params, answer.unenforced
         if plan.constraint is not None:
-            checked = await self.grammars.bind(plan.constraint, scheduling.cache_salt)
+            checked = await self.texts.grammars.bind(plan.constraint, scheduling.cache_salt)
             params = plan.constrained_params(checked.grammar)
             unenforced += checked.unenforced
         return Generation(
@@ -244,12 +194,12 @@ class Service:
         )
 
     async def _tokenize_marks(self, scheduling: SchedulingOptions) -> None:
-        """Tokenize the marks that ``_chat_formats`` need, once."""
-        if self._mark_tokens or not (marks := self._chat_formats.marks):
+        """Tokenize the marks that the chat formats need, once."""
+        if self.texts.mark_tokens or not (marks := self.texts.chat_formats.marks):
             return
         texts = ([Segment(mark, parse_special=True)] for mark in marks)
         tokens = await self.tokenize(*texts, scheduling=scheduling)
-        self._mark_tokens.update(zip(marks, tokens, strict=True))
+        self.texts.mark_tokens.update(zip(marks, tokens, strict=True))
 
     async def encode_chat(
         self, chat: Chat, scheduling: SchedulingOptions | None = None, param: str = "messages"
@@ -288,7 +238,7 @@ class Service:
         num_fenced = text.count(OPEN)
         if num_fenced >= max(self.info.context_length, MAX_FENCES):
             raise PromptTooLong(num_fenced, self.info.context_length, param, at_least=True)
-        split = partial(self.fences.split, text)
+        split = partial(self.texts.fences.split, text)
         segments = split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
         [tokens] = await self.tokenize(segments, scheduling=scheduling)
         return tokens
@@ -300,7 +250,7 @@ class Service:
         if self.system and not any(message["role"] == "system" for message in chat.messages):
             own = {"role": "system", "content": self.system}
             chat = replace(chat, messages=[own, *chat.messages])
-        chat_format = self._chat_formats.of(chat)
+        chat_format = self.texts.chat_formats.of(chat)
         chat, shows_thought = chat_format.split_begun(chat), chat_format.shows_thought(chat)
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
         get_input = partial(chat_format.template_input, chat)
@@ -308,10 +258,10 @@ class Service:
             get_input() if num_turns < MANY_TURNS else await asyncio.to_thread(get_input)
         )
         if not chat.continued:
-            return await self.renderer.render(messages, tools, **variables)
+            return await self.texts.renderer.render(messages, tools, **variables)
         text = await self._render_begun(messages, tools, chat.continued, variables)
         thought = (chat.messages[-1].get("reasoning_content") or "") if shows_thought else ""
-        return chat_format.begin(text, chat, self.fences.enclose(thought))
+        return chat_format.begin(text, chat, self.texts.fences.enclose(thought))
 
     async def _render_begun(
         self,
@@ -326,7 +276,7 @@ class Service:
         for a new message.
         """
         try:
-            return await self.renderer.render(messages, tools, continued, **variables)
+            return await self.texts.renderer.render(messages, tools, continued, **variables)
         except BadRequest as error:
             if error.code is not None:  # no template, or a limit exceeded
                 raise
@@ -334,8 +284,8 @@ class Service:
             variables = variables | THINKING
         variables = variables | {"add_generation_prompt": True}
         *others, last = messages
-        begun: str = self.fences.enclose(last[continued])
-        return await self.renderer.render(others, tools, **variables) + CUT + begun
+        begun: str = self.texts.fences.enclose(last[continued])
+        return await self.texts.renderer.render(others, tools, **variables) + CUT + begun
 
     async def grammar(
         self, constraint: Constraint, param: str, scheduling: SchedulingOptions
@@ -346,7 +296,7 @@ class Service:
         Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being
         checked.
         """
-        return await self.grammars.check(constraint, param, scheduling.cache_salt)
+        return await self.texts.grammars.check(constraint, param, scheduling.cache_salt)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self.least_tokens(num_characters)
@@ -444,9 +394,9 @@ class Service:
         except BaseException as error:
             if charge is not None:
                 charge.settle(failed=True)
-            if self._recorder is not None and isinstance(error, QueueFull):
+            if self.recorder is not None and isinstance(error, QueueFull):
                 for request in requests:
-                    self._recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
+                    self.recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
             raise
         generation.model = self.model_name
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
@@ -463,7 +413,7 @@ class Service:
             self.metrics,
             pieces,
             self.request_timeout,
-            self._recorder,
+            self.recorder,
             charge,
         )
 

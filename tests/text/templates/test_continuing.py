@@ -13,6 +13,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
+from cllm.serving.model_texts import ModelTexts
 from cllm.serving.service import Service
 from cllm.text.chat import Chat
 from cllm.text.templates.fences import CLOSE, CUT, MARKS, OPEN
@@ -79,11 +80,11 @@ def render(source: str, chat: Chat) -> str:
 
     async def render() -> str:
         engine = SimpleNamespace(vocabulary=VocabularyTable.of(vocabulary))
-        service = Service(engine, Metrics("m"), "m")
+        service = Service(ModelTexts(engine, Metrics("m")), "m")
         try:
             return await service.render_chat(chat)
         finally:
-            await service.close()
+            await service.texts.close()
 
     return asyncio.run(render())
 

@@ -171,7 +171,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
             values["repetition_penalty"] = self.repeat_penalty
             names["repetition_penalty"] = "repeat_penalty"
         if self.dry_sequence_breakers is not None or values["dry_multiplier"]:
-            find = partial(service.dry_breakers.ids, self.dry_sequence_breakers)
+            find = partial(service.texts.dry_breakers.ids, self.dry_sequence_breakers)
             values["dry_breakers"] = await in_thread(find)
         values |= {
             **self.logprobs_wanted(),
