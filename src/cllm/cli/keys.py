@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,68 +53,71 @@ Count = Annotated[
 ]
 
 
-@app.command
-def add(
-    name: Name,
-    /,
-    *,
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AccountOptions:
+    """The fields of an account."""
+
     tenant: Annotated[
         str | None,
         Parameter(
             help="Accounts of one tenant share cached prefixes and results. "
             "[default: the account's name]"
         ),
-    ] = None,
+    ] = None
     priority: Annotated[
         Literal["interactive", "normal", "batch"] | None,
         Parameter(help="The highest class of its requests. [default: any]"),
-    ] = None,
+    ] = None
     weight: Annotated[
         float, Parameter(help="Its share of the server.", validator=Number(gte=0.001, lte=1000))
-    ] = 1.0,
+    ] = 1.0
     models: Annotated[
         str,
         Parameter(
             help="Names or patterns of the models that it may use, with commas. [default: all]",
             show_default=False,
         ),
-    ] = "",
+    ] = ""
     routes: Annotated[
         str,
         Parameter(
             help="Paths that it may use, such as /v1/*, with commas. [default: all]",
             show_default=False,
         ),
-    ] = "",
+    ] = ""
     admin: Annotated[
         bool,
         Parameter(
             help="It may see the scheduler and other accounts' usage, and manage models.",
             negative="",
         ),
-    ] = False,
-    requests_per_minute: Count = None,
-    tokens_per_minute: Count = None,
-    concurrent_requests: Count = None,
-    tokens_per_month: Count = None,
+    ] = False
+    requests_per_minute: Count = None
+    tokens_per_minute: Count = None
+    concurrent_requests: Count = None
+    tokens_per_month: Count = None
+
+    def make_record(self) -> AccountRecord:
+        """Return the account without a key. Raises StartupError for a text of several lines."""
+        names = {"models": split(self.models), "routes": split(self.routes)}
+        record = AccountRecord(**{**vars(self), **names})
+        check_texts(record)
+        return record
+
+
+@app.command
+def add(
+    name: Name,
+    /,
+    *,
+    options: AccountOptions = AccountOptions(),
     file: FileFlag = None,
     config: ConfigFlag = None,
 ) -> None:
     """Create an account and print its API key, which is not stored and cannot be shown again."""
     check_name(name)
-    record = AccountRecord(
-        tenant=tenant,
-        priority=priority,
-        weight=weight,
-        models=split(models),
-        routes=split(routes),
-        admin=admin,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrent_requests=concurrent_requests,
-        tokens_per_month=tokens_per_month,
-    )
-    check_texts(record)
+    record = options.make_record()
     path, _ = find_file(file, config)
     if is_new(path):
         confirm_lock(path)
