@@ -11,96 +11,102 @@ adapter is done.
 from __future__ import annotations
 
 import argparse
-import asyncio
+import itertools
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import httpx2
+import msgspec
 
+from cllm.bench.distribution import jain_index
+from cllm.bench.load.answer import Answer
+from cllm.bench.load.client import Outcome, run_stages
+from cllm.bench.load.workload import Group, Words, word_tasks
 from cllm.bench.make_adapter import write_adapter
+from cllm.bench.servers import Server, cllm, failures
 from cllm.cli.doctor import describe_cpu
+from cllm.cli.main import install_signal_handlers
 from cllm.models.catalog import BUILTIN
 
 CLIENTS = 4
 MAX_TOKENS = 48
+SEEDS = itertools.count()  # every prompt is new to its server
 
 
-async def talk(url: str, model: str, client: int, requests: int, tokens: Counter[str]) -> None:
-    """Send unique requests, one after the other, and count the tokens that arrive."""
-    async with httpx2.AsyncClient(base_url=url, timeout=600) as http:
-        for number in range(requests):
-            body = {
-                "model": model,
-                "prompt": f"{time.monotonic_ns()} Client {client} asks {model} number {number}:",
-                "max_tokens": MAX_TOKENS,
-                "ignore_eos": True,
-                "stream": True,
-            }
-            async with http.stream("POST", "/v1/completions", json=body) as stream:
-                async for line in stream.aiter_lines():
-                    tokens[model] += line.startswith("data: {")
+@contextmanager
+def serve(folder: Path, lines: list[str]) -> Iterator[Server]:
+    """Start a server with the lines of a configuration, and with its files in a folder."""
+    config = folder / "cllm.yaml"
+    config.write_text("\n".join(lines))
+    flags = ("--config", config, "--storage.folder", folder / "state")
+    with cllm(None, *flags, name=None) as server:
+        yield server
 
 
-async def measure(url: str, models: list[str], requests: int) -> tuple[float, Counter[str]]:
-    """Return the tokens per second, and how many each model's clients had when the first ones were
-    done.
+def send(server: Server, models: list[str], requests: int) -> Outcome:
+    """Send unique requests for some models at once, a number from each of CLIENTS clients. The part
+    of each task is its model.
     """
-    tokens: Counter[str] = Counter()
-    first: Counter[str] = Counter()
+    groups = []
+    for model in models:
+        words = Words(model=model, prompt_words=10, max_tokens=MAX_TOKENS, seed=next(SEEDS))
+        tasks = word_tasks(CLIENTS * requests, words)
+        named = [msgspec.structs.replace(task, part=model) for task in tasks]
+        groups.append(Group(tasks=named, clients=CLIENTS))
+    nothing = Group(tasks=[], clients=1)
+    outcome = run_stages(server, [groups], warmup=nothing, progress=lambda _: None)
+    assert not failures(outcome), failures(outcome)[0]
+    return outcome
 
-    async def serve(model: str) -> None:
-        await asyncio.gather(*(talk(url, model, i, requests, tokens) for i in range(CLIENTS)))
-        if not first:
-            first.update(tokens)
 
-    begun = time.monotonic()
-    await asyncio.gather(*map(serve, models))
-    return tokens.total() / (time.monotonic() - begun), first
+def compute_rate(outcome: Outcome) -> float:
+    """Return the output tokens per second."""
+    return sum(answer.output_tokens for answer in outcome.answers) / outcome.wall
 
 
-def jain(shares: list[float]) -> float:
-    """Return Jain's index of fairness: 1 if all are equal."""
-    return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+def compare_shares(outcome: Outcome) -> float:
+    """Return Jain's index of what the models had sent when the first one was done."""
+    parts: dict[str, list[Answer]] = {}
+    for answer in outcome.answers:
+        parts.setdefault(answer.task.part, []).append(answer)
+    end = min(max(answer.ended for answer in answers) for answers in parts.values())
+    counts = [
+        sum(at <= end for answer in answers for at in answer.content_times)
+        for answers in parts.values()
+    ]
+    return jain_index(counts) or 0.0
 
 
 def main() -> None:
+    install_signal_handlers()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=BUILTIN)
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--requests", type=int, default=3, help="of each client")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         names = [f"adapter-{i}" for i in range(options.adapters)]
         lines = [f"model: {{path: {options.model}, name: base}}", "adapters:"]
-        for i, name in enumerate(names):
-            path = write_adapter(Path(folder) / f"{name}.gguf", options.model, seed=i, rank=16)
-            lines.append(f"  {name}: {{path: {path}}}")
-        config = Path(folder) / "c.yaml"
-        config.write_text("\n".join(lines))
-        command = [sys.executable, "-m", "cllm", "serve", "--config", str(config)]
-        process = subprocess.Popen([*command, "--port", "8765", "--storage.folder", folder])
-        try:
-            run_rounds("http://127.0.0.1:8765", names, options.requests, options.rounds)
-        finally:
-            process.terminate()
-            process.wait()
+        for i, adapter in enumerate(names):
+            path = write_adapter(folder / f"{adapter}.gguf", options.model, seed=i, rank=16)
+            lines.append(f"  {adapter}: {{path: {path}}}")
+        with serve(folder, lines) as server:
+            run_rounds(server, names, options.requests, options.rounds)
 
 
-def run_rounds(url: str, names: list[str], requests: int, rounds: int) -> None:
-    wait_until_ready(url)
-    asyncio.run(measure(url, names[:1], 1))
+def run_rounds(server: Server, names: list[str], requests: int, rounds: int) -> None:
+    send(server, names[:1], 1)
     ratios, indexes = [], []
     for _ in range(rounds):
-        one, _ = asyncio.run(measure(url, names[:1], 4 * requests))
-        many, tokens = asyncio.run(measure(url, names, requests))
+        one = compute_rate(send(server, names[:1], 4 * requests))
+        outcome = send(server, names, requests)
+        many = compute_rate(outcome)
         ratios.append(many / one)
-        indexes.append(jain([tokens[name] for name in names]))
+        indexes.append(compare_shares(outcome))
         print(
             f"one adapter {one:.1f} tokens/s, {len(names)} adapters {many:.1f} tokens/s: "
             f"{ratios[-1]:.3f}, Jain's index {indexes[-1]:.4f}"
@@ -109,16 +115,6 @@ def run_rounds(url: str, names: list[str], requests: int, rounds: int) -> None:
         f"{describe_cpu()}: median {statistics.median(ratios):.3f} "
         f"({min(ratios):.3f}-{max(ratios):.3f}), Jain's index at least {min(indexes):.4f}"
     )
-
-
-def wait_until_ready(url: str) -> None:
-    while True:
-        try:
-            if httpx2.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx2.HTTPError:
-            pass
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
+from cllm.backends.base import Backend
 from cllm.bench.work import Work
-from cllm.core.batch import Batch
+from cllm.core.batch import Batch, Row
 from cllm.core.request import Request
+from cllm.core.sequence import Sequence
 from cllm.engine.commands import Add
 from cllm.engine.engine import Engine
 from cllm.process.messages import Stepped, frame
@@ -25,6 +27,21 @@ PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
 def forget(engine: Engine) -> None:
     """Empty all cells."""
     engine.backend.forward(Batch([], engine.scheduler.sequences.empty_cells()))
+
+
+def make_sequences(requests: Iterable[Request], context: int) -> list[Sequence]:
+    """Return sequences as the engine would make them. The seq_id is the index."""
+    seqs = [Sequence(request, 0, i, context) for i, request in enumerate(requests)]
+    for seq_id, seq in enumerate(seqs):
+        seq.seq_id = seq_id
+    return seqs
+
+
+def prefill(backend: Backend, seq: Sequence, end: int) -> None:
+    """Compute the first ``end`` tokens of a sequence that has no cells."""
+    space = backend.info.max_num_batched_tokens
+    for start in range(0, end, space):
+        backend.forward(Batch([Row(seq, start, min(space, end - start), 0)], []))
 
 
 class Stopwatch:

@@ -1,8 +1,8 @@
-"""The distribution of many times in four numbers."""
+"""The distribution of many times in four numbers, and the fairness of shares in one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -26,3 +26,11 @@ class Distribution(msgspec.Struct, frozen=True):
                 for value in (values.mean(), *np.percentile(values, (50, 95, 99)))
             )
         )
+
+
+def jain_index(amounts: Sequence[float]) -> float | None:
+    """Return Jain's index of fairness: 1 if all amounts are equal, and 1 / their number if all but
+    one are 0. None if all are 0.
+    """
+    squares = sum(amount**2 for amount in amounts)
+    return sum(amounts) ** 2 / (len(amounts) * squares) if squares else None

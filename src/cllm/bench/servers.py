@@ -20,7 +20,6 @@ import msgspec
 from cllm.bench.load.client import Outcome, Target, run_load
 from cllm.bench.load.dialects import Api
 from cllm.bench.load.workload import Task
-from cllm.bench.peers import FOLDER
 from cllm.errors import StartupError
 from cllm.http_client import read_local
 from cllm.observe.cpu_time import process_tree
@@ -28,7 +27,6 @@ from cllm.observe.cpu_time import process_tree
 START_TIMEOUT = 180.0  # seconds
 STOP_TIMEOUT = 20.0
 REQUEST_TIMEOUT = 14400.0  # seconds; a very long prompt beside others takes an hour on two cores
-LLAMA_SERVER = FOLDER / "llama-server"
 MODEL = "m"  # the model's name in all requests
 
 
@@ -130,7 +128,7 @@ def cllm(
 
 
 def llama_server(
-    model: Path, *flags: object, program: Path = LLAMA_SERVER
+    model: Path, *flags: object, program: Path
 ) -> contextlib.AbstractContextManager[Server]:
     """Start llama-server with ``flags``.
 
@@ -226,26 +224,16 @@ def memory_mb(pid: int) -> float | None:
 
 
 def load(
-    target: Target,
-    tasks: Sequence[Task],
-    concurrency: int,
-    *,
-    api_key: str | None = None,
-    may_fail: bool = False,
+    target: Target, tasks: Sequence[Task], concurrency: int, *, may_fail: bool = False
 ) -> Outcome:
     """Send ``tasks``, ``concurrency`` at a time, without warm-up.
 
     Raises StartupError if one fails and may not.
     """
-    target = msgspec.structs.replace(target, api_key=api_key)
     outcome = run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
     if not may_fail and (failed := failures(outcome)):
         raise StartupError(f"{len(failed)} of {len(tasks)} requests failed: {failed[0]}")
     return outcome
-
-
-def mean_ttft(outcome: Outcome) -> float:
-    return sum(answer.first - answer.sent for answer in outcome.answers) / len(outcome.answers)
 
 
 def failures(outcome: Outcome) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
-from cllm.bench.bare_engine import forget, step_parts
+from cllm.bench.bare_engine import forget, make_sequences, prefill, step_parts
 from cllm.bench.console import number_table
 from cllm.bench.load.answer import printable
 from cllm.bench.load.client import Target, connections
@@ -31,7 +31,6 @@ from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.work import Size, Work
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.request import Request
-from cllm.core.sequence import Sequence
 from cllm.engine.build import build_backend, build_engine, build_vocabulary
 from cllm.engine.commands import Add
 from cllm.engine.engine import Engine
@@ -223,28 +222,13 @@ def sequences(count: int) -> str:
 # --- the stages ---------------------------------------------------------------------------------
 
 
-def make_sequences(backend: Backend, work: Work) -> list[Sequence]:
-    """Return the work's sequences as the engine would make them. The seq_id is the index."""
-    seqs = [
-        Sequence(request, 0, i, backend.info.context_length)
-        for i, request in enumerate(work.requests())
-    ]
-    for seq_id, seq in enumerate(seqs):
-        seq.seq_id = seq_id
-    return seqs
-
-
 def prefill_by_hand(engine: Engine, work: Work) -> None:
     """Empty the engine's cells, and compute all tokens of each prompt except the last one into
     them.
     """
     forget(engine)
-    space = engine.backend.info.max_num_batched_tokens
-    for seq in make_sequences(engine.backend, work):
-        for start in range(0, seq.num_prompt_tokens - 1, space):
-            engine.backend.forward(
-                Batch([Row(seq, start, min(space, seq.num_prompt_tokens - 1 - start), 0)], [])
-            )
+    for seq in make_sequences(work.requests(), engine.backend.info.context_length):
+        prefill(engine.backend, seq, seq.num_prompt_tokens - 1)
 
 
 def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
@@ -252,7 +236,7 @@ def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
 
     Without a sampler, every token is 1.
     """
-    seqs = make_sequences(backend, work)
+    seqs = make_sequences(work.requests(), backend.info.context_length)
     for _ in range(work.size.num_tokens):
         batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
         logits = backend.forward(batch)

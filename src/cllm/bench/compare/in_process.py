@@ -1,7 +1,7 @@
-"""Measures the engine alone in its own process, for comparison with the servers and with
+"""Measures the engine alone in a process of its own, for comparison with the servers and with
 llama-batched-bench.
 
-``measure`` starts the process, sends it a ``Job`` and receives ``EngineFigures``, both as JSON.
+``measure`` starts the process, sends it a ``Job`` and receives its values, both as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from cllm.bench.bare_engine import closed_loop, forget, step_parts
+from cllm.bench.compare.rows import DECODE, OUTPUT, PREFILL, START, TTFT
+from cllm.bench.compare.scheduler_jobs import QueueJob, RestoreJob, SharedPrefixJob
 from cllm.bench.work import Size, Work
 from cllm.config.settings import Settings
 from cllm.core.params import SamplingParams
@@ -28,13 +30,13 @@ from cllm.errors import StartupError
 from cllm.process.launch import build_engine_environment
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class EngineJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One of three measurements with ``num_seqs`` concurrent sequences.
 
     The default runs the prompts of ``Work(size, ..., number)``: each finished request starts the
-    next one. ``parts`` times the parts of a step with such prompts. ``depth`` computes one prompt
-    of that many tokens, continues it with one sequence and then with all; ``context``: tokens of
-    each of these sequences.
+    next one. ``parts`` times the parts of a step with such prompts, in microseconds. ``depth``
+    computes one prompt of that many tokens, continues it with one sequence and then with all;
+    ``context``: tokens of each of these sequences.
     """
 
     model: str
@@ -45,23 +47,43 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 0
     context: int = 0
 
+    def run(self) -> dict[str, float]:
+        """Return the values by name and unit. Decoding speed covers the steps in which all
+        sequences decode, and is left out if there is no such step.
+        """
+        params = make_params(self)
+        begun = time.perf_counter()
+        backend = build_backend(params)
+        load_s = time.perf_counter() - begun
+        engine = build_engine(backend, params)
+        vocabulary = build_vocabulary(params)
+        size = msgspec.structs.replace(self.size, num_seqs=self.num_seqs)
+        warm_up = Work(msgspec.structs.replace(size, prompt_words=4, num_tokens=4), vocabulary)
+        closed_loop(engine, warm_up.requests(), self.num_seqs)
+        forget(engine)
+        if self.depth:
+            values = go_deep(engine, self)
+        elif self.parts:
+            values = step_parts(engine, Work(size, vocabulary, self.number))
+        else:
+            requests = Work(self.size, vocabulary, self.number).requests()
+            begun = time.perf_counter()
+            decode, ttfts = closed_loop(engine, requests, self.num_seqs)
+            seconds = time.perf_counter() - begun
+            values = {
+                OUTPUT: len(requests) * self.size.num_tokens / seconds,
+                TTFT: 1e3 * statistics.fmean(ttfts),
+                START: load_s,
+                DECODE: decode,
+            }
+        backend.close()
+        return {name: value for name, value in values.items() if value or name != DECODE}
 
-class EngineFigures(msgspec.Struct, kw_only=True):
-    """Results. load_s: seconds to load the model. Speeds are in tokens/s. Decoding speed covers the
-    steps in which all sequences decode; ``depth`` measures it with one sequence and with all.
-    ttft_ms: mean. step_us: microseconds of a step by part.
-    """
 
-    load_s: float
-    system: str
-    output_tokens_per_s: float = 0.0
-    decode_tokens_per_s: list[float] = []
-    prefill_tokens_per_s: float = 0.0
-    ttft_ms: float = 0.0
-    step_us: dict[str, float] = {}
+Job = EngineJob | SharedPrefixJob | RestoreJob | QueueJob
 
 
-def measure(job: Job) -> EngineFigures:
+def measure(job: Job) -> dict[str, float]:
     """Run a job in a child process. Raises StartupError if the process fails."""
     child = subprocess.run(
         [sys.executable, "-P", "-m", "cllm.bench.compare.in_process"],
@@ -75,10 +97,10 @@ def measure(job: Job) -> EngineFigures:
         raise StartupError(
             f"the engine in a process of its own failed: {lines[-1] if lines else child.returncode}"
         )
-    return msgspec.json.decode(child.stdout.splitlines()[-1], type=EngineFigures)
+    return msgspec.json.decode(child.stdout.splitlines()[-1], type=dict[str, float])
 
 
-def make_params(job: Job) -> EngineParams:
+def make_params(job: EngineJob) -> EngineParams:
     """Return the parameters of ``cllm serve`` without options; for ``depth``, those of a pool for
     each sequence, even if a server would not take that much memory.
     """
@@ -97,40 +119,7 @@ def make_params(job: Job) -> EngineParams:
     return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
 
 
-def run(job: Job) -> EngineFigures:
-    params = make_params(job)
-    begun = time.perf_counter()
-    backend = build_backend(params)
-    measured = EngineFigures(load_s=time.perf_counter() - begun, system=backend.info.system)
-    engine = build_engine(backend, params)
-    vocabulary = build_vocabulary(params)
-    warm_up = Work(
-        msgspec.structs.replace(job.size, num_seqs=job.num_seqs, prompt_words=4, num_tokens=4),
-        vocabulary,
-    )
-    closed_loop(engine, warm_up.requests(), job.num_seqs)
-    forget(engine)
-    if job.depth:
-        go_deep(engine, job, measured)
-    elif job.parts:
-        work = Work(
-            msgspec.structs.replace(job.size, num_seqs=job.num_seqs), vocabulary, job.number
-        )
-        measured.step_us = step_parts(engine, work)
-    else:
-        requests = Work(job.size, vocabulary, job.number).requests()
-        begun = time.perf_counter()
-        decode, ttfts = closed_loop(engine, requests, job.num_seqs)
-        measured.output_tokens_per_s = (
-            len(requests) * job.size.num_tokens / (time.perf_counter() - begun)
-        )
-        measured.decode_tokens_per_s = [decode]
-        measured.ttft_ms = 1e3 * statistics.fmean(ttfts)
-    backend.close()
-    return measured
-
-
-def go_deep(engine: Engine, job: Job, measured: EngineFigures) -> None:
+def go_deep(engine: Engine, job: EngineJob) -> dict[str, float]:
     """Measure ``job.depth``.
 
     The first request computes the prompt; the others reuse it in cells of their own.
@@ -142,15 +131,22 @@ def go_deep(engine: Engine, job: Job, measured: EngineFigures) -> None:
     begun, outputs = time.perf_counter(), 0
     while not outputs:
         outputs = len(engine.step())
-    measured.prefill_tokens_per_s = job.depth / (time.perf_counter() - begun)
-    measured.decode_tokens_per_s.append(closed_loop(engine, [], 1)[0])
-    if job.num_seqs > 1:
-        requests = [Request(str(i), prompt, params) for i in range(job.num_seqs)]
-        measured.decode_tokens_per_s.append(closed_loop(engine, requests, job.num_seqs)[0])
+    values = {PREFILL: job.depth / (time.perf_counter() - begun)}
+    for count in sorted({1, job.num_seqs}):
+        requests = [Request(str(i), prompt, params) for i in range(count)] if count > 1 else []
+        if speed := closed_loop(engine, requests, count)[0]:
+            values[at_a_time(count)] = speed
+    return values
+
+
+def at_a_time(count: int) -> str:
+    """Return the name of the decoding speed of a number of sequences."""
+    return f"{DECODE}, {count} at a time"
 
 
 def main() -> None:
-    print(msgspec.json.encode(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job))).decode())  # noqa: T201
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    print(msgspec.json.encode(job.run()).decode())  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ import msgspec
 from cllm.bench.compare.noise import Watch
 from cllm.bench.compare.rounds import (
     BOUND,
-    CLLM,
+    CLLM_SYSTEMS,
     DEFAULT_SERVER,
     LLAMA_SERVER,
     MOST_OTHERS,
@@ -138,7 +139,7 @@ class Comparison:
             return [str(context) for context in CONTEXTS if self._model(row).fits(context, row)]
         if row.kind == "host":
             return [str(count) for count in HOST_SEQS]
-        if row.kind != "load":
+        if not is_served(row, system):
             return [""]
         openers = self._openers(row, system)
         first = [run for run in self.rounds.of(row.name, work) if run.round == 0]
@@ -152,16 +153,19 @@ class Comparison:
         close = close_settings([run for run in first if run.system == system], row)
         return [which for which in openers if which in close]
 
-    def _openers(self, row: Row, system: str) -> Openers:
+    def _openers(self, row: Row, system: str, folder: Path = Path()) -> Openers:
         options, model = self.options, self._model(row)
         if system in self.skipped:
             return {}
+        settings = row.settings.get(system, ())
         purpose = Purpose(
             model=model.served,
             clients=row.slots or row.clients,
-            num_cells=0 if system == CLLM else model.num_cells,
+            num_cells=0 if settings or system in CLLM_SYSTEMS else model.num_cells,
             peers=options.peers,
             default_peers=options.default_peers,
+            settings=settings,
+            folder=folder,
         )
         try:
             return OPENERS[system](purpose)
@@ -191,19 +195,25 @@ class Comparison:
         options, watch = self.options, Watch()
         runner = Runner(self._model(row), options.peers, options.default_peers, options.scale)
         try:
-            if row.kind == "load":
-                opener = self._openers(row, run.system)[run.settings]
-                measured = runner.measure_server(row, run, opener)
+            if is_served(row, run.system):
+                with TemporaryDirectory() as folder:
+                    opener = self._openers(row, run.system, Path(folder))[run.settings]
+                    measured = runner.measure_server(row, run, opener)
             else:
                 measured = runner.measure(row, run)
         except StartupError as error:
-            if run.system == CLLM or row.kind != "load":
+            if run.system in CLLM_SYSTEMS or not is_served(row, run.system):
                 raise
             measured = Measured({}, 1, 0, {str(error): 1})
         if measured.others is None:
             measured = measured._replace(others=watch.others())
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return msgspec.structs.replace(run, at=now, **measured._asdict())
+
+
+def is_served(row: Row, system: str) -> bool:
+    """Return whether a row is sent to a server of this system."""
+    return row.make is not None and system in OPENERS
 
 
 def fingerprint(stages: list[Stage]) -> str:

@@ -30,7 +30,8 @@ NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTA
 EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
 
 HOW = """\
-* **cLLM runs without any option**: `cllm serve model.gguf`. The row `edit` uses the built-in model.
+* **cLLM runs without any option**: `cllm serve model.gguf`; only the rows about scheduling show options. The row `edit`
+  uses the built-in model.
 * **llama-server** runs with its default settings (`default`: no option), with a slot for each client, and with one pool
   of cells for these slots (`-kvu`), both with as many cells as cLLM reports that it has, and a thread for each CPU. The
   first round measures all settings. Those that served every request and were at most 10 % slower than the best one are

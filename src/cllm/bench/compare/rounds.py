@@ -17,6 +17,9 @@ CLLM, ENGINE, BOUND, LLAMA_SERVER = (
 )
 DEFAULT_SERVER = "llama-server, default build"
 FIXED = "cLLM with a fixed layout"
+PLAIN, RESTARTED = "cLLM without speculation", "cLLM after a restart"
+CLLM_SYSTEMS = (CLLM, PLAIN, RESTARTED)
+BACKEND = "the backend alone"
 OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
 BUILD, DEFAULT_BUILD = "cLLM's compiler switches", "default build"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from cllm.bench.compare.rounds import (
+    BACKEND,
     BOUND,
     BUILD,
     CLLM,
@@ -19,18 +21,30 @@ from cllm.bench.compare.rounds import (
     FIXED,
     LLAMA_SERVER,
     OLLAMA,
+    PLAIN,
+    RESTARTED,
 )
+from cllm.bench.compare.workloads import (
+    ACCOUNT_SEQS,
+    EDITORS,
+    FAIRNESS,
+    LONG_ANSWERS,
+    SHARERS,
+    SLOWER,
+    account_figures,
+    accounts,
+    edits_by_clients,
+    kept_alive,
+    long_answers,
+    one_prompt,
+    scenario,
+    shared_prefix,
+    unrelated,
+)
+from cllm.bench.load.answer import Answer
 from cllm.bench.load.scenario_figures import BESIDE
 from cllm.bench.load.scenarios import BATCH, PHASES, SCENARIOS
-from cllm.bench.load.workload import (
-    FIRST_TURNS,
-    LATER_TURNS,
-    Group,
-    Stage,
-    Words,
-    chat_tasks,
-    word_tasks,
-)
+from cllm.bench.load.workload import FIRST_TURNS, LATER_TURNS, Stage, Words
 
 HEADLINE, FEW, ONCE = 9, 3, 1  # rounds
 OUTPUT, PER_CPU, TTFT = "output tokens/s", "output tokens/CPU s", "TTFT mean ms"
@@ -38,9 +52,14 @@ DECODE, PREFILL = "decoding tokens/s", "prefill tokens/s"
 START, MEMORY, API_CPU = "start s", "memory MB", "CPU of the API process µs/token"
 OUTSIDE = "CPU outside llama_decode, share"
 SUCCEEDED = "requests that succeed, share"
-SPREAD = 0.25  # sigma of the lengths of unrelated requests
+COMPUTED, PARKED = "prompt tokens computed", "sequences parked"
+RESTORED = "1,000 tokens loaded from RAM / computed"
+QUEUED = "time to schedule a step, 10,000 waiting / 10 waiting"
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 HOST_SEQS = (1, 8, 32)
+
+Kind = Literal["load", "engine", "context", "host", "llama-bench", "bound", "queue", "restart"]
+"""How those systems of a row are measured that are no servers."""
 
 
 class Target(NamedTuple):
@@ -67,7 +86,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     primary: the value that says which setting of a peer is the best one, and whether more is
     better; without a name, the value of each target. slots: requests at a time, if they are more
-    than ``clients``. builtin: use the built-in model instead of the given one.
+    than ``clients``. builtin: use the built-in model instead of the given one. settings: flags for
+    each setting of a system, instead of those that systems.py tries; "FOLDER" is a folder of the
+    run. figures: returns the values that only this row has.
     """
 
     name: str
@@ -75,7 +96,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     clients: int = 1
     slots: int = 0
     rounds: int = FEW
-    kind: Literal["load", "engine", "context", "host", "llama-bench"] = "load"
+    kind: Literal[
+        "load", "engine", "context", "host", "llama-bench", "bound", "queue", "restart"
+    ] = "load"
     make: Callable[[Words, float], list[Stage]] | None = None
     systems: tuple[str, ...] = (CLLM, LLAMA_SERVER, DEFAULT_SERVER)
     targets: list[Target] = []
@@ -83,35 +106,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 32
     keep_alive: bool = False
     builtin: bool = False
-
-
-# --- what is sent -------------------------------------------------------------------------------
-
-
-def unrelated(clients: int, words: Words, scale: float) -> list[Stage]:
-    words = with_prompt(words, 50 * scale)
-    return [[Group(tasks=chat_tasks(max(8, 2 * clients), words), clients=clients)]]
-
-
-def shared_prefix(words: Words, scale: float) -> list[Stage]:
-    shared = round(1000 * scale)
-    words = msgspec.structs.replace(words, prompt_words=shared + 20, shared_words=shared)
-    return [[Group(tasks=word_tasks(24, words), clients=8)]]
-
-
-def kept_alive(words: Words, scale: float) -> list[Stage]:
-    return [[Group(tasks=word_tasks(64, with_prompt(words, 50 * scale)), clients=8)]]
-
-
-def scenario(name: str, words: Words, scale: float) -> list[Stage]:
-    sizes = msgspec.structs.replace(SCENARIOS[name].sizes, scale=scale)
-    return SCENARIOS[name].make(words, sizes)
-
-
-def with_prompt(words: Words, tokens: float) -> Words:
-    return msgspec.structs.replace(
-        words, prompt_words=max(1, round(tokens / words.tokens_per_word)), spread=SPREAD
-    )
+    settings: Mapping[str, Sequence[str]] = {}
+    figures: Callable[[list[Answer]], dict[str, float]] | None = None
 
 
 # --- the rows -----------------------------------------------------------------------------------
@@ -234,6 +230,90 @@ CHANGING = [
     for part in PHASES
 ]
 
+WITHOUT_SPECULATION = "--scheduler.speculation off"
+"""For random weights, which repeat themselves, so that speculation would gain too much."""
+DISK_CACHE = "--kv.disk-cache FOLDER"
+SMALL_POOL = "--kv.layout unified --kv.max-memory-mb 1 --context 256"
+SLOTS = f"-np {LONG_ANSWERS} -kvu -t {os.cpu_count() or 1} --jinja"
+
+SCHEDULING = [
+    Row(
+        name="shared-bound",
+        text="the requests of shared, compared with the least work that they need",
+        clients=SHARERS,
+        make=shared_prefix,
+        kind="bound",
+        systems=(CLLM, BACKEND),
+        settings={CLLM: [WITHOUT_SPECULATION]},
+        targets=[
+            Target("output tokens/s", OUTPUT, 0.9, against=BACKEND),
+            Target("mean TTFT", TTFT, at_least=False, against=BACKEND),
+            Target("prompt tokens computed", COMPUTED, 1.05, at_least=False, against=BACKEND),
+        ],
+        max_tokens=30,
+    ),
+    Row(
+        name="small-pool",
+        text=f"{LONG_ANSWERS} requests at once, with cells for about four of them",
+        clients=LONG_ANSWERS,
+        make=long_answers,
+        systems=(CLLM, LLAMA_SERVER),
+        settings={
+            CLLM: [f"--max-num-seqs {LONG_ANSWERS} {SMALL_POOL}"],
+            LLAMA_SERVER: [f"{SLOTS} -c {cells}" for cells in (512, 512 * LONG_ANSWERS)],
+        },
+        targets=[Target("right answers", SUCCEEDED, 1.0, against="")],
+        builtin=True,
+    ),
+    Row(
+        name="accounts",
+        text="an account with 200 requests beside one with 10, then two with 60 each",
+        clients=ACCOUNT_SEQS,
+        make=accounts,
+        systems=(CLLM,),
+        settings={CLLM: [f"--max-num-seqs {ACCOUNT_SEQS} {WITHOUT_SPECULATION}"]},
+        targets=[
+            Target(SLOWER, SLOWER, 2.5, at_least=False, against=""),
+            Target(FAIRNESS, FAIRNESS, 0.95, against=""),
+        ],
+        max_tokens=16,
+        figures=account_figures,
+    ),
+    Row(
+        name="queue",
+        text="the scheduler alone, with few and with many waiting requests",
+        kind="queue",
+        systems=(ENGINE,),
+        targets=[Target(QUEUED, QUEUED, 1.1, at_least=False, against="", of=ENGINE)],
+    ),
+    Row(
+        name="speculation",
+        text="the built-in model repeats texts with a change, with and without speculation",
+        clients=max(EDITORS.values()),
+        make=edits_by_clients,
+        systems=(CLLM, PLAIN),
+        settings={PLAIN: [WITHOUT_SPECULATION]},
+        targets=[
+            Target(f"output tokens/s, {part}", f"{part}: {OUTPUT}", limit, against=PLAIN, part=part)
+            for part, limit in zip(EDITORS, (1.5, 0.98), strict=True)
+        ],
+        builtin=True,
+    ),
+    Row(
+        name="restart",
+        text="a prompt of 2,000 tokens, new and after a restart of the server",
+        make=partial(one_prompt, 2000),
+        kind="restart",
+        systems=(CLLM, RESTARTED, ENGINE),
+        settings={CLLM: [DISK_CACHE], RESTARTED: [DISK_CACHE]},
+        targets=[
+            Target("TTFT", TTFT, 0.1, at_least=False, of=RESTARTED, against=CLLM),
+            Target(RESTORED, RESTORED, 0.05, at_least=False, of=ENGINE, against=""),
+        ],
+        max_tokens=2,
+    ),
+]
+
 ROWS = {
     row.name: row
     for row in (
@@ -303,7 +383,11 @@ ROWS = {
             kind="host",
             systems=(ENGINE,),
         ),
+        *SCHEDULING,
     )
 }
-UNUSUAL = ("unrelated-2", "unrelated-4", "unrelated-16", "context", "host")
+UNUSUAL = (
+    *("unrelated-2", "unrelated-4", "unrelated-16", "context", "host"),
+    *(row.name for row in SCHEDULING),
+)
 """The rows that are measured only if they are named."""

@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cllm.bench.compare.in_process import Job, measure
+from cllm.bench.compare.in_process import EngineJob, at_a_time, measure
 from cllm.bench.compare.llama_bench import batched_bench, llama_bench
 from cllm.bench.compare.noise import Watch
-from cllm.bench.compare.rounds import BUILD, CLLM, ENGINE, Run
+from cllm.bench.compare.rounds import BUILD, CLLM, CLLM_SYSTEMS, ENGINE, RESTARTED, Run
 from cllm.bench.compare.rows import (
     API_CPU,
+    COMPUTED,
     DECODE,
     MEMORY,
     OUTPUT,
     OUTSIDE,
+    PARKED,
     PREFILL,
     START,
     SUCCEEDED,
-    TTFT,
     Row,
 )
+from cllm.bench.compare.scheduler_jobs import QueueJob, RestoreJob, SharedPrefixJob
 from cllm.bench.compare.systems import Opener
 from cllm.bench.load.client import Outcome, find_model, run_stages
 from cllm.bench.load.dialects import Usage
@@ -51,6 +53,7 @@ WAVES, FEWEST = 2, 4  # requests of each client of the engine, and the least num
 ENGINE_WORDS = 16
 CONTEXTS = (100, 500, 1000, 2000, 4000, 8000)  # tokens
 CURVE_TOKENS = 32
+METRICS = ("decode_cpu_seconds", "prefill_tokens_computed", "parked")
 CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of this
 
 
@@ -133,7 +136,13 @@ class Runner:
                 return self._measure_context(row, run)
             case "host":
                 size = Size(int(run.settings), ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
-                return Measured(measure(self._job(size.num_seqs, size, parts=True)).step_us)
+                return Measured(measure(self._job(size.num_seqs, size, parts=True)))
+            case "bound":
+                return Measured(measure(self._make_bound(row, run)))
+            case "queue":
+                return Measured(measure(QueueJob()))
+            case "restart":
+                return Measured(measure(RestoreJob(model=str(self._model.path))))
             case _:
                 folder = self._peers if run.system == BUILD else self._default_peers
                 program = needed("llama-bench", folder)
@@ -143,17 +152,24 @@ class Runner:
                 return Measured({name: rates[0] for name, rates in measured.items()})
 
     def measure_server(self, row: Row, run: Run, opener: Opener) -> Measured:
-        """Start a server and send it the requests of a row.
+        """Start a server and send it the requests of a row; to RESTARTED, the first time before its
+        restart.
 
         Raises StartupError if it does not start.
         """
-        assert row.make is not None
+        if run.system == RESTARTED:
+            with opener() as server:
+                self._send(server, row, run)
         with opener() as server:
-            if row.keep_alive:
-                server = msgspec.structs.replace(server, keep_alive=True)  # noqa: PLW2901  # the same server
-            words = make_words(row, self._model, find_model(server), run.round)
-            words = msgspec.structs.replace(words, api=server.api)
-            return self._load(server, row, run, words, row.make(words, self._scale))
+            return self._send(server, row, run)
+
+    def _send(self, server: Server, row: Row, run: Run) -> Measured:
+        assert row.make is not None
+        if row.keep_alive:
+            server = msgspec.structs.replace(server, keep_alive=True)
+        words = make_words(row, self._model, find_model(server), run.round)
+        words = msgspec.structs.replace(words, api=server.api)
+        return self._load(server, row, run, words, row.make(words, self._scale))
 
     def _load(
         self, server: Server, row: Row, run: Run, words: Words, stages: list[Stage]
@@ -166,8 +182,8 @@ class Runner:
             max_tokens=WARM_UP_TOKENS,
         )
         load(server, word_tasks(row.clients, strangers), row.clients, may_fail=True)
-        is_cllm = run.system == CLLM
-        api, inside = read_cpu_seconds(server.pid), decode_seconds(server) if is_cllm else 0.0
+        is_cllm = run.system in CLLM_SYSTEMS
+        api, before = read_cpu_seconds(server.pid), read_metrics(server) if is_cllm else {}
         watch = Watch()
         with pinned():
             nothing = Group(tasks=[], clients=1)
@@ -181,9 +197,12 @@ class Runner:
         values[START] = server.start_s
         if (memory := memory_mb(server.pid)) is not None:
             values[MEMORY] = memory
+        if row.figures:
+            values |= row.figures(outcome.answers)
         if is_cllm and report.output_tokens and outcome.server_cpu:
-            inside = decode_seconds(server) - inside
-            values[OUTSIDE] = 1 - inside / outcome.server_cpu
+            counts = {name: after - before[name] for name, after in read_metrics(server).items()}
+            values[OUTSIDE] = 1 - counts["decode_cpu_seconds"] / outcome.server_cpu
+            values[COMPUTED], values[PARKED] = counts["prefill_tokens_computed"], counts["parked"]
             api = read_cpu_seconds(server.pid) - api
             values[API_CPU] = 1e6 * api / report.output_tokens
         succeeded = report.num_requests - report.num_failed
@@ -200,15 +219,7 @@ class Runner:
                 words = make_words(row, self._model, name, run.round)
                 return self._load(server, row, run, words, [[group]])
         if run.system == ENGINE:
-            measured = measure(self._job(row.clients, size, number=run.round + 1))
-            values = {
-                OUTPUT: measured.output_tokens_per_s,
-                TTFT: measured.ttft_ms,
-                START: measured.load_s,
-            }
-            if measured.decode_tokens_per_s[0]:  # 0: there was no step in which all decoded
-                values[DECODE] = measured.decode_tokens_per_s[0]
-            return Measured(values)
+            return Measured(measure(self._job(row.clients, size, number=run.round + 1)))
         (line,) = self._batched_bench(
             context=row.clients * round_up(work.context),
             prompt_tokens=round(sum(map(len, work.prompts)) / len(work.prompts)),
@@ -224,25 +235,42 @@ class Runner:
         room = round_up(context + 2 * CURVE_TOKENS)
         if run.system == ENGINE:
             size = Size(1, ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
-            measured = measure(self._job(row.clients, size, depth=context, context=room))
-            prefill = measured.prefill_tokens_per_s
-            rates = dict(zip((1, row.clients), measured.decode_tokens_per_s, strict=True))
-        else:
-            lines = self._batched_bench(
-                context=row.clients * room,
-                prompt_tokens=context,
-                num_tokens=CURVE_TOKENS,
-                num_seqs=[1, row.clients],
-                shared_prompt=True,
-            )
-            prefill = lines[0]["speed_pp"]
-            rates = {line["pl"]: line["speed_tg"] for line in lines}
-        decoding = {f"{DECODE}, {count} at a time": rate for count, rate in rates.items() if rate}
-        return Measured({PREFILL: prefill, **decoding})
+            return Measured(measure(self._job(row.clients, size, depth=context, context=room)))
+        lines = self._batched_bench(
+            context=row.clients * room,
+            prompt_tokens=context,
+            num_tokens=CURVE_TOKENS,
+            num_seqs=[1, row.clients],
+            shared_prompt=True,
+        )
+        decoding = {at_a_time(line["pl"]): line["speed_tg"] for line in lines if line["speed_tg"]}
+        return Measured({PREFILL: lines[0]["speed_pp"], **decoding})
 
-    def _job(self, num_seqs: int, size: Size, *, number: int = 1, **changes: Any) -> Job:
+    def _job(self, num_seqs: int, size: Size, *, number: int = 1, **changes: Any) -> EngineJob:
         path = str(self._model.path)
-        return Job(model=path, num_seqs=num_seqs, size=size, number=number, **changes)
+        return EngineJob(model=path, num_seqs=num_seqs, size=size, number=number, **changes)
+
+    def _make_bound(self, row: Row, run: Run) -> SharedPrefixJob:
+        """Return the least work for the texts of a row's requests."""
+        assert row.make is not None
+        words = make_words(row, self._model, "", run.round)
+        tokenize = self._model.vocabulary.tokenize
+        bodies = [
+            msgspec.json.decode(task.body)
+            for stage in row.make(words, self._scale)
+            for group in stage
+            for task in group.tasks
+        ]
+        prompts = [
+            tokenize(body["messages"][0]["content"], add_special=True, parse_special=False)
+            for body in bodies
+        ]
+        return SharedPrefixJob(
+            model=str(self._model.path),
+            prompts=prompts,
+            num_seqs=row.clients,
+            num_tokens=row.max_tokens,
+        )
 
     def _batched_bench(self, **sizes: Any) -> list[dict[str, Any]]:
         program = needed("llama-batched-bench", self._peers)
@@ -275,12 +303,17 @@ def read(server: Server, path: str) -> bytes:
     return read_local(server.url + path)
 
 
-def decode_seconds(server: Server) -> float:
-    """Return the CPU time inside llama_decode since the start of cLLM."""
-    for line in read(server, "/metrics").decode().splitlines():
-        if line.startswith("cllm:decode_cpu_seconds_total"):
-            return float(line.rpartition(" ")[2])
-    return 0.0
+def read_metrics(server: Server) -> dict[str, float]:
+    """Return what cLLM has counted since its start, by the names of METRICS."""
+    lines = read(server, "/metrics").decode().splitlines()
+    return {
+        name: sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(f"cllm:{name}_total")
+        )
+        for name in METRICS
+    }
 
 
 @contextmanager

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.bench.compare.rounds import CLLM, DEFAULT_SERVER, EXAMPLE, FIXED, LLAMA_SERVER, OLLAMA
+from cllm.bench.compare.rounds import (
+    CLLM,
+    DEFAULT_SERVER,
+    EXAMPLE,
+    FIXED,
+    LLAMA_SERVER,
+    OLLAMA,
+    PLAIN,
+    RESTARTED,
+)
 from cllm.bench.peers import find, find_example_server, needed
 from cllm.bench.servers import Server, cllm, example_server, llama_server, ollama
 from cllm.errors import StartupError
@@ -28,7 +37,8 @@ class Purpose(NamedTuple):
     """What a server is started for.
 
     model: None for the built-in one. num_cells: size of cLLM's KV cache in tokens, which the others
-    get too. peers, default_peers: folders of llama.cpp's programs.
+    get too. peers, default_peers: folders of llama.cpp's programs. settings: the flags to try; none
+    for those of this module. folder: replaces "FOLDER" in them.
     """
 
     model: Path | None
@@ -36,6 +46,8 @@ class Purpose(NamedTuple):
     num_cells: int
     peers: Path
     default_peers: Path
+    settings: Sequence[str] = ()
+    folder: Path = Path()
 
     @property
     def file(self) -> Path:
@@ -48,8 +60,12 @@ class Purpose(NamedTuple):
 
 
 def cllm_openers(purpose: Purpose) -> Openers:
-    """Start it as users do, without any option."""
-    return {"": partial(cllm, purpose.model, name=None)}
+    """Start it as users do, without any option, unless the row has settings."""
+    openers: Openers = {}
+    for settings in purpose.settings or ("",):
+        flags = (word.replace("FOLDER", str(purpose.folder)) for word in settings.split())
+        openers[settings] = partial(cllm, purpose.model, *flags, name=None)
+    return openers
 
 
 def fixed_openers(purpose: Purpose) -> Openers:
@@ -71,7 +87,8 @@ def default_build_openers(purpose: Purpose) -> Openers:
 
 
 def llama_server_openers(purpose: Purpose, program: Path | None = None) -> Openers:
-    """Start it by default, with a slot for each client, and the same with one pool of cells.
+    """Start it by default, with a slot for each client, and the same with one pool of cells, unless
+    the row has settings.
 
     Raises StartupError if it is not built.
     """
@@ -80,6 +97,8 @@ def llama_server_openers(purpose: Purpose, program: Path | None = None) -> Opene
     settings: list[tuple[object, ...]] = [(), sizes]
     if purpose.clients > 1:
         settings.append((*sizes, "-kvu"))
+    if purpose.settings:
+        settings = [tuple(flags.split()) for flags in purpose.settings]
     return {
         named(flags): partial(llama_server, purpose.file, *flags, program=program)
         for flags in settings
@@ -114,6 +133,8 @@ def named(flags: tuple[object, ...]) -> str:
 
 OPENERS: dict[str, Callable[[Purpose], Openers]] = {
     CLLM: cllm_openers,
+    PLAIN: cllm_openers,
+    RESTARTED: cllm_openers,
     FIXED: fixed_openers,
     LLAMA_SERVER: llama_server_openers,
     DEFAULT_SERVER: default_build_openers,

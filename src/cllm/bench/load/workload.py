@@ -220,18 +220,19 @@ def num_requests(tasks: Iterable[Task]) -> int:
 
 
 def question_tasks(
-    count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai"
+    count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai", least: int = 0
 ) -> list[Task]:
     """Return questions that the built-in model was not trained on but can answer, the kinds in
-    turn.
+    turn, without those whose answer has fewer than ``least`` characters.
     """
     options = {"max_tokens": max_tokens, "temperature": 0}
-    questions = islice(held_out_questions(seed, QUESTION_KINDS), count)
     body = DIALECTS[api].body
-    return [
+    tasks = (
         Task(body(model, question.messages, options), answer=question.answer)
-        for question in questions
-    ]
+        for question in held_out_questions(seed, QUESTION_KINDS)
+        if len(question.answer) >= least
+    )
+    return [*islice(tasks, count)]
 
 
 def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[float]:

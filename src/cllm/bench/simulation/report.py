@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from cllm.bench.console import latency_table, number_table, print_lines
-from cllm.bench.distribution import Distribution
+from cllm.bench.distribution import Distribution, jain_index
 from cllm.bench.simulation.simulator import Course, Replica
 from cllm.scheduler.policy import OUTPUT_WEIGHT
 
@@ -205,13 +205,11 @@ def fairness(compared: dict[str, list[Course]]) -> Fairness:
     for courses in compared.values():
         common = overlap(common, backlog(courses))
     amounts = {key: served(courses, common) for key, courses in compared.items()}
-    squares = sum(amount**2 for amount in amounts.values())
+    index = jain_index([*amounts.values()])
     return Fairness(
         seconds=round(sum(end - begin for begin, end in common), 4),
         served=amounts,
-        jain_index=round(sum(amounts.values()) ** 2 / (len(amounts) * squares), 4)
-        if squares
-        else None,
+        jain_index=None if index is None else round(index, 4),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cllm.bench.compare.rows import ROWS, scenario, unrelated
+from cllm.bench.compare.rows import ROWS
+from cllm.bench.compare.workloads import scenario, unrelated
 from cllm.bench.load.client import find_model, measure_tokens_per_word, run_stages
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenario_figures import BESIDE
