@@ -8,7 +8,7 @@ import pytest
 
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.body import first_fault
-from cllm.server.ollama.schema import ChatBody as OllamaChatBody
+from cllm.server.ollama.schema import OllamaChatBody
 from cllm.server.openai.embeddings import EmbeddingsBody
 from cllm.server.openai.responses.schema import ResponseBody
 from cllm.server.openai.schema import ChatBody, CompletionBody

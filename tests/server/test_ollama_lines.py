@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
-from cllm.server.ollama.stream import Clock, Lines, collect
+from cllm.server.ollama.stream import Clock, OllamaLines, collect
 from cllm.serving.answer import Generation
 from cllm.text.output_reader import Delta
 from cllm.text.tools.parser import Channel
@@ -36,7 +36,7 @@ def generation():
 
 
 def lines_of(steps, *, chat=True):
-    lines = Lines(generation(), "m", Clock(), FakeVocabulary(), chat=chat)
+    lines = OllamaLines(generation(), "m", Clock(), FakeVocabulary(), chat=chat)
     data = lines.begin() + b"".join(map(lines.deltas, steps)) + lines.end()
     kind = ollama.ChatResponse if chat else ollama.GenerateResponse
     return [kind(**json.loads(line)) for line in data.splitlines()]
@@ -111,7 +111,7 @@ def test_truncated_tool_call_has_an_object_as_arguments():
 
 
 def test_fault_in_a_stream_is_a_line_with_an_error():
-    lines = Lines(generation(), "m", Clock(), FakeVocabulary(), chat=True)
+    lines = OllamaLines(generation(), "m", Clock(), FakeVocabulary(), chat=True)
     assert json.loads(lines.fault(EngineError("it broke"))) == {"error": "it broke"}
 
 

@@ -20,7 +20,7 @@ from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.app import create_app
 from cllm.server.body import Body
 from cllm.server.native.texts import GenerateBody
-from cllm.server.ollama.schema import Integer, Options
+from cllm.server.ollama.schema import Integer, OllamaOptions
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.serving.model_texts import ModelTexts
@@ -32,7 +32,7 @@ from cllm.text.dry_breakers import DryBreakers
 BODIES: dict[str, type[Body]] = {
     "openai": ChatBody,
     "anthropic": MessagesBody,
-    "ollama": Options,
+    "ollama": OllamaOptions,
     "native": GenerateBody,
 }
 OFFERED = [

@@ -75,6 +75,10 @@ DIALECTS = (
     errors.Dialect(lambda path, _: path in PATHS, errors.openai_error),
     anthropic_errors.OF_UNKNOWN_PATHS,
 )
+ERROR_TYPES = {  # by the tags of routes
+    "Anthropic": anthropic_errors.AnthropicErrorAnswer,
+    "Ollama": ollama_errors.OllamaErrorAnswer,
+}
 answer_fault = errors.make_answer(DIALECTS, PATHS)
 
 
@@ -107,5 +111,5 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
         app.include_router(router)
     app.state.routes = routes()
     paths.install(app, PATHS)
-    openapi.install(app)
+    openapi.install(app, ERROR_TYPES)
     return app

@@ -115,7 +115,8 @@ def describe_route(
     ``body`` is the model given to ``read_body``; None if the route reads no body. ``answer`` is the
     type of a 200 answer; a route that returns a value of that type, not a Response, needs none
     here. ``takes`` is the media type of the body, ``stream`` that of a streamed answer, if the
-    route can stream. ``error`` is the type of 4xx and 5xx answers, if it is not OpenAI's.
+    route can stream. ``error`` is the type of 4xx and 5xx answers, if it is not the dialect's. A
+    route without any of these needs no description.
 
     Types of answers are TypedDicts, which mypy compares with what a route builds. They stand at
     module level, beside the function that builds the answer. A body gives its example with

@@ -150,11 +150,11 @@ class ErrorObject(TypedDict):
     code: str | None
 
 
-class Error(TypedDict):
+class ErrorAnswer(TypedDict):
     error: ErrorObject
 
 
-def openai_error(fault: Fault, _: str = "") -> tuple[int, Error]:
+def openai_error(fault: Fault, _: str = "") -> tuple[int, ErrorAnswer]:
     """Return the status and the body of OpenAI's error answers."""
     error: ErrorObject = {
         "message": fault.message,

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -20,27 +20,33 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.server.errors import ErrorAnswer
+
 router = APIRouter(include_in_schema=False)
 
-DEFAULTS = {"error": "cllm.server.errors:Error"}
 MEDIA_TYPES = ("takes", "stream")  # entries of an operation's x-models that are not models
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, error_types: Mapping[str, Any]) -> None:
     """Let ``app.openapi`` include what routes declare with ``describe_route`` and as the types of
     what they return. It is built once, on the first request.
+
+    ``error_types`` has the types of the errors of dialects, by the tags of their routes. The errors
+    of others have OpenAI's form.
     """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = add_schemas(generate(), app.state.routes)
+            app.openapi_schema = add_schemas(generate(), app.state.routes, error_types)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def add_schemas(document: dict[str, Any], routes: Sequence[APIRoute]) -> dict[str, Any]:
+def add_schemas(
+    document: dict[str, Any], routes: Sequence[APIRoute], error_types: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return ``document`` with the schemas of all types that its operations name or return."""
     returned = {
         (route.path_format, method.lower()): route.response_model
@@ -51,8 +57,9 @@ def add_schemas(document: dict[str, Any], routes: Sequence[APIRoute]) -> dict[st
     operations = []
     for path, verbs in document["paths"].items():
         for verb, operation in verbs.items():
-            names = DEFAULTS | operation.pop("x-models", {})
+            names = operation.pop("x-models", {})
             types = {role: find_type(names[role]) for role in names if role not in MEDIA_TYPES}
+            types.setdefault("error", error_types.get(operation["tags"][0], ErrorAnswer))
             if answer := returned[path, verb]:
                 types.setdefault("answer", answer)
             operations.append((operation, names, types))

@@ -52,15 +52,15 @@ FILES = list_files()
 PATHS = frozenset(PREFIX + name for name in FILES)
 
 
-class File(NamedTuple):
+class PageFile(NamedTuple):
     content: bytes
     etag: str
 
 
 @cache
-def read_file(name: str) -> File:
+def read_file(name: str) -> PageFile:
     content = FOLDER.joinpath(*name.split("/")).read_bytes()
-    return File(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return PageFile(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 def wants_page(request: Request) -> bool:

@@ -14,7 +14,7 @@ from call_texts import chat_format_of
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.server.anthropic.schema import CountBody
-from cllm.server.ollama.schema import ChatBody as OllamaBody
+from cllm.server.ollama.schema import OllamaChatBody
 from cllm.server.openai.responses.items import messages_of
 from cllm.server.openai.schema import ChatBody
 from cllm.text.chat import Chat
@@ -82,7 +82,7 @@ def of_ollama(form: str) -> Chat:
         message["thinking"] = message.pop("reasoning_content", None)
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return OllamaBody(model="m", messages=messages, tools=TOOLS).chat()
+    return OllamaChatBody(model="m", messages=messages, tools=TOOLS).chat()
 
 
 def of_anthropic(form: str) -> Chat:

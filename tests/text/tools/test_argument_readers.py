@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from cllm.text.tools.argument_readers import (
+    ArgumentReader,
     Bare,
     Keywords,
     Object,
     Pairs,
-    Reader,
     count_begun,
     escape,
     list_types,
@@ -41,7 +41,7 @@ SCHEMA = {
 }
 
 
-def read(make: Callable[[], Reader], pieces: list[str]) -> tuple[str, str | None]:
+def read(make: Callable[[], ArgumentReader], pieces: list[str]) -> tuple[str, str | None]:
     """Return the JSON text of ``pieces``, and the text after the arguments; None if the pieces end
     before the arguments do, which then are closed.
     """
@@ -54,7 +54,7 @@ def read(make: Callable[[], Reader], pieces: list[str]) -> tuple[str, str | None
     return written + reader.close(), None
 
 
-CASES: list[tuple[str, Callable[[], Reader], str, str, str | None]] = [
+CASES: list[tuple[str, Callable[[], ArgumentReader], str, str, str | None]] = [
     # name, reader, text, JSON, rest
     ("object", Object, '{"a": [1, {"b": "}"}]} rest', '{"a": [1, {"b": "}"}]}', " rest"),
     ("escapes", Object, r'{"a": "\"}\\"}x', r'{"a": "\"}\\"}', "x"),
@@ -140,7 +140,7 @@ CASES: list[tuple[str, Callable[[], Reader], str, str, str | None]] = [
     ids=[case[0] for case in CASES],
 )
 def test_arguments_become_json(
-    make: Callable[[], Reader], text: str, written: str, rest: str | None
+    make: Callable[[], ArgumentReader], text: str, written: str, rest: str | None
 ) -> None:
     """The same for the whole text, for single characters and for each cut into two."""
     assert read(make, [text]) == (written, rest)

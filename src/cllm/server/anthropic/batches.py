@@ -27,7 +27,6 @@ from cllm.server.anthropic.batch_lines import (
     read_requests,
     write_requests,
 )
-from cllm.server.anthropic.errors import Error
 from cllm.server.anthropic.routes import check_version
 from cllm.server.batches import chunks, open_batches, store_file
 from cllm.server.body import Body, check_type, describe_route, example, read_bytes
@@ -58,7 +57,7 @@ class RequestBody(Body):
     params: dict[str, Any] = Field(description="The body of POST /v1/messages, without stream.")
 
 
-class BatchBody(Body):
+class MessageBatchBody(Body):
     model_config = example(requests=[{"custom_id": "a", "params": EXAMPLE}])
 
     requests: Annotated[list[RequestBody], Field(min_length=1, max_length=MAX_REQUESTS)]
@@ -101,7 +100,7 @@ class DeletedBatch(TypedDict):
     type: Literal["message_batch_deleted"]
 
 
-@router.post("", openapi_extra=describe_route(BatchBody, error=Error))
+@router.post("", openapi_extra=describe_route(MessageBatchBody))
 async def create(request: Request) -> MessageBatch:
     """Compute all requests, with the lowest priority.
 
@@ -143,7 +142,7 @@ async def create(request: Request) -> MessageBatch:
     return batch_object(request, record)
 
 
-class Model(msgspec.Struct):
+class ModelField(msgspec.Struct):
     model: str
 
 
@@ -152,12 +151,12 @@ def model_of(request: Request, first: BatchRequest) -> str:
     request, or else the default one.
     """
     try:
-        return model_for(request, msgspec.json.decode(first.params, type=Model).model).name
+        return model_for(request, msgspec.json.decode(first.params, type=ModelField).model).name
     except (msgspec.DecodeError, BadRequest):
         return model_for(request).name
 
 
-@router.get("", openapi_extra=describe_route(error=Error))
+@router.get("")
 async def list_batches(
     request: Request,
     before_id: str | None = None,
@@ -186,7 +185,7 @@ async def list_batches(
     }
 
 
-@router.get("/{batch_id}", openapi_extra=describe_route(error=Error))
+@router.get("/{batch_id}")
 async def retrieve(request: Request, batch_id: str) -> MessageBatch:
     """Return the progress of a batch, and where its results are once it has ended."""
     _, record = await find(request, batch_id)
@@ -194,7 +193,8 @@ async def retrieve(request: Request, batch_id: str) -> MessageBatch:
 
 
 @router.get(
-    "/{batch_id}/results", openapi_extra=describe_route(stream="application/x-jsonl", error=Error)
+    "/{batch_id}/results",
+    openapi_extra=describe_route(stream="application/x-jsonl"),
 )
 async def results(request: Request, batch_id: str) -> Response:
     """Return the results of a batch that has ended, one line of JSON for each request."""
@@ -212,14 +212,14 @@ async def results(request: Request, batch_id: str) -> Response:
     return StreamingResponse(chunks_of(contents), headers=headers, media_type="application/x-jsonl")
 
 
-@router.post("/{batch_id}/cancel", openapi_extra=describe_route(error=Error))
+@router.post("/{batch_id}/cancel")
 async def cancel(request: Request, batch_id: str) -> MessageBatch:
     """Cancel a batch. It keeps the results that it has so far."""
     batches, record = await find(request, batch_id)
     return batch_object(request, await batches.cancel(record))
 
 
-@router.delete("/{batch_id}", openapi_extra=describe_route(error=Error))
+@router.delete("/{batch_id}")
 async def delete(request: Request, batch_id: str) -> DeletedBatch:
     """Delete a batch that has ended, with its results."""
     batches, record = await find(request, batch_id)

@@ -89,7 +89,7 @@ class Block(Body):
         return self.type not in (*BLOCKS, "document") and not self.text
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"] = Field(
         description="system: later system texts; the first one is the field system."
     )
@@ -103,7 +103,7 @@ class Message(Body):
         )
 
 
-def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
+def assistant_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
     turn: dict[str, Any] = {
         "role": "assistant",
         "content": [],
@@ -125,7 +125,7 @@ def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
     return [turn]
 
 
-def user_turn(message: Message, path: str) -> list[dict[str, Any]]:
+def user_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
     """Return the chat messages of a user's turn. Raises BadRequest."""
     results: list[dict[str, Any]] = []
     texts = []
@@ -144,7 +144,7 @@ def user_turn(message: Message, path: str) -> list[dict[str, Any]]:
     return [*results, {"role": "user", "content": texts}] if any(texts) or not results else results
 
 
-def system_turn(message: Message, path: str) -> list[dict[str, Any]]:
+def system_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
     return [
         {
             "role": "system",

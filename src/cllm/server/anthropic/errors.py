@@ -29,7 +29,7 @@ class ErrorDetails(TypedDict):
     error_code: str
 
 
-class ErrorObject(TypedDict):
+class AnthropicErrorObject(TypedDict):
     """``details`` is for an error that Anthropic's clients handle themselves."""
 
     type: str
@@ -37,9 +37,9 @@ class ErrorObject(TypedDict):
     details: NotRequired[ErrorDetails]
 
 
-class Error(TypedDict):
+class AnthropicErrorAnswer(TypedDict):
     type: Literal["error"]
-    error: ErrorObject
+    error: AnthropicErrorObject
     request_id: str
 
 
@@ -57,7 +57,7 @@ def is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
-def anthropic_error(fault: Fault, request_id: str) -> tuple[int, Error]:
+def anthropic_error(fault: Fault, request_id: str) -> tuple[int, AnthropicErrorAnswer]:
     """Build an error answer.
 
     A full queue is 529, because it affects all clients; 429 is a client's own limit. A prompt that
@@ -68,7 +68,7 @@ def anthropic_error(fault: Fault, request_id: str) -> tuple[int, Error]:
     message = fault.message
     if fault.prompt_tokens:
         message = "prompt is too long: {} tokens > {} maximum".format(*fault.prompt_tokens)
-    error: ErrorObject = {"type": kind, "message": message}
+    error: AnthropicErrorObject = {"type": kind, "message": message}
     if fault.code == "unsupported_parameter" and fault.param in ERROR_CODES:
         error["details"] = {"error_code": ERROR_CODES[fault.param]}
     return status, {"type": "error", "error": error, "request_id": request_id}

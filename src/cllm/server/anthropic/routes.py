@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server import resolve
-from cllm.server.anthropic.errors import Error, speaks_anthropic
+from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageAnswer, MessageEvents, collect
 from cllm.server.body import describe_route, example, read_body
@@ -56,9 +56,7 @@ router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 
 @router.post(
     "/messages",
-    openapi_extra=describe_route(
-        MessagesBody, MessageAnswer, stream="text/event-stream", error=Error
-    ),
+    openapi_extra=describe_route(MessagesBody, MessageAnswer, stream="text/event-stream"),
 )
 async def messages(request: Request) -> Response:
     """Generate the next message of a conversation, whole or as a stream of events."""
@@ -97,7 +95,7 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-@router.post("/messages/count_tokens", openapi_extra=describe_route(CountBody, error=Error))
+@router.post("/messages/count_tokens", openapi_extra=describe_route(CountBody))
 async def count_tokens(request: Request) -> TokenCount:
     """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
     would use. The prompt may be longer than the context.

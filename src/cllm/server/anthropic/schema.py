@@ -15,8 +15,8 @@ from cllm.server.anthropic.conversation import (
     BILLING,
     CACHED,
     TURNS,
+    AnthropicMessage,
     Block,
-    Message,
     finished,
     invalid,
     text_of,
@@ -42,7 +42,7 @@ ONE_KIND = "there is one service tier; use priority and deadline_ms"
 NOWHERE = "the server runs no tools; declare a client tool"
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     """A tool that the client runs.
 
     Tools that Anthropic's servers run are rejected by their type.
@@ -63,7 +63,7 @@ class Tool(Body):
     strict: bool | None = None
 
     @pydantic.model_validator(mode="after")
-    def _of_the_client(self) -> Tool:
+    def _of_the_client(self) -> AnthropicTool:
         if self.type not in (None, "custom"):
             raise ValueError(f"the tool '{self.type[:60]}' is not available: {NOWHERE}")
         if not re.fullmatch(r"[a-zA-Z0-9_-]{1,128}", self.name):
@@ -146,9 +146,9 @@ class CountBody(Body):
     }
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=100_000)]
     system: str | list[Block] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -59,14 +59,14 @@ class MessageUsage(TypedDict):
     service_tier: NotRequired[Literal["standard"]]
 
 
-class Ending(TypedDict):
+class MessageEnding(TypedDict):
     """Both are null until a streamed message ends."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
 
 
-class MessageAnswer(Ending):
+class MessageAnswer(MessageEnding):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -100,7 +100,7 @@ def message_object(generation: Generation, model: str) -> MessageAnswer:
     }
 
 
-def ending(last: Delta) -> Ending:
+def ending(last: Delta) -> MessageEnding:
     reason: StopReason
     reason = "stop_sequence" if last.stop else REASONS.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop or None}

@@ -94,7 +94,7 @@ class AdapterEntry(TypedDict):
     alora_invocation_tokens: NotRequired[list[int]]
 
 
-@router.get("/lora-adapters", openapi_extra=describe_route())
+@router.get("/lora-adapters")
 async def adapters(request: Request, model: str | None = None) -> list[AdapterEntry]:
     """List the adapters of a model with their numbers, for the field ``lora`` of requests. Each is
     a model too.

@@ -370,7 +370,7 @@ def settings_of(params: Any) -> SamplingSettings:
     }
 
 
-@router.get("/props", openapi_extra=describe_route())
+@router.get("/props")
 async def props(request: Request, model: str | None = None) -> Props:
     """Return the model's context length, chat template and input modalities."""
     service = await known_service_for(request, model)

@@ -23,9 +23,9 @@ from cllm.server.http.sse import until_disconnect
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
-    Message,
+    ChatMessage,
+    ChatTool,
     TemplateVariables,
-    Tool,
     continuing,
     drop_nulls,
 )
@@ -48,7 +48,7 @@ class ConversationBody(Body):
     }
 
     model: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         default=False, description="End the prompt where the last message, an assistant's, ends."
@@ -61,7 +61,7 @@ class TemplateBody(ConversationBody):
 
     model_config = example(messages=[{"role": "user", "content": "What is 27 plus 45?"}])
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class TokenizeBody(ConversationBody):
@@ -75,7 +75,7 @@ class TokenizeBody(ConversationBody):
 
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool = True
@@ -211,7 +211,7 @@ async def apply_template(request: Request) -> Response:
 
 
 async def render(
-    request: Request, service: Service, messages: list[Message], body: ConversationBody
+    request: Request, service: Service, messages: list[ChatMessage], body: ConversationBody
 ) -> str:
     """Return the rendered conversation, with fences around what must be tokenized as plain text.
 

@@ -43,7 +43,7 @@ class BenchmarkBody(Body):
 
 
 @dataclass(slots=True)
-class Run:
+class BenchmarkRun:
     """One request: seconds to its first and to its last token, and its number of tokens."""
 
     first: float = 0.0
@@ -110,7 +110,7 @@ async def benchmark(request: Request) -> Response:
 
 async def measure(service: Service, body: BenchmarkBody) -> Benchmark:
     steps, begun = service.engine.stats.num_steps, time.monotonic()
-    runs = [Run() for _ in range(body.requests)]
+    runs = [BenchmarkRun() for _ in range(body.requests)]
     waiting = iter(runs)
 
     async def client() -> None:
@@ -121,7 +121,9 @@ async def measure(service: Service, body: BenchmarkBody) -> Benchmark:
     return summary(body, runs, time.monotonic() - begun, service.engine.stats.num_steps - steps)
 
 
-async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: float) -> None:
+async def one(
+    service: Service, body: BenchmarkBody, run: BenchmarkRun, seconds_left: float
+) -> None:
     """Run one request. Its prompt is random, so none of it is cached."""
     if seconds_left <= 0:
         return
@@ -147,7 +149,9 @@ async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: flo
         run.seconds = time.monotonic() - begun
 
 
-def summary(body: BenchmarkBody, runs: list[Run], seconds: float, num_steps: int) -> Benchmark:
+def summary(
+    body: BenchmarkBody, runs: list[BenchmarkRun], seconds: float, num_steps: int
+) -> Benchmark:
     """Return the results, under the names in cLLM's first reports."""
     good = [run for run in runs if run.succeeded]
     times = [run.seconds for run in good] or [0.0]

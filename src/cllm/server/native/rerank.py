@@ -108,7 +108,7 @@ class RankedUsage(TypedDict):
         usage={"prompt_tokens": 19, "total_tokens": 19},
     )
 )
-class Ranking(TypedDict):
+class RankingAnswer(TypedDict):
     id: str
     object: Literal["list"]
     model: str
@@ -126,7 +126,7 @@ class RankedText(TypedDict):
 @router.post("/v1/rerank", openapi_extra=describe_route(RerankBody))
 @router.post("/v1/reranking", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
-async def rerank(request: Request) -> Ranking | list[RankedText]:
+async def rerank(request: Request) -> RankingAnswer | list[RankedText]:
     """Rank documents by how well they match the query.
 
     A reranking model gives its own scores. With any other model, a score is the cosine similarity

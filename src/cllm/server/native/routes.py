@@ -76,11 +76,11 @@ class Health(TypedDict):
     models: NotRequired[list[ModelHealth]]
 
 
-class Version(TypedDict):
+class ServerVersion(TypedDict):
     version: str
 
 
-class Ready(TypedDict):
+class Readiness(TypedDict):
     status: Literal["ready", "loading", "draining"]
 
 
@@ -122,7 +122,7 @@ async def root(request: Request) -> Response:
     return JSONResponse(content, headers={"vary": "accept"})
 
 
-@router.get("/health", openapi_extra=describe_route())
+@router.get("/health")
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request, level: Literal["basic", "full"] = "basic") -> Health:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded".
@@ -161,13 +161,13 @@ def describe(model: ServedModel) -> ModelHealth:
     return {"name": model.name, "status": model.status, "engines": engines}
 
 
-@router.get("/version", openapi_extra=describe_route())
-async def version() -> Version:
+@router.get("/version")
+async def version() -> ServerVersion:
     """Return the version of this server."""
     return {"version": __version__}
 
 
-@router.get("/ready", openapi_extra=describe_route(answer=Ready, error=Ready))
+@router.get("/ready", openapi_extra=describe_route(answer=Readiness, error=Readiness))
 async def ready(request: Request) -> Response:
     """Return 200 while requests are computed, and 503 while the model loads, the engine restarts
     (requests then wait for it) or the server shuts down.

@@ -34,7 +34,7 @@ class DayUsage(TypedDict):
     completion_tokens: int
 
 
-class AccountUsage(TypedDict):
+class AccountStatus(TypedDict):
     """``left`` is what the limits per minute leave, of requests and tokens."""
 
     name: str
@@ -45,7 +45,7 @@ class AccountUsage(TypedDict):
 
 class UsageAnswer(TypedDict):
     object: Literal["usage"]
-    accounts: list[AccountUsage]
+    accounts: list[AccountStatus]
     days: list[DayUsage]
 
 
@@ -112,7 +112,7 @@ async def usage(
     return Response(to_json(content), media_type="application/json")
 
 
-def describe(access: Access, name: str) -> AccountUsage:
+def describe(access: Access, name: str) -> AccountStatus:
     """Return the limits of an account, and what it has used of the month and of the minute."""
     found = access.keyring.get(name) or access.keyring.accounts.get(name) or Account(name)
     left = access.ledger.list_left(found)

@@ -11,7 +11,7 @@ from cllm.server.errors import Dialect, Fault, describe_in_stream
 UNKNOWN = "model {asked!r} not found; this server has {served!r}"
 
 
-class Error(TypedDict):
+class OllamaErrorAnswer(TypedDict):
     error: str
 
 
@@ -19,7 +19,7 @@ def speaks_ollama(path: str, _: Headers) -> bool:
     return path == "/api" or path.startswith("/api/")
 
 
-def ollama_error(fault: Fault, _: str) -> tuple[int, Error]:
+def ollama_error(fault: Fault, _: str) -> tuple[int, OllamaErrorAnswer]:
     """Build an error answer. A full queue is 503, as in Ollama."""
     return 503 if fault.code == "queue_full" else fault.status, {"error": fault.message}
 

@@ -22,10 +22,10 @@ from cllm.models import hub
 from cllm.models.gguf import read_header
 from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, call_of
-from cllm.server.ollama.errors import UNKNOWN, Error
+from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.modelfile import read_modelfile
 from cllm.server.ollama.pull import PullStatus
-from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, Options
+from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, OllamaOptions
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.resolve import check_enabled, model_for, registry_of
 from cllm.server.sampling import read_sampling_values
@@ -40,7 +40,7 @@ router = APIRouter(prefix="/api", tags=["Ollama"])
 
 @router.post(
     "/create",
-    openapi_extra=describe_route(CreateBody, PullStatus, stream=MEDIA_TYPE, error=Error),
+    openapi_extra=describe_route(CreateBody, PullStatus, stream=MEDIA_TYPE),
 )
 async def create(request: Request) -> Response:
     """Make a model from another one, with a system message and defaults of sampling parameters of
@@ -67,7 +67,7 @@ async def create(request: Request) -> Response:
 @router.post(
     "/copy",
     response_class=PlainTextResponse,
-    openapi_extra=describe_route(CopyBody, error=Error),
+    openapi_extra=describe_route(CopyBody),
 )
 async def copy(request: Request) -> Response:
     """Give a model another name. It survives a restart."""
@@ -83,7 +83,7 @@ async def copy(request: Request) -> Response:
 @router.delete(
     "/delete",
     response_class=PlainTextResponse,
-    openapi_extra=describe_route(DeleteBody, error=Error),
+    openapi_extra=describe_route(DeleteBody),
 )
 async def delete(request: Request) -> Response:
     """Delete a model that was created or copied, or that is in the hub's cache: then its files.
@@ -201,7 +201,7 @@ def sampling_of(call: Call, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults that Ollama's parameters set. Others have no effect. Raises BadRequest
     for values out of range.
     """
-    options = read_value(parameters, Options, call)
+    options = read_value(parameters, OllamaOptions, call)
     params = options.params(Sampling(), None)  # with the values in range
     given = read_sampling_values(options, "ollama")
     given["max_tokens"] = params.max_tokens

@@ -30,26 +30,26 @@ from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
 from cllm.server.ollama.card import Card, Details, modelfile, read_card, time_text
-from cllm.server.ollama.errors import UNKNOWN, Error
+from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.pull import PullStatus
 from cllm.server.ollama.schema import (
     MAX_TEXTS,
-    ChatBody,
-    EmbedBody,
-    EmbeddingsBody,
-    GenerateBody,
-    GenerationBody,
     LoadingBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaGenerationBody,
     PullBody,
     ShowBody,
 )
 from cllm.server.ollama.stream import (
     MEDIA_TYPE,
-    ChatAnswer,
     Clock,
     Durations,
-    GenerateAnswer,
-    Lines,
+    OllamaChatAnswer,
+    OllamaGenerateAnswer,
+    OllamaLines,
     collect,
     no_prompt,
 )
@@ -106,15 +106,15 @@ class ModelEntry(TypedDict):
     details: Details
 
 
-class ListedModel(ModelEntry):
+class TagsModel(ModelEntry):
     modified_at: str
 
 
 class TagsAnswer(TypedDict):
-    models: list[ListedModel]
+    models: list[TagsModel]
 
 
-class LoadedModel(ModelEntry):
+class PsModel(ModelEntry):
     """``size`` is the most that the model takes, of which ``size_used`` is in use. ``engines`` is
     the number of engines that share its requests. ``shares_cores`` says whether it leaves some of
     the cores to other models while these compute.
@@ -129,7 +129,7 @@ class LoadedModel(ModelEntry):
 
 
 class PsAnswer(TypedDict):
-    models: list[LoadedModel]
+    models: list[PsModel]
 
 
 class ShowAnswer(TypedDict):
@@ -144,7 +144,7 @@ class ShowAnswer(TypedDict):
     modified_at: str
 
 
-@router.get("/api/version", openapi_extra=describe_route(error=Error))
+@router.get("/api/version")
 async def version() -> OllamaVersion:
     """Return the version of Ollama's API. The server's own version is at /."""
     return {"version": API_VERSION}
@@ -152,7 +152,7 @@ async def version() -> OllamaVersion:
 
 @router.post(
     "/api/generate",
-    openapi_extra=describe_route(GenerateBody, GenerateAnswer, stream=MEDIA_TYPE, error=Error),
+    openapi_extra=describe_route(OllamaGenerateBody, OllamaGenerateAnswer, stream=MEDIA_TYPE),
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt as the first message of a chat.
@@ -160,7 +160,7 @@ async def generate(request: Request) -> Response:
     With ``raw``, continue it as it is; with ``suffix``, fill in.
     """
     clock = Clock()
-    body = await read(request, GenerateBody)
+    body = await read(request, OllamaGenerateBody)
     if not body.prompt and body.stay == 0:
         return await unload(request, body, chat=False)
     service = await service_for(request, body.model)
@@ -182,7 +182,7 @@ async def generate(request: Request) -> Response:
 
 async def prompt_generation(
     service: Service,
-    body: GenerateBody,
+    body: OllamaGenerateBody,
     asked: Chat,
     params: SamplingParams,
     scheduling: SchedulingOptions,
@@ -205,12 +205,13 @@ async def prompt_generation(
 
 
 @router.post(
-    "/api/chat", openapi_extra=describe_route(ChatBody, ChatAnswer, stream=MEDIA_TYPE, error=Error)
+    "/api/chat",
+    openapi_extra=describe_route(OllamaChatBody, OllamaChatAnswer, stream=MEDIA_TYPE),
 )
 async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     clock = Clock()
-    body = await read(request, ChatBody)
+    body = await read(request, OllamaChatBody)
     if not body.messages and body.stay == 0:
         return await unload(request, body, chat=True)
     service = await service_for(request, body.model)
@@ -228,7 +229,7 @@ async def chat(request: Request) -> Response:
 
 
 async def params_of(
-    service: Service, body: GenerationBody, scheduling: SchedulingOptions
+    service: Service, body: OllamaGenerationBody, scheduling: SchedulingOptions
 ) -> tuple[SamplingParams, CheckedGrammar]:
     """Return the sampling parameters, and the constraint that ``format`` sets.
 
@@ -249,7 +250,7 @@ async def params_of(
 async def respond(
     request: Request,
     service: Service,
-    body: GenerationBody,
+    body: OllamaGenerationBody,
     generation: Generation,
     clock: Clock,
     *,
@@ -265,7 +266,7 @@ async def respond(
         keep(request, body)
     headers = answer_headers(answer)
     if body.stream is not False:
-        lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
+        lines = OllamaLines(generation, body.model, clock, service.vocabulary, chat=chat)
         return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b" ")
     with answer:
         content = await until_disconnect(
@@ -274,11 +275,14 @@ async def respond(
     return json_answer(content, headers)
 
 
-@router.post("/api/embed", openapi_extra=describe_route(EmbedBody, EmbedAnswer, error=Error))
+@router.post(
+    "/api/embed",
+    openapi_extra=describe_route(OllamaEmbedBody, EmbedAnswer),
+)
 async def embed_texts(request: Request) -> Response:
     """Return the embeddings of one or more texts."""
     clock = Clock()
-    body = await read(request, EmbedBody)
+    body = await read(request, OllamaEmbedBody)
     service = await service_for(request, body.model)
     if not body.input:  # which asks Ollama to load the model
         keep(request, body)
@@ -312,11 +316,12 @@ async def embed_texts(request: Request) -> Response:
 
 
 @router.post(
-    "/api/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingsAnswer, error=Error)
+    "/api/embeddings",
+    openapi_extra=describe_route(OllamaEmbeddingsBody, EmbeddingsAnswer),
 )
 async def embeddings(request: Request) -> Response:
     """Return the embedding of one text."""
-    body = await read(request, EmbeddingsBody)
+    body = await read(request, OllamaEmbeddingsBody)
     service = await service_for(request, body.model)
     if not body.prompt:
         keep(request, body)
@@ -330,20 +335,20 @@ async def embeddings(request: Request) -> Response:
     return json_answer(EmbeddingsAnswer(embedding=found.vectors[0].tolist()))
 
 
-@router.get("/api/tags", openapi_extra=describe_route(answer=TagsAnswer, error=Error))
+@router.get("/api/tags", openapi_extra=describe_route(answer=TagsAnswer))
 async def tags(request: Request) -> Response:
     """List the models, loaded or not."""
-    models: list[ListedModel] = []
+    models: list[TagsModel] = []
     for model in served_models(request):
         card = await card_of(model)
         models.append({**entry(model, card), "modified_at": card.modified})
     return json_answer(TagsAnswer(models=models))
 
 
-@router.get("/api/ps", openapi_extra=describe_route(answer=PsAnswer, error=Error))
+@router.get("/api/ps", openapi_extra=describe_route(answer=PsAnswer))
 async def running(request: Request) -> Response:
     """List the loaded models."""
-    models: list[LoadedModel] = []
+    models: list[PsModel] = []
     now = time.monotonic()
     for model in served_models(request):
         info = model.info
@@ -355,7 +360,7 @@ async def running(request: Request) -> Response:
         weights = (info.model_bytes or card.size) * len(engine.members)
         size = weights + info.num_cells * info.kv_bytes_per_token * len(engine.members)
         expires = model.expires_at
-        loaded_model: LoadedModel = {
+        loaded_model: PsModel = {
             **entry(model, card),
             "size": size,
             "size_used": measure_used(engine, info, weights, size),
@@ -380,7 +385,7 @@ def measure_used(engine: Pool, info: ModelInfo, weights: int, size: int) -> int:
     return min(size, sum(resident)) if all(resident) else size
 
 
-@router.post("/api/show", openapi_extra=describe_route(ShowBody, ShowAnswer, error=Error))
+@router.post("/api/show", openapi_extra=describe_route(ShowBody, ShowAnswer))
 async def show(request: Request) -> Response:
     """Return the metadata in the model's file, and the model's capabilities. A model that has not
     been loaded yet is described by its file alone.
@@ -419,7 +424,8 @@ async def show(request: Request) -> Response:
 
 
 @router.post(
-    "/api/pull", openapi_extra=describe_route(PullBody, PullStatus, stream=MEDIA_TYPE, error=Error)
+    "/api/pull",
+    openapi_extra=describe_route(PullBody, PullStatus, stream=MEDIA_TYPE),
 )
 async def pull_model(request: Request) -> Response:
     """Download a model into the hub's cache, if the server's settings allow it.
@@ -443,7 +449,7 @@ def keep(request: Request, body: LoadingBody) -> None:
         registry_of(request).loaded.keep(model_for(request, body.model), stay)
 
 
-async def unload(request: Request, body: GenerationBody, *, chat: bool) -> Response:
+async def unload(request: Request, body: OllamaGenerationBody, *, chat: bool) -> Response:
     """Unload a model as soon as it has no requests, if the request may do that."""
     registry, model = registry_of(request), model_for(request, body.model, UNKNOWN)
     if may_change_models(request):

@@ -46,7 +46,7 @@ Integer = Annotated[int, BeforeValidator(truncated)]
 
 
 @add_sampling_fields("ollama", integer=Integer)
-class Options(Body):
+class OllamaOptions(Body):
     """Sampling parameters. Those that are left out get the operator's defaults."""
 
     ignored: ClassVar = {
@@ -158,7 +158,7 @@ class LoadingBody(TermsBody):
         return None if seconds < 0 or seconds > FOR_EVER else seconds
 
 
-class GenerationBody(LoadingBody):
+class OllamaGenerationBody(LoadingBody):
     """Fields that /api/generate and /api/chat have in common."""
 
     ignored: ClassVar = {
@@ -169,7 +169,7 @@ class GenerationBody(LoadingBody):
 
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     think: bool | str | None = Field(
         default=None, description="Whether to think, or how much: low, medium, high, max."
     )
@@ -182,7 +182,7 @@ class GenerationBody(LoadingBody):
         if self.top_logprobs and not self.logprobs:
             message = "Invalid 'top_logprobs': it requires 'logprobs' to be true."
             raise BadRequest(message, param="top_logprobs", code="invalid_value")
-        return (self.options or Options()).params(
+        return (self.options or OllamaOptions()).params(
             defaults, (self.top_logprobs or 0) if self.logprobs else None
         )
 
@@ -217,13 +217,13 @@ class GenerationBody(LoadingBody):
         )
 
 
-class GenerateBody(GenerationBody):
+class OllamaGenerateBody(OllamaGenerationBody):
     """POST /api/generate."""
 
     model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?", stream=False)
 
     refused: ClassVar = {
-        **GenerationBody.refused,
+        **OllamaGenerationBody.refused,
         "context": "send the conversation to /api/chat; its cached prefix is not computed again",
         "template": "the model's own template is used; use raw to send a prompt without it",
         "images": NO_IMAGES,
@@ -242,14 +242,14 @@ class GenerateBody(GenerationBody):
         return self.chat_of(messages, [])
 
 
-class CalledFunction(Body):
+class OllamaFunctionCall(Body):
     name: str
     arguments: dict[str, Any] | None = None
 
 
-class ToolCall(Body):
+class OllamaToolCall(Body):
     id: str | None = None
-    function: CalledFunction
+    function: OllamaFunctionCall
 
     def for_template(self) -> dict[str, Any]:
         """Return the call in the format of chat templates."""
@@ -257,28 +257,28 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Message(Body):
+class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class Function(Body):
+class OllamaFunction(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Body):
+class OllamaTool(Body):
     type: Literal["function"] = "function"
-    function: Function
+    function: OllamaFunction
 
 
-class ChatBody(GenerationBody):
+class OllamaChatBody(OllamaGenerationBody):
     """POST /api/chat."""
 
     model_config = example(
@@ -287,8 +287,8 @@ class ChatBody(GenerationBody):
         options={"temperature": 0},
     )
 
-    messages: list[Message] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: list[OllamaMessage] | None = None
+    tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
 
     def chat(self) -> Chat:
         """Return the conversation. Raises BadRequest for images."""
@@ -320,7 +320,7 @@ class ChatBody(GenerationBody):
         return messages
 
 
-class EmbedBody(LoadingBody):
+class OllamaEmbedBody(LoadingBody):
     """POST /api/embed."""
 
     model_config = example(
@@ -340,12 +340,12 @@ class EmbedBody(LoadingBody):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
-class EmbeddingsBody(LoadingBody):
+class OllamaEmbeddingsBody(LoadingBody):
     """POST /api/embeddings, the earlier form of /api/embed."""
 
     model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?")
 
-    ignored: ClassVar = EmbedBody.ignored
+    ignored: ClassVar = OllamaEmbedBody.ignored
 
     prompt: str
 

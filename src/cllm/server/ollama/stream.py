@@ -30,7 +30,7 @@ class Durations(TypedDict):
     load_duration: int
 
 
-class Ending(TypedDict):
+class OllamaEnding(TypedDict):
     """Without a prompt, ``done_reason`` is load or unload, and there are no counts and durations.
     Durations are in nanoseconds.
     """
@@ -45,7 +45,7 @@ class Ending(TypedDict):
     eval_duration: NotRequired[int]
 
 
-class CalledFunction(TypedDict):
+class CompleteFunctionCall(TypedDict):
     index: int
     name: str
     arguments: dict[str, Any]
@@ -53,7 +53,7 @@ class CalledFunction(TypedDict):
 
 class CompleteCall(TypedDict):
     id: str
-    function: CalledFunction
+    function: CompleteFunctionCall
 
 
 class AnswerMessage(TypedDict):
@@ -63,7 +63,7 @@ class AnswerMessage(TypedDict):
     tool_calls: NotRequired[list[CompleteCall]]
 
 
-class Head(TypedDict):
+class OllamaHead(TypedDict):
     model: str
     created_at: str
 
@@ -79,11 +79,11 @@ class GeneratedMessage(TypedDict):
     logprobs: NotRequired[list[dict[str, Any]]]
 
 
-class GenerateAnswer(Head, GeneratedText, Ending):
+class OllamaGenerateAnswer(OllamaHead, GeneratedText, OllamaEnding):
     pass
 
 
-class ChatAnswer(Head, GeneratedMessage, Ending):
+class OllamaChatAnswer(OllamaHead, GeneratedMessage, OllamaEnding):
     pass
 
 
@@ -111,7 +111,7 @@ class Clock:
             "load_duration": self.submitted - self.came,
         }
 
-    def ending(self, generation: Generation, last: Delta) -> Ending:
+    def ending(self, generation: Generation, last: Delta) -> OllamaEnding:
         """Return the fields that end an answer.
 
         Time in the queue counts as evaluating the prompt.
@@ -128,7 +128,7 @@ class Clock:
         }
 
 
-def head_object(model: str) -> Head:
+def head_object(model: str) -> OllamaHead:
     now = datetime.datetime.now(datetime.UTC)
     return {"model": model, "created_at": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
 
@@ -152,7 +152,7 @@ def text_fields(
     return {"message": message}
 
 
-class Calls:
+class CallCollector:
     """The function calls of an answer.
 
     Each is sent when it is complete, because its arguments are an object.
@@ -173,7 +173,7 @@ class Calls:
     def end(self) -> None:
         """Complete the call that has been fed, if there is one."""
         if self._name:
-            function: CalledFunction = {
+            function: CompleteFunctionCall = {
                 "index": self._call,
                 "name": self._name,
                 "arguments": parse_partial_object("".join(self._parts)),
@@ -188,7 +188,7 @@ async def collect(
     """Return the whole answer."""
     token_logprobs: list[TokenLogprob] = []
     texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
-    calls, last = Calls(), Delta(0, "", 0)
+    calls, last = CallCollector(), Delta(0, "", 0)
     async for deltas in answer:
         clock.token()
         for last in deltas:
@@ -206,7 +206,7 @@ async def collect(
     return {**head_object(model), **content, **clock.ending(answer.generation, last)}
 
 
-class Lines:
+class OllamaLines:
     """The lines of one stream; implements Events."""
 
     def __init__(
@@ -222,7 +222,7 @@ class Lines:
         self._vocabulary = vocabulary
         self._chat = chat
         self._clock = clock
-        self._calls = Calls()
+        self._calls = CallCollector()
         self._last = Delta(0, "", 0)
         head = to_json(head_object(model))[:-1]
         self._head = head

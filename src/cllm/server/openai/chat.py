@@ -143,7 +143,7 @@ async def chat_generation(
     return await service.prepare(request_id, chat, params, scheduling, param, bound)
 
 
-@router.get("/models", openapi_extra=describe_route())
+@router.get("/models")
 async def models(request: Request, reload: bool = False) -> ModelList:
     """List the models, each under its name and under each alias that is not a pattern.
 

@@ -62,7 +62,7 @@ class CompletionChoice(TypedDict):
         timings=EXAMPLE_TIMINGS,
     )
 )
-class Completion(AnswerHead):
+class TextCompletion(AnswerHead):
     choices: list[CompletionChoice]
     usage: TokenUsage
     timings: Timings
@@ -70,7 +70,7 @@ class Completion(AnswerHead):
 
 @router.post(
     "/completions",
-    openapi_extra=describe_route(CompletionBody, Completion, stream="text/event-stream"),
+    openapi_extra=describe_route(CompletionBody, TextCompletion, stream="text/event-stream"),
 )
 async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""

@@ -41,26 +41,26 @@ class FunctionCall(Body):
     )
 
 
-class ToolCall(Body):
+class ChatToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Body):
+class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = Field(
         default=None,
         description="Of a tool's result. By default that of the first call without a result.",
     )
 
     @pydantic.model_validator(mode="after")
-    def _complete(self) -> Message:
+    def _complete(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of the role '{self.role}' must have content")
         return self
@@ -103,7 +103,7 @@ class Message(Body):
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
 
 
-class Function(Body):
+class FunctionDeclaration(Body):
     model_config = pydantic.ConfigDict(extra="allow")
     name: ToolName
     description: str | None = None
@@ -111,23 +111,23 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class ChatTool(Body):
     type: Literal["function"] = "function"
-    function: Function
+    function: FunctionDeclaration
 
 
 class FunctionName(Body):
     name: str
 
 
-class NamedTool(Body):
+class NamedFunction(Body):
     type: Literal["function"]
     function: FunctionName
 
 
 class Allowed(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Body):
@@ -137,7 +137,7 @@ class AllowedTools(Body):
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
 
 
 def check_variable(name: str) -> str:

@@ -9,18 +9,18 @@ from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 
-Entry = TypeVar("Entry", bound=Mapping[str, Any])
+ListItem = TypeVar("ListItem", bound=Mapping[str, Any])
 
 
-class Page(TypedDict, Generic[Entry]):
+class ListPage(TypedDict, Generic[ListItem]):
     object: Literal["list"]
-    data: Sequence[Entry]
+    data: Sequence[ListItem]
     first_id: str
     last_id: str
     has_more: bool
 
 
-def page(objects: Sequence[Entry], after: str | None, limit: int) -> Page[Entry]:
+def page(objects: Sequence[ListItem], after: str | None, limit: int) -> ListPage[ListItem]:
     """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or ""
     is the beginning.
 

@@ -21,11 +21,11 @@ from cllm.server.off_loop import in_thread
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     AllowedTools,
-    Message,
-    NamedTool,
+    ChatMessage,
+    ChatTool,
+    NamedFunction,
     ReasoningEffort,
     TemplateVariables,
-    Tool,
     ToolChoice,
     continuing,
     drop_nulls,
@@ -254,9 +254,9 @@ class ChatBody(GenerationBody):
         "prompt_logprobs": "send the prompt to /v1/completions, with echo and logprobs",
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Limit = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -311,7 +311,7 @@ class ChatBody(GenerationBody):
 
     def _tool_choice(self) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
         match self.tool_choice:
-            case NamedTool(function=function):
+            case NamedFunction(function=function):
                 return "required", (function.name,)
             case AllowedTools(allowed_tools=allowed):
                 return allowed.mode, tuple(tool.function.name for tool in allowed.tools)

@@ -27,7 +27,7 @@ from cllm.text.schema.closed_objects import (
     parts_of,
 )
 from cllm.text.schema.finite_values import Schema
-from cllm.text.schema.places import Places, follow
+from cllm.text.schema.places import SchemaPlaces, follow
 from cllm.text.schema.repetitions import MAX_EXPANSION, expands_too_far
 from cllm.text.schema.string_formats import FORMATS, split_lookaheads
 
@@ -84,7 +84,7 @@ class Translator:
         self._param = param
         self._unenforced = unenforced
         self._num_schemas = 0
-        self._places = Places(root)
+        self._places = SchemaPlaces(root)
         # of definitions, by id() of their schema and whether closed
         self._names: dict[tuple[int, bool], str] = {}
         self._targets: list[tuple[str, Any, bool]] = []  # definitions still to translate

@@ -19,7 +19,7 @@ CONSTANTS = {"const", "enum", "default", "examples"}  # keywords whose values ar
 MAX_DIGITS = 10  # of an index; Python refuses to read thousands
 
 
-class Places:
+class SchemaPlaces:
     """The possible targets of a schema's references, and what they are relative to."""
 
     def __init__(self, root: Any) -> None:

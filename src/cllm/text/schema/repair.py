@@ -12,7 +12,7 @@ from typing import Any
 
 from cllm.text.schema.faults import BY_NAME, LISTS, SINGLE
 from cllm.text.schema.json_schema import TYPES
-from cllm.text.schema.places import Places, follow
+from cllm.text.schema.places import SchemaPlaces, follow
 
 NAMES = {
     "null": ("none", "nil", "nonetype"),
@@ -54,13 +54,13 @@ def repair(schema: dict[str, Any], dropped: set[str]) -> dict[str, Any]:
     """Return ``schema`` with type names of JSON Schema, and without keywords whose values are
     invalid; these are added to ``dropped``.
     """
-    return Repair(Places(schema), dropped).object(schema)
+    return Repair(SchemaPlaces(schema), dropped).object(schema)
 
 
 class Repair:
     """Repairs the parts of one schema, in which ``places`` finds references."""
 
-    def __init__(self, places: Places, dropped: set[str]) -> None:
+    def __init__(self, places: SchemaPlaces, dropped: set[str]) -> None:
         self._places = places
         self._dropped = dropped
 

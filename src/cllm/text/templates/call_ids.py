@@ -47,7 +47,7 @@ def link_results(messages: Messages) -> Messages:
     unanswered call. It need not belong to one.
     """
     linked: Messages = []
-    calls = Calls()
+    calls = CallIndex()
     for i, message in enumerate(messages):
         if made := message.get("tool_calls"):
             made = [calls.add(call, f"call_{i}_{j}") for j, call in enumerate(made)]
@@ -62,7 +62,7 @@ def link_results(messages: Messages) -> Messages:
     return linked
 
 
-class Calls:
+class CallIndex:
     """The calls of a conversation: names by id, and ids of unanswered calls by name."""
 
     def __init__(self) -> None:

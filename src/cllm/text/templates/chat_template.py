@@ -417,7 +417,7 @@ def compile_template(source: str, name: str = "the model's chat template") -> ji
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,
-        extensions=[jinja2.ext.loopcontrols, Generation],
+        extensions=[jinja2.ext.loopcontrols, GenerationTag],
     )
     environment.code_generator_class = Unfolded
     environment.filters["tojson"] = tojson
@@ -484,7 +484,7 @@ def refuse(message: str) -> NoReturn:
     raise TemplateRefusal(message)
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` marks a model's own text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it

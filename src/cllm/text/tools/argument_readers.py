@@ -31,7 +31,7 @@ ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a"
 ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{1,2})?")
 
 
-class Reader(Protocol):
+class ArgumentReader(Protocol):
     def feed(self, text: str) -> tuple[str, str | None]: ...
     def close(self, *, is_cut: bool = False) -> str: ...
 

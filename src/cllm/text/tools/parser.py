@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cllm.text.tools.argument_readers import Bare, Keywords, Object, Pairs, Reader
+from cllm.text.tools.argument_readers import ArgumentReader, Bare, Keywords, Object, Pairs
 from cllm.text.tools.model_family import (
     MAX_HEAD,
     Calls,
@@ -103,7 +103,7 @@ class Parser:
         self._has_text = begun and not inside  # any text since the beginning or the last call
         self._opener = ""
         self._num_seen = 0  # characters of a head that are already searched
-        self._reader: Reader = Object()
+        self._reader: ArgumentReader = Object()
         self._depth = 0  # open braces around the arguments
         self._state: Callable[[], bool] = self._in_text
         self._then: Callable[[], bool] = self._after_call  # the state after the arguments

@@ -25,7 +25,7 @@ from cllm.server.body import (
     parts_of,
 )
 from cllm.server.call import call_of
-from cllm.server.openai.paging import Page, page
+from cllm.server.openai.paging import ListPage, page
 from cllm.store.files import StoredFile, new_file, no_file
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
@@ -126,14 +126,14 @@ async def upload(request: Request) -> FileObject:
     return file_object(file)
 
 
-@router.get("", openapi_extra=describe_route())
+@router.get("")
 async def list_files(
     request: Request,
     purpose: str | None = None,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
-) -> Page[FileObject]:
+) -> ListPage[FileObject]:
     """List the files of this API key, newest first."""
     store = (await open_batches(request)).store
     files = await store.run(store.files.of_account, call_of(request).account())
@@ -142,7 +142,7 @@ async def list_files(
     return page(objects if order == "asc" else objects[::-1], after, limit)
 
 
-@router.get("/{file_id}", openapi_extra=describe_route())
+@router.get("/{file_id}")
 async def retrieve(request: Request, file_id: str) -> FileObject:
     """Return the description of a file."""
     return file_object(await find(request, file_id))
@@ -160,7 +160,7 @@ async def content(request: Request, file_id: str) -> Response:
     )
 
 
-@router.delete("/{file_id}", openapi_extra=describe_route())
+@router.delete("/{file_id}")
 async def delete(request: Request, file_id: str) -> DeletedFile:
     """Delete a file, unless a batch still reads it."""
     await find(request, file_id)

@@ -17,7 +17,7 @@ from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.openai.batches.files import ExpiresAfter
 from cllm.server.openai.batches.lines import ENDPOINTS, Endpoint
-from cllm.server.openai.paging import Page, page
+from cllm.server.openai.paging import ListPage, page
 from cllm.server.openai.schema import Metadata
 from cllm.server.resolve import check_route, model_for
 from cllm.store.batches import STATUSES, BatchRecord, Status
@@ -156,16 +156,16 @@ async def create(request: Request) -> BatchObject:
     return batch_object(record)
 
 
-@router.get("", openapi_extra=describe_route())
+@router.get("")
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> Page[BatchObject]:
+) -> ListPage[BatchObject]:
     """List the batches of this API key, newest first."""
     records = await (await open_batches(request)).of_account(call_of(request).account(), ENDPOINTS)
     return page([batch_object(record) for record in records], after, limit)
 
 
-@router.get("/{batch_id}", openapi_extra=describe_route())
+@router.get("/{batch_id}")
 async def retrieve(request: Request, batch_id: str) -> BatchObject:
     """Return the progress of a batch, and the ids of its output files once it has ended."""
     return batch_object(
@@ -173,7 +173,7 @@ async def retrieve(request: Request, batch_id: str) -> BatchObject:
     )
 
 
-@router.post("/{batch_id}/cancel", openapi_extra=describe_route())
+@router.post("/{batch_id}/cancel")
 async def cancel(request: Request, batch_id: str) -> BatchObject:
     """Cancel a batch. It keeps the answers that it has so far."""
     batches = await open_batches(request)

@@ -21,7 +21,7 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(16)}"
 
 
-class Part(Body):
+class ItemPart(Body):
     """A part of a message's content. Parts that are not text are rejected."""
 
     type: str
@@ -29,13 +29,13 @@ class Part(Body):
     refusal: str | None = None
 
     @pydantic.model_validator(mode="after")
-    def _is_text(self) -> Part:
+    def _is_text(self) -> ItemPart:
         if self.type not in TEXT_PARTS or (self.text is None and self.refusal is None):
             raise ValueError(f"this model accepts text parts only, not '{self.type[:40]}'")
         return self
 
 
-Content = str | list[Part]
+Content = str | list[ItemPart]
 
 
 def text_of(content: Content | None) -> str:
@@ -128,8 +128,8 @@ class ReasoningItem(Body):
     """
 
     type: Literal["reasoning"]
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
+    summary: list[ItemPart] | None = None
+    content: list[ItemPart] | None = None
 
     def resource(self) -> dict[str, Any]:
         text = text_of(self.content) or text_of(self.summary)

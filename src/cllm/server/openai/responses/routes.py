@@ -24,7 +24,7 @@ from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.chat import chat_generation
 from cllm.server.openai.logprobs import chat_logprobs
-from cllm.server.openai.paging import Page, page
+from cllm.server.openai.paging import ListPage, page
 from cllm.server.openai.responses.items import PLACES, new_id
 from cllm.server.openai.responses.schema import ResponseBody, TextFormat, with_own_names
 from cllm.server.openai.responses.stream import ResponseEvents, ResponseUsage
@@ -84,7 +84,7 @@ class DeletedResponse(TypedDict):
     deleted: bool
 
 
-class ItemList(Page[dict[str, Any]]):
+class ItemList(ListPage[dict[str, Any]]):
     """The items that the model has read."""
 
 
@@ -156,7 +156,7 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/{response_id}", openapi_extra=describe_route())
+@router.delete("/{response_id}")
 async def delete(request: Request, response_id: str) -> DeletedResponse:
     """Delete a stored response.
 

@@ -12,7 +12,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, example, first_fault
 from cllm.server.openai.conversation import MAX_TOOLS, ReasoningEffort
 from cllm.server.openai.responses.items import Identifier, Item, MessageItem, messages_of
-from cllm.server.openai.responses.tools import Tool, Toolset
+from cllm.server.openai.responses.tools import ResponseTool, Toolset
 from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
 
 MAX_ITEMS = 10_000
@@ -39,13 +39,13 @@ def check_choice(value: Any) -> Any:
     return value
 
 
-class NamedTool(Body):
+class NamedResponseTool(Body):
     type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
 
 
-class AllowedTool(Body):
+class AllowedResponseTool(Body):
     """A declared tool. Only tools that are left out have no name."""
 
     type: str
@@ -53,10 +53,10 @@ class AllowedTool(Body):
     namespace: str | None = None
 
 
-class AllowedTools(Body):
+class AllowedResponseTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedResponseTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Body):
@@ -89,7 +89,7 @@ class TextConfig(Body):
     format: TextFormat | None = None
 
 
-class Reasoning(Body):
+class ReasoningConfig(Body):
     ignored: ClassVar[Mapping[str, str]] = {
         "summary": "reasoning is returned unabridged",
         "generate_summary": "reasoning is returned unabridged",
@@ -137,7 +137,7 @@ class ResponseBody(GenerationBody):
         description="Whether to keep the response in memory; default true, in a batch false.",
     )
     metadata: Metadata | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
         default=None,
         description="Functions and custom tools, also within namespaces. Tools of other types "
         "are left out; the header "
@@ -145,13 +145,13 @@ class ResponseBody(GenerationBody):
     )
     tool_choice: Annotated[
         Literal["none", "auto", "required"]
-        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | Annotated[NamedResponseTool | AllowedResponseTools, Field(discriminator="type")]
         | None,
         pydantic.BeforeValidator(check_choice),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningConfig | None = None
     max_output_tokens: Limit = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -220,7 +220,7 @@ class ResponseBody(GenerationBody):
         choice = self.tool_choice
         if choice is None or isinstance(choice, str):
             return choice
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, NamedResponseTool):
             (name, *_) = toolset.flat_names(choice.name, choice.namespace) or [choice.name]
             return force_function(name)
         names = [

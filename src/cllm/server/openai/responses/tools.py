@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from cllm.server.body import Body
-from cllm.server.openai.conversation import MAX_TOOLS, Function, ToolName
+from cllm.server.openai.conversation import MAX_TOOLS, FunctionDeclaration, ToolName
 
 # Custom tools take plain text. The model calls them as functions with these arguments.
 CUSTOM_ARGUMENTS = {
@@ -25,7 +25,7 @@ CUSTOM_ARGUMENTS = {
 }
 
 
-class FunctionTool(Function):
+class FunctionTool(FunctionDeclaration):
     type: Literal["function"] = "function"
 
     def resource(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class NamespaceTool(Body):
         return {**self.model_dump(exclude_unset=True, exclude={"tools"}), "tools": tools}
 
 
-Tool = Annotated[OneTool | Annotated[NamespaceTool, Tag("tool:namespace")], DISCRIMINATOR]
+ResponseTool = Annotated[OneTool | Annotated[NamespaceTool, Tag("tool:namespace")], DISCRIMINATOR]
 
 
 @dataclass(frozen=True, slots=True)
