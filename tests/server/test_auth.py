@@ -10,7 +10,7 @@ from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.server.access import Access
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.queueing import TermsBody
 
 
@@ -20,7 +20,7 @@ def call(headers, priorities=None):
     )
     app = SimpleNamespace(state=SimpleNamespace(settings=settings, access=Access(settings)))
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return call_of(Request({"type": "http", "headers": raw, "app": app}))
+    return get_call(Request({"type": "http", "headers": raw, "app": app}))
 
 
 KEY = f"key-{hashlib.sha256(b'secret').hexdigest()[:16]}"

@@ -161,7 +161,7 @@ CALLED = {
 }
 
 
-def call_of(name, *pieces):
+def get_call(name, *pieces):
     return [
         Delta(0, piece, 1, channel=Channel.CALL, name=name if i == 0 else "")
         for i, piece in enumerate(pieces)
@@ -171,7 +171,7 @@ def call_of(name, *pieces):
 def test_custom_tool_call_has_its_own_items_and_events():
     arguments = json.dumps({"input": PATCH})
     deltas = [
-        *call_of("apply_patch", "", arguments[:9], arguments[9:]),
+        *get_call("apply_patch", "", arguments[:9], arguments[9:]),
         Delta(0, "", 1, "tool_calls"),
     ]
     events, response = events_of(deltas, called=CALLED)
@@ -195,7 +195,7 @@ def test_custom_tool_call_has_its_own_items_and_events():
 
 def test_namespaced_tool_call_names_tool_and_namespace():
     events, response = events_of(
-        [*call_of("mcp__docs__find", "{}"), Delta(0, "", 1, "tool_calls")], called=CALLED
+        [*get_call("mcp__docs__find", "{}"), Delta(0, "", 1, "tool_calls")], called=CALLED
     )
     (item,) = response["output"]
     assert (item["type"], item["name"], item["namespace"], item["arguments"]) == (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
@@ -28,6 +30,7 @@ from cllm.server.openai.batches import files
 from cllm.server.openai.batches import routes as batches
 from cllm.server.openai.batches.lines import ENDPOINTS, OpenAILines
 from cllm.server.openai.responses import routes as responses
+from cllm.server.state import ServerState
 from cllm.serving.batches import Lines
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
@@ -83,7 +86,9 @@ answer_fault = errors.make_answer(DIALECTS, PATHS)
 
 
 def create_app(registry: Registry, settings: Settings, access: Access | None = None) -> FastAPI:
-    """``access``: the accounts; by default those that the settings name."""
+    """Return the application. ``access`` has the accounts, by default those that the settings
+    name.
+    """
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -94,22 +99,22 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.registry = registry
-    app.state.settings = settings
-    app.state.access = access or Access(settings)
-    app.state.responses = ResponseStore(
-        settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000
+    storage = settings.storage
+    state = ServerState(
+        registry,
+        settings,
+        access or Access(settings),
+        ResponseStore(storage.max_responses, storage.max_responses_mb * 1_000_000),
+        CreatedModels(None if storage.folder is None else Path(storage.folder)),
+        routes(),
     )
-    app.state.created = CreatedModels(None)
-    app.state.skipped = set()  # types of skipped parts that have been logged
-    openai_lines = OpenAILines(app.state, settings.server.max_body_mb * 1_000_000)
-    lines: dict[str, Lines] = dict.fromkeys(ENDPOINTS, openai_lines)
-    lines[ENDPOINT] = MessageLines(app.state)
-    app.state.batches = make_batches(registry, settings, lines)
+    lines: dict[str, Lines] = dict.fromkeys(ENDPOINTS, OpenAILines(state))
+    lines[ENDPOINT] = MessageLines(state)
+    state.batches = make_batches(registry, settings, lines)
+    app.state = state  # type: ignore[assignment]  # typed, unlike the framework's
     errors.install(app, answer_fault)
     for router in ROUTERS:
         app.include_router(router)
-    app.state.routes = routes()
     paths.install(app, PATHS)
     openapi.install(app, ERROR_TYPES)
     return app

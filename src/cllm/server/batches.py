@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from cllm.config.settings import Settings
 from cllm.errors import BadRequest
+from cllm.server.state import get_state
 from cllm.serving.batches import Batches, Lines
 from cllm.serving.registry import Registry
 from cllm.store.files import StoredFile
@@ -38,7 +39,7 @@ async def open_batches(request: Request) -> Batches:
 
     Raises BadRequest if the settings have no folder (404), or if it cannot be opened (503).
     """
-    batches: Batches | None = request.app.state.batches
+    batches = get_state(request).batches
     if batches is None:
         raise BadRequest(
             "Files and batches are disabled on this server (storage.folder).",

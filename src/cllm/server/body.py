@@ -21,8 +21,9 @@ from starlette.requests import Request
 
 from cllm.errors import BadRequest, EngineError
 from cllm.server.body_limits import check_parts, check_structure
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.off_loop import LARGE, admit, off_loop
+from cllm.server.state import get_state
 from cllm.serving.answer import SchedulingOptions
 
 Model = TypeVar("Model", bound="Body")
@@ -199,7 +200,7 @@ async def read_body(request: Request, model: type[Model], *, any_type: bool = Fa
     if not any_type or "origin" in headers or "sec-fetch-site" in headers:
         check_type(headers.get("content-type", ""))
     data = await read_bytes(request)
-    call = call_of(request)
+    call = get_call(request)
     call.body_hash = hash(data)
     admit(call, len(data))
 
@@ -254,11 +255,11 @@ async def read_bytes(request: Request, max_mb: int | None = None) -> bytes:
     received.
     """
     check_encoding(request)
-    limit = (max_mb or request.app.state.settings.server.max_body_mb) * 1_000_000
+    limit = (max_mb or get_state(request).settings.server.max_body_mb) * 1_000_000
     too_large = BadRequest(
         f"The body is larger than {limit} bytes.", code="request_too_large", status=413
     )
-    call = call_of(request)
+    call = get_call(request)
     parts: list[bytes] = []
     try:
         async for part in parts_of(request, limit, too_large):

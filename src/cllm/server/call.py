@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.datastructures import State
 from starlette.requests import Request
 
 from cllm.core.account import ADDRESS, ANONYMOUS, Account
-from cllm.server.access import Access
 from cllm.server.auth import ACCOUNT, name_for_key, read_key
+from cllm.server.state import ServerState, get_state
 from cllm.serving.answer import SchedulingOptions
 from cllm.store.audit import write_audit
 
@@ -24,14 +23,14 @@ CALL = "cllm.call"  # in the scope of a request
 class Call:
     """An HTTP request, or a request of a batch, without its body.
 
-    state: the application's: registry, settings, access, stored responses. account_name: of the
-    account of a batch; for an HTTP request, by its credentials, "" without. request: None for a
-    batch, else the HTTP request, whose client may disconnect. num_bytes: of the body, and of stored
-    responses that it continues. body_hash: the same for the same body. time_limits: those in the
-    body, which count from its arrival. lora: the adapters that the body names.
+    ``account_name`` is the account of a batch; of an HTTP request it is the name that its
+    credentials give, "" without any. ``request`` is the HTTP request, whose client may disconnect,
+    or None in a batch. ``num_bytes`` counts the body and the stored responses that it continues.
+    ``body_hash`` is the same for the same body. ``time_limits`` are those in the body; they count
+    from its arrival. ``lora`` has the adapters that the body names.
     """
 
-    state: State
+    state: ServerState
     account_name: str
     request: Request | None = None
     num_bytes: int = 0
@@ -47,7 +46,7 @@ class Call:
         if self.request is not None and ACCOUNT in self.request.scope:
             account: Account = self.request.scope[ACCOUNT]
             return account
-        access: Access = self.state.access
+        access = self.state.access
         if self.request is not None and access.is_required:
             return ANONYMOUS  # without any rights
         return access.account(self.account_name or (f"user-{user}" if user else ""))
@@ -67,10 +66,10 @@ class Call:
             write_audit(Path(folder).expanduser(), who, what, **details)
 
 
-def call_of(request: Request) -> Call:
+def get_call(request: Request) -> Call:
     """Return the call that ``request`` is, always the same object."""
     call: Call | None = request.scope.get(CALL)
     if call is None:
         name = name_for_key(read_key(request.headers))
-        call = request.scope[CALL] = Call(request.app.state, name, request)
+        call = request.scope[CALL] = Call(get_state(request), name, request)
     return call

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from typing_extensions import TypedDict
 
 from cllm.errors import (
@@ -35,6 +35,7 @@ from cllm.server.http.paths import KnownPaths
 from cllm.server.http.request_id import request_id
 from cllm.server.http.sse import ClientGone
 from cllm.server.queueing import TICKET
+from cllm.server.state import get_state
 from cllm.serving.answer import RequestTimeout
 
 log = logging.getLogger("cllm.server")
@@ -175,7 +176,7 @@ def error_event(error: Exception) -> bytes:
 
 def allowed_methods(request: Request) -> list[str]:
     """Return the methods that the path of ``request`` supports. HEAD works wherever GET does."""
-    routes: list[Route] = request.app.state.routes
+    routes = get_state(request).routes
     known = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     methods = {method for route in known for method in route.methods or ()}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))

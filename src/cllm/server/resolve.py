@@ -11,23 +11,18 @@ from typing import Any
 
 from starlette.requests import Request
 
-from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, EngineError, UnknownModel
 from cllm.server.auth import route_not_allowed
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.http.sse import until_disconnect
+from cllm.server.state import get_state
 from cllm.serving.answer import AdapterUse, list_limits, took_too_long
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
 
 MIN_SCAN_AGE = 2.0  # seconds
-
-
-def registry_of(request: Request) -> Registry:
-    registry: Registry = request.app.state.registry
-    return registry
 
 
 def model_for(request: Request, name: str | None = None, message: str = "") -> ServedModel:
@@ -37,7 +32,7 @@ def model_for(request: Request, name: str | None = None, message: str = "") -> S
     request's account may not use.
     """
     try:
-        return find_allowed(registry_of(request), call_of(request).account(), name)
+        return find_allowed(get_state(request).registry, get_call(request).account(), name)
     except UnknownModel as error:
         if message:
             raise UnknownModel(error.asked, error.served, message) from None
@@ -73,13 +68,13 @@ async def service_for(request: Request, name: str | None = None, message: str = 
 
     Raises what ``model_for`` and ``load`` raise.
     """
-    registry = registry_of(request)
+    registry = get_state(request).registry
     try:
         model = model_for(request, name, message)
     except UnknownModel:
         await registry.rescan(MIN_SCAN_AGE)  # its file may be new
         model = model_for(request, name, message)
-    call = call_of(request)
+    call = get_call(request)
     if (service := registry.loaded.use(model)) is None:
         service = await until_disconnect(request, load(registry, model, call))
     return with_adapters(registry, model, service, call)
@@ -155,15 +150,15 @@ def check_route(account: Account, path: str) -> None:
 
 def served_models(request: Request) -> list[ServedModel]:
     """Return the models that the request's account may use."""
-    account = call_of(request).account()
-    return [one for one in registry_of(request).models if account.may_use_model(one.name)]
+    account = get_call(request).account()
+    return [one for one in get_state(request).registry.models if account.may_use_model(one.name)]
 
 
 def check_admin(request: Request) -> None:
     """Raise BadRequest (403) unless the request's account may see and manage what concerns all
     accounts.
     """
-    account = call_of(request).account()
+    account = get_call(request).account()
     if not account.is_admin:
         message = f"{request.method} {request.scope['path']} needs the API key of an administrator."
         raise BadRequest(message, code="admin_required", status=403)
@@ -171,8 +166,10 @@ def check_admin(request: Request) -> None:
 
 def may_change_models(request: Request) -> bool:
     """Return whether the request may load and unload models as it likes."""
-    settings: Settings = request.app.state.settings
-    return settings.server.allow_model_changes and call_of(request).account().is_admin
+    return (
+        get_state(request).settings.server.allow_model_changes
+        and get_call(request).account().is_admin
+    )
 
 
 def check_enabled(request: Request, option: str) -> None:
@@ -180,7 +177,7 @@ def check_enabled(request: Request, option: str) -> None:
     request's account is an administrator's.
     """
     check_admin(request)
-    if getattr(request.app.state.settings.server, option):
+    if getattr(get_state(request).settings.server, option):
         return
     path = request.scope["path"]
     message = (

@@ -78,7 +78,7 @@ def note_skipped(call: Call, service: Service, kinds: Iterable[str]) -> dict[str
     ]
     if not names:
         return {}
-    logged: set[str] = call.state.skipped
+    logged = call.state.skipped
     for name in names:
         service.metrics.count_skipped_part(name)
         if name not in logged:

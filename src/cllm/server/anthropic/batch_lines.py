@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from pydantic_core import from_json, to_json
-from starlette.datastructures import State
 
 from cllm.errors import BadRequest
 from cllm.server.anthropic.errors import anthropic_error
@@ -24,7 +23,7 @@ from cllm.server.http.request_id import new_request_id
 from cllm.server.http.sse import escape_line_ends
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
-from cllm.serving.registry import Registry
+from cllm.server.state import ServerState
 from cllm.serving.served_model import ServedModel
 from cllm.store.batches import BatchRecord
 
@@ -91,8 +90,7 @@ SPACES = bytes.maketrans(b"\r\n", b"  ")
 class MessageLines:
     """Implements ``cllm.serving.batches.Lines``."""
 
-    def __init__(self, state: State) -> None:
-        """``state``: of the application."""
+    def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def check(self, path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
@@ -114,7 +112,7 @@ class MessageLines:
         check_route(call.account(), ENDPOINT)
         admit(call, len(body))
         asked = await off_loop(call, lambda: read_params(body, call))
-        registry: Registry = self._state.registry
+        registry = self._state.registry
         found = find_allowed(registry, call.account(), asked.model)
         service = with_adapters(registry, found, await load(registry, found, call), call)
         generation = await message_generation(call, service, asked)

@@ -30,9 +30,10 @@ from cllm.server.anthropic.batch_lines import (
 from cllm.server.anthropic.routes import check_version
 from cllm.server.batches import chunks, open_batches, store_file
 from cllm.server.body import Body, check_type, describe_route, example, read_bytes
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.resolve import check_route, model_for
+from cllm.server.state import get_state
 from cllm.serving.batches import Batches
 from cllm.store.batches import BatchRecord
 from cllm.store.files import FileStore, StoredFile, new_file
@@ -111,8 +112,8 @@ async def create(request: Request) -> MessageBatch:
     check_version(request)
     batches = await open_batches(request)
     check_type(request.headers.get("content-type", ""))
-    data = await read_bytes(request, request.app.state.settings.storage.max_file_mb)
-    call = call_of(request)
+    data = await read_bytes(request, get_state(request).settings.storage.max_file_mb)
+    call = get_call(request)
     account, now = call.account(), int(time.time())
     check_route(account, ENDPOINT)
     admit(call, len(data))
@@ -166,7 +167,7 @@ async def list_batches(
     """List the batches of this API key, newest first."""
     check_version(request)
     batches = await open_batches(request)
-    records = await batches.of_account(call_of(request).account(), ENDPOINTS)
+    records = await batches.of_account(get_call(request).account(), ENDPOINTS)
     ids = [record.id for record in records]
     if before_id:
         end = place_of(before_id, ids, "before_id")
@@ -205,7 +206,7 @@ async def results(request: Request, batch_id: str) -> Response:
     if is_archived(record):
         message = f"The results of the batch {record.id} are no longer available."
         raise BadRequest(message, param="batch_id", code="file_not_found", status=404)
-    account, files = call_of(request).account(), batches.store.files
+    account, files = get_call(request).account(), batches.store.files
     found = await batches.store.run(open_all, files, result_files(record), account)
     headers = {"content-length": str(sum(file.bytes for file, _ in found))}
     contents = [content for _, content in found]
@@ -226,7 +227,7 @@ async def delete(request: Request, batch_id: str) -> DeletedBatch:
     if not record.has_ended:
         message = f"The batch {record.id} has not ended; cancel it first, or wait."
         raise BadRequest(message, param="batch_id", code="invalid_status")
-    await batches.store.run(batches.store.batches.delete, record, call_of(request).account())
+    await batches.store.run(batches.store.batches.delete, record, get_call(request).account())
     return {"id": record.id, "type": "message_batch_deleted"}
 
 
@@ -234,7 +235,7 @@ async def find(request: Request, batch_id: str) -> tuple[Batches, BatchRecord]:
     """Return the batches, and the message batch ``batch_id``. Raises BadRequest (404)."""
     check_version(request)
     batches = await open_batches(request)
-    return batches, await batches.get(batch_id, call_of(request).account(), ENDPOINTS)
+    return batches, await batches.get(batch_id, get_call(request).account(), ENDPOINTS)
 
 
 def place_of(batch_id: str, ids: list[str], param: str) -> int:

@@ -25,7 +25,7 @@ from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageAnswer, MessageEvents, collect
 from cllm.server.body import describe_route, example, read_body
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.http.request_id import request_id
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import off_loop
@@ -63,7 +63,7 @@ async def messages(request: Request) -> Response:
     check_version(request)
     body = await read_body(request, MessagesBody)
     service = await service_for(request, body.model)
-    call = call_of(request)
+    call = get_call(request)
     generation = await until_disconnect(request, message_generation(call, service, body))
     answer = service.submit(generation)
     headers = {**answer_headers(answer), **note_skipped(call, service, body.skipped_blocks())}
@@ -103,7 +103,7 @@ async def count_tokens(request: Request) -> TokenCount:
     check_version(request)
     body = await read_body(request, CountBody)
     service = await service_for(request, body.model)
-    chat = await off_loop(call_of(request), body.chat)
+    chat = await off_loop(get_call(request), body.chat)
     return {"input_tokens": await until_disconnect(request, service.count_chat(chat))}
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -29,7 +28,6 @@ from cllm.server.http.sse import streaming
 from cllm.server.ollama.manage import add_all_created
 from cllm.serving.batches import Batches
 from cllm.serving.registry import Registry
-from cllm.store.created import CreatedModels
 
 log = logging.getLogger("cllm.server")
 
@@ -159,8 +157,6 @@ class HttpServer(uvicorn.Server):
 def open_server(registry: Registry, settings: Settings, access: Access) -> HttpServer:
     """Return a server that does not listen yet."""
     app = create_app(registry, settings, access)
-    folder = settings.storage.folder
-    app.state.created = CreatedModels(None if folder is None else Path(folder))
     registry.on_rescan = partial(add_all_created, registry, app.state.created)
     registry.on_rescan()
     config = uvicorn.Config(

@@ -29,7 +29,7 @@ from cllm.server.body import (
     read_bytes,
     read_value,
 )
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
 from cllm.server.llama_server.routes import Done
 from cllm.server.off_loop import off_loop
@@ -38,10 +38,10 @@ from cllm.server.resolve import (
     check_enabled,
     may_use,
     model_for,
-    registry_of,
     scales_of,
     service_for,
 )
+from cllm.server.state import get_state
 from cllm.serving.answer import AdapterUse
 from cllm.serving.registry import MAX_NAME, Registry
 from cllm.serving.served_model import ServedModel
@@ -100,11 +100,11 @@ async def adapters(request: Request, model: str | None = None) -> list[AdapterEn
     a model too.
     """
     served = model_for(request, model)
-    known = registry_of(request).list_adapters(served)
+    known = get_state(request).registry.list_adapters(served)
     in_use = dict(served.adapter_use.adapters)
     entries: list[AdapterEntry] = []
     for i, one in enumerate(known):
-        if not may_use(call_of(request).account(), one):
+        if not may_use(get_call(request).account(), one):
             continue
         scale = in_use.get(one.adapter_key, 0.0)
         entry: AdapterEntry = {"id": i, "path": one.name, "scale": scale}
@@ -124,7 +124,7 @@ async def set_adapters(request: Request, model: str | None = None) -> Done:
     check_enabled(request, OPTION)
     check_type(request.headers.get("content-type", ""))
     data = await read_bytes(request)
-    call = call_of(request)
+    call = get_call(request)
     admit(call, len(data))
 
     def read() -> ScalesBody:
@@ -134,7 +134,7 @@ async def set_adapters(request: Request, model: str | None = None) -> Done:
     body = await off_loop(call, read)
     call.lora = None
     served = model_for(request, model)
-    known = registry_of(request).list_adapters(served)
+    known = get_state(request).registry.list_adapters(served)
     served.adapter_use = scales_of(body.lora, known, call.account())
     call.audit("adapters", model=served.name)
     return {"success": True}
@@ -153,7 +153,7 @@ async def load_adapter(request: Request) -> Response:
     """
     check_enabled(request, OPTION)
     body = await read_body(request, LoadAdapterBody)
-    registry = registry_of(request)
+    registry = get_state(request).registry
     base = model_for(request, body.base_model_name).origin
     check_name(registry, body)
     try:
@@ -166,7 +166,7 @@ async def load_adapter(request: Request) -> Response:
         raise BadRequest(message, param="lora_path", code="invalid_value") from None
     service = await service_for(request, base.name)
     key = f"{body.lora_name}\n{found.hash}"  # requests with a former file go on with that
-    call_of(request).audit("load adapter", model=body.lora_name)
+    get_call(request).audit("load adapter", model=body.lora_name)
     fault = await until_disconnect(request, service.engine.load_adapter(key, path))
     if fault:
         message = "Invalid 'lora_path': this file is not an adapter of the model."
@@ -228,11 +228,11 @@ async def unload_adapter(request: Request) -> Response:
     """
     check_enabled(request, OPTION)
     body = await read_body(request, UnloadAdapterBody)
-    registry = registry_of(request)
+    registry = get_state(request).registry
     known = registry.get(body.lora_name)
     if known is None or not known.adapter_file or not known.is_created:
         message = f"No adapter {body.lora_name!r} was loaded by this API."
         raise BadRequest(message, param="lora_name", code="not_found", status=404)
-    call_of(request).audit("unload adapter", model=known.name)
+    get_call(request).audit("unload adapter", model=known.name)
     forget_adapter(registry, known)
     return PlainTextResponse(f"Success: LoRA adapter '{known.name}' removed successfully.")

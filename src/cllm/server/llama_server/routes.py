@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from cllm import __version__
 from cllm.server.body import Body, describe_route, example, read_body
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.errors import Dialect, Fault, error_event, openai_error
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import Snippet, build_infill_prompt
@@ -28,9 +28,9 @@ from cllm.server.resolve import (
     check_enabled,
     known_service_for,
     model_for,
-    registry_of,
     service_for,
 )
+from cllm.server.state import get_state
 from cllm.server.timings import Timings, build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
@@ -189,7 +189,7 @@ async def infill(request: Request) -> Response:
     body = await read_body(request, InfillBody)
     service = await service_for(request, body.model)
     params = await body.params(service)
-    scheduling = body.scheduling_options(call_of(request))
+    scheduling = body.scheduling_options(get_call(request))
     bound = await body.grammar(service, scheduling)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
@@ -216,7 +216,7 @@ async def completion(request: Request) -> Response:
         raise body.refuse("stream", "several prompts cannot be streamed")
     service = await service_for(request, body.model)
     params = await body.params(service)
-    scheduling = body.scheduling_options(call_of(request))
+    scheduling = body.scheduling_options(get_call(request))
     bound = await body.grammar(service, scheduling)
     prompts = await until_disconnect(
         request, service.encode_all([("prompt", prompt) for prompt in given], scheduling)
@@ -404,7 +404,7 @@ async def load_model(request: Request) -> Done:
     """
     check_enabled(request, "allow_model_changes")
     body = await read_body(request, ModelBody)
-    call_of(request).audit("load", model=body.model)
+    get_call(request).audit("load", model=body.model)
     await service_for(request, body.model)
     return {"success": True}
 
@@ -418,6 +418,6 @@ async def unload_model(request: Request) -> Done:
     check_enabled(request, "allow_model_changes")
     body = await read_body(request, ModelBody)
     model = model_for(request, body.model)
-    call_of(request).audit("unload", model=model.name)
-    await until_disconnect(request, registry_of(request).loaded.unload(model))
+    get_call(request).audit("unload", model=model.name)
+    await until_disconnect(request, get_state(request).registry.loaded.unload(model))
     return {"success": True}

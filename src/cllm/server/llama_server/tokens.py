@@ -18,7 +18,7 @@ from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.conversation import (
@@ -130,7 +130,7 @@ async def tokenize(request: Request) -> Response:
         )
         raise BadRequest(message, param="content", code="invalid_value")
     tokens = await until_disconnect(request, encode(request, service, body))
-    content = await off_loop(call_of(request), lambda: format_tokens(service, body, tokens))
+    content = await off_loop(get_call(request), lambda: format_tokens(service, body, tokens))
     return Response(content, media_type="application/json")
 
 
@@ -189,7 +189,7 @@ async def detokenize(request: Request) -> Response:
     """
     body = await read_body(request, DetokenizeBody)
     service = await service_for(request, body.model)
-    text = await off_loop(call_of(request), lambda: text_of(service, body.tokens))
+    text = await off_loop(get_call(request), lambda: text_of(service, body.tokens))
     return Response(
         to_json(DetokenizeAnswer(content=text, prompt=text)), media_type="application/json"
     )
@@ -205,7 +205,7 @@ async def apply_template(request: Request) -> Response:
     service = await service_for(request, body.model)
     text = await until_disconnect(request, render(request, service, body.messages, body))
     content = await off_loop(
-        call_of(request), lambda: to_json(TemplateAnswer(prompt=remove_fences(text)))
+        get_call(request), lambda: to_json(TemplateAnswer(prompt=remove_fences(text)))
     )
     return Response(content, media_type="application/json")
 
@@ -229,7 +229,7 @@ async def render(
         )
         return continuing(chat) if body.continue_final_message else chat
 
-    return await service.render_chat(await off_loop(call_of(request), translate))
+    return await service.render_chat(await off_loop(get_call(request), translate))
 
 
 def text_of(service: Service, tokens: list[int]) -> str:

@@ -22,6 +22,7 @@ from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.http.sse import until_disconnect
 from cllm.server.resolve import check_enabled, service_for
+from cllm.server.state import get_state
 from cllm.serving.answer import Generation, SchedulingOptions
 from cllm.serving.service import Service
 
@@ -93,8 +94,8 @@ async def benchmark(request: Request) -> Response:
             f"not {body.prompt_tokens + body.max_tokens}."
         )
         raise BadRequest(message, param="prompt_tokens", code="context_length_exceeded")
-    state = request.app.state
-    if getattr(state, "is_benchmarking", False):
+    state = get_state(request)
+    if state.is_benchmarking:
         raise BadRequest(
             "Another benchmark is running; please retry when it has ended.",
             code="conflict",

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
@@ -138,7 +138,7 @@ async def rerank(request: Request) -> RankingAnswer | list[RankedText]:
     param, documents = body.given()
     ranking = await until_disconnect(
         request,
-        rank(service, body.query, documents, body.scheduling_options(call_of(request)), param),
+        rank(service, body.query, documents, body.scheduling_options(get_call(request)), param),
     )
     order = sorted(range(len(documents)), key=lambda i: -ranking.scores[i])[: body.top_n]
     if body.texts is not None:

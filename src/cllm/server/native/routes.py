@@ -19,16 +19,16 @@ from cllm.errors import BadRequest, EngineError
 from cllm.observe.metrics import render
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import describe_route
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
 from cllm.server.page import answer_page, wants_page
 from cllm.server.resolve import (
     check_admin,
     known_service_for,
     model_for,
-    registry_of,
     served_models,
 )
+from cllm.server.state import get_state
 from cllm.serving.served_model import ServedModel
 
 router = APIRouter(tags=["cLLM"])
@@ -114,7 +114,7 @@ async def root(request: Request) -> Response:
     if wants_page(request):
         return answer_page(request)
     content: Root = {"name": "cLLM", "version": __version__, "docs": "/docs"}
-    if call_of(request).account() != ANONYMOUS:
+    if get_call(request).account() != ANONYMOUS:
         models = served_models(request)
         document = await asyncio.to_thread(request.app.openapi)
         paths = sorted(path for path in document["paths"] if path != "/")
@@ -130,9 +130,9 @@ async def health(request: Request, level: Literal["basic", "full"] = "basic") ->
     """
     if level == "full":
         check_admin(request)
-    models = registry_of(request).models
+    models = get_state(request).registry.models
     is_loaded = any(model.service and model.service.engine.ready for model in models)
-    healthy = is_loaded or registry_of(request).ready
+    healthy = is_loaded or get_state(request).registry.ready
     answer: Health = {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
     if level == "full":
         answer["models"] = [describe(model) for model in models if model.parent is None]
@@ -172,7 +172,7 @@ async def ready(request: Request) -> Response:
     """Return 200 while requests are computed, and 503 while the model loads, the engine restarts
     (requests then wait for it) or the server shuts down.
     """
-    registry = registry_of(request)
+    registry = get_state(request).registry
     if registry.ready:
         return JSONResponse({"status": "ready"})
     seconds = max(1, math.ceil(registry.loaded.seconds_until_ready()))
@@ -197,8 +197,8 @@ async def model_info(request: Request, model: str | None = None) -> dict[str, An
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return metrics for Prometheus. Administrators see the usage of each account too."""
-    registry, ledger = registry_of(request), request.app.state.access.ledger
-    account = call_of(request).account()
+    registry, ledger = get_state(request).registry, get_state(request).access.ledger
+    account = get_call(request).account()
     usage = ledger.totals() if account.is_admin else {}
     models = served_models(request) if account.has_key else registry.models
     pages = [registry.metrics.update(usage, ledger.num_failed_writes)]

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.errors import error_event
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import off_loop
@@ -168,7 +168,7 @@ async def decode(request: Request) -> Response:
         raise BadRequest(message, param="tokens", code="invalid_value")
     pieces = service.vocabulary.pieces
     data = await off_loop(
-        call_of(request), lambda: b"".join([pieces[token] for token in body.tokens])
+        get_call(request), lambda: b"".join([pieces[token] for token in body.tokens])
     )
     text = data.decode("utf-8", "replace")
     answer = DecodeAnswer(text=text, length=len(body.tokens))
@@ -218,7 +218,7 @@ async def submit(request: Request, body: GenerateBody) -> Answer:
         "stop": tuple(body.stop or ()),
     }
     params = build_params(defaults, read_sampling_values(body, "native") | own)
-    scheduling = body.scheduling_options(call_of(request))
+    scheduling = body.scheduling_options(get_call(request))
     prompts = await until_disconnect(
         request, service.encode_all([*body.texts().items()], scheduling)
     )

@@ -19,7 +19,8 @@ from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.access import Access
 from cllm.server.body import describe_route
-from cllm.server.call import call_of
+from cllm.server.call import get_call
+from cllm.server.state import get_state
 from cllm.store.usage import first_of_month
 
 router = APIRouter(tags=["cLLM"])
@@ -66,8 +67,8 @@ async def usage(
     to today unless ``begin`` and ``end`` say otherwise; for an administrator, of all accounts, or
     of ``account``. Prompt tokens include the cached ones. With ``format=csv``, the days as CSV.
     """
-    own = call_of(request).account()
-    access: Access = request.app.state.access
+    own = get_call(request).account()
+    access = get_state(request).access
     asked = account if own.is_admin else own.name
     if account not in (None, asked):
         message = "The usage of other accounts needs the API key of an administrator."

@@ -21,14 +21,15 @@ from cllm.errors import BadRequest, StartupError
 from cllm.models import hub
 from cllm.models.gguf import read_header
 from cllm.server.body import describe_route, first_fault, read_body, read_value
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.modelfile import read_modelfile
 from cllm.server.ollama.pull import PullStatus
 from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, OllamaOptions
 from cllm.server.ollama.stream import MEDIA_TYPE
-from cllm.server.resolve import check_enabled, model_for, registry_of
+from cllm.server.resolve import check_enabled, model_for
 from cllm.server.sampling import read_sampling_values
+from cllm.server.state import get_state
 from cllm.serving.registry import MAX_NAME, Registry
 from cllm.serving.served_model import ServedModel
 from cllm.store.created import CreatedModel, CreatedModels
@@ -50,11 +51,11 @@ async def create(request: Request) -> Response:
     body = await read_body(request, CreateBody, any_type=True)
     if body.modelfile:
         fields = {"model": body.wanted(), "stream": body.stream, **read_modelfile(body.modelfile)}
-        body = read_value(fields, CreateBody, call_of(request))
+        body = read_value(fields, CreateBody, get_call(request))
     body.check()
     source = model_for(request, body.source, UNKNOWN)
     await check_template(source, body.template)
-    own = {**own_sampling(request, source), **sampling_of(call_of(request), body.parameters or {})}
+    own = {**own_sampling(request, source), **sampling_of(get_call(request), body.parameters or {})}
     model = CreatedModel(base_of(request, source), body.system or source.system, own)
     await put(request, body.wanted(), model)
     statuses = ("reading model metadata", "creating system layer", "writing manifest", "success")
@@ -92,12 +93,12 @@ async def delete(request: Request) -> Response:
     """
     check_enabled(request, OPTION)
     body = await read_body(request, DeleteBody, any_type=True)
-    registry, created = registry_of(request), created_of(request)
+    registry, created = get_state(request).registry, get_state(request).created
     name = body.wanted().removesuffix(":latest")
     own = registry.get(name)
     is_created = own is None or own.is_created  # without one, its base may be gone
     if is_created and name in await asyncio.to_thread(created.read):
-        call_of(request).audit("delete", model=name)
+        get_call(request).audit("delete", model=name)
         await asyncio.to_thread(created.remove, name)
         registry.remove(name)
         return Response()
@@ -107,27 +108,22 @@ async def delete(request: Request) -> Response:
     if not model.is_found or not files or not configured.isdisjoint(map(str, files)):
         message = f"{model.name!r} is in the settings of this server, so it cannot be deleted."
         raise BadRequest(message, param="model", code="invalid_value")
-    call_of(request).audit("delete", model=model.name)
+    get_call(request).audit("delete", model=model.name)
     await registry.discard(model)
     await asyncio.to_thread(hub.remove_cached, files)
     await registry.rescan()
     return Response()
 
 
-def created_of(request: Request) -> CreatedModels:
-    created: CreatedModels = request.app.state.created
-    return created
-
-
 def base_of(request: Request, model: ServedModel) -> str:
     """Return the name of the model, not a created one, that ``model`` is made from."""
-    created = created_of(request).read().get(model.name) if model.is_created else None
+    created = get_state(request).created.read().get(model.name) if model.is_created else None
     return model.name if created is None else created.base
 
 
 def own_sampling(request: Request, model: ServedModel) -> dict[str, Any]:
     """Return the defaults that a created model has itself."""
-    created = created_of(request).read().get(model.name)
+    created = get_state(request).created.read().get(model.name)
     return {} if created is None else created.sampling
 
 
@@ -135,16 +131,16 @@ async def put(request: Request, name: str, model: CreatedModel) -> None:
     """Add a created model. Raises BadRequest if the name is not valid, or belongs to another kind
     of model.
     """
-    registry, name = registry_of(request), name.removesuffix(":latest")
+    registry, name = get_state(request).registry, name.removesuffix(":latest")
     if not is_valid_name(name):
         message = f"Invalid name {name[:40]!r}: it must be a word of at most {MAX_NAME} characters."
         raise BadRequest(message, param="model", code="invalid_value")
     if (other := registry.get(name)) is not None and not other.is_created:
         message = f"{name!r} is the name of a model that was not created here."
         raise BadRequest(message, param="model", code="invalid_value")
-    call_of(request).audit("create", model=name, base=model.base)
+    get_call(request).audit("create", model=name, base=model.base)
     try:
-        await asyncio.to_thread(created_of(request).put, name, model)
+        await asyncio.to_thread(get_state(request).created.put, name, model)
     except ValueError as error:
         raise BadRequest(f"{str(error).capitalize()}.", param="model") from None
     add_created(registry, name, model)

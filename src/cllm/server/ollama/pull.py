@@ -18,11 +18,11 @@ from typing_extensions import TypedDict
 from cllm.errors import BadRequest, StartupError
 from cllm.models import catalog
 from cllm.server.body import example
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.http.sse import escape_line_ends, until_disconnect
 from cllm.server.ollama.schema import PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
-from cllm.server.resolve import registry_of
+from cllm.server.state import get_state
 
 INTERVAL = 0.25  # seconds between two progress reports
 PULLING = asyncio.Lock()  # one download at a time
@@ -108,7 +108,7 @@ async def pull(request: Request, body: PullBody) -> Response:
 
     Raises BadRequest if that is not possible. Later errors become a line of the stream.
     """
-    if not request.app.state.settings.server.allow_pull:
+    if not get_state(request).settings.server.allow_pull:
         message = (
             "Pulling models is disabled on this server; the option server.allow_pull enables it."
         )
@@ -124,8 +124,8 @@ async def pull(request: Request, body: PullBody) -> Response:
         raise BadRequest(
             "Another model is being pulled; try again later.", status=409, code="conflict"
         )
-    call_of(request).audit("pull", model=name)
-    lines = Download(name, registry_of(request).rescan).lines()
+    get_call(request).audit("pull", model=name)
+    lines = Download(name, get_state(request).registry.rescan).lines()
     if body.stream is not False:
         return StreamingResponse(encode_lines(lines), media_type=MEDIA_TYPE)
     try:

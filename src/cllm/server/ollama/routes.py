@@ -24,7 +24,7 @@ from cllm.models.memory import read_resident_bytes
 from cllm.process.pool import Pool
 from cllm.server import resolve
 from cllm.server.body import Model, describe_route, example, read_body
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
@@ -58,9 +58,9 @@ from cllm.server.resolve import (
     check_admin,
     may_change_models,
     model_for,
-    registry_of,
     served_models,
 )
+from cllm.server.state import get_state
 from cllm.server.vectors import encode_vectors
 from cllm.serving.answer import Generation, SchedulingOptions
 from cllm.serving.embedding import embed, encode_texts, shortened
@@ -169,7 +169,7 @@ async def generate(request: Request) -> Response:
             "Invalid 'system': it cannot be combined with 'raw'; write it into the prompt.",
             param="system",
         )
-    asked, scheduling = body.chat(), body.scheduling_options(call_of(request))
+    asked, scheduling = body.chat(), body.scheduling_options(get_call(request))
     params, bound = await params_of(service, body, scheduling)
     if not body.prompt:
         keep(request, body)
@@ -215,7 +215,7 @@ async def chat(request: Request) -> Response:
     if not body.messages and body.stay == 0:
         return await unload(request, body, chat=True)
     service = await service_for(request, body.model)
-    call = call_of(request)
+    call = get_call(request)
     asked, scheduling = await off_loop(call, body.chat), body.scheduling_options(call)
     params, bound = await params_of(service, body, scheduling)
     if not body.messages:
@@ -300,7 +300,7 @@ async def embed_texts(request: Request) -> Response:
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"Invalid 'dimensions': it must be at most {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
-    scheduling, truncate = body.scheduling_options(call_of(request)), body.truncate is not False
+    scheduling, truncate = body.scheduling_options(get_call(request)), body.truncate is not False
     texts = await until_disconnect(
         request, encode_texts(service, given, params, scheduling, truncate=truncate)
     )
@@ -326,7 +326,7 @@ async def embeddings(request: Request) -> Response:
     if not body.prompt:
         keep(request, body)
         return json_answer(EmbeddingsAnswer(embedding=[]))
-    scheduling = body.scheduling_options(call_of(request))
+    scheduling = body.scheduling_options(get_call(request))
     texts = await until_disconnect(
         request, encode_texts(service, [body.prompt], ["prompt"], scheduling, truncate=True)
     )
@@ -435,7 +435,7 @@ async def pull_model(request: Request) -> Response:
     check_admin(request)
     body = await read(request, PullBody)
     with contextlib.suppress(UnknownModel):
-        if not registry_of(request).find(body.wanted()).is_found:
+        if not get_state(request).registry.find(body.wanted()).is_found:
             return pull.answer_present(body)
     return await pull.pull(request, body)
 
@@ -446,14 +446,14 @@ def keep(request: Request, body: LoadingBody) -> None:
     """
     stay = body.stay
     if body.keep_alive is not None and may_change_models(request):
-        registry_of(request).loaded.keep(model_for(request, body.model), stay)
+        get_state(request).registry.loaded.keep(model_for(request, body.model), stay)
 
 
 async def unload(request: Request, body: OllamaGenerationBody, *, chat: bool) -> Response:
     """Unload a model as soon as it has no requests, if the request may do that."""
-    registry, model = registry_of(request), model_for(request, body.model, UNKNOWN)
+    registry, model = get_state(request).registry, model_for(request, body.model, UNKNOWN)
     if may_change_models(request):
-        call_of(request).audit("unload", model=model.name)
+        get_call(request).audit("unload", model=model.name)
         registry.loaded.keep(model, 0.0)
         if not model.is_busy:
             await registry.loaded.unload(model)

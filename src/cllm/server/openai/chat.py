@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from cllm import __version__
 from cllm.errors import BadRequest, StartupError
 from cllm.server.body import describe_route, example, read_body
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import in_thread, off_loop
 from cllm.server.openai.logprobs import chat_logprobs
@@ -33,7 +33,8 @@ from cllm.server.openai.stream import (
     usage_object,
 )
 from cllm.server.queueing import answer_headers
-from cllm.server.resolve import model_for, registry_of, served_models, service_for
+from cllm.server.resolve import model_for, served_models, service_for
+from cllm.server.state import get_state
 from cllm.server.timings import EXAMPLE_TIMINGS, Timings, build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.served_model import ServedModel
@@ -118,7 +119,7 @@ async def chat_completions(request: Request) -> Response:
     """
     body = await read_body(request, ChatBody)
     service = await service_for(request, body.model)
-    generation = await until_disconnect(request, chat_generation(call_of(request), service, body))
+    generation = await until_disconnect(request, chat_generation(get_call(request), service, body))
     answer = service.submit(generation)
     if body.stream:
         return chat_stream(service, body, answer)
@@ -152,9 +153,9 @@ async def models(request: Request, reload: bool = False) -> ModelList:
     in the folder of models first; an administrator also lets the server read the settings of its
     models again.
     """
-    if reload and call_of(request).account().is_admin:
+    if reload and get_call(request).account().is_admin:
         try:
-            faults = await registry_of(request).reload()
+            faults = await get_state(request).registry.reload()
         except StartupError as error:
             message = f"The settings were not reloaded: {error}"
             raise BadRequest(message, code="invalid_settings") from None
@@ -162,8 +163,8 @@ async def models(request: Request, reload: bool = False) -> ModelList:
             message = f"The settings were reloaded, but {'; '.join(faults)}"
             raise BadRequest(message, code="model_not_replaced")
     elif reload:
-        await registry_of(request).rescan()
-    registry, served = registry_of(request), served_models(request)
+        await get_state(request).registry.rescan()
+    registry, served = get_state(request).registry, served_models(request)
     named = [(registry.find(name), name) for name in registry.names]
     data = [model_object(model, name) for model, name in named if model in served]
     return {"object": "list", "data": data}

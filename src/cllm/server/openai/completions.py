@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
 from cllm.server.openai.chat import AnswerHead, encode_choices, head_of, headers_of
@@ -77,7 +77,7 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     service = await service_for(request, body.model)
     generation = await until_disconnect(
-        request, completion_generation(call_of(request), service, body)
+        request, completion_generation(get_call(request), service, body)
     )
     answer = service.submit(generation)
     words = CompletionFormatter(service, body, answer)

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.http.sse import until_disconnect
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
@@ -102,7 +102,7 @@ async def embeddings(request: Request) -> Response:
     """
     body = await read_body(request, EmbeddingsBody)
     service = await service_for(request, body.model)
-    content = await until_disconnect(request, embedding_list(call_of(request), service, body))
+    content = await until_disconnect(request, embedding_list(get_call(request), service, body))
     return Response(content, media_type="application/json")
 
 

@@ -24,8 +24,9 @@ from cllm.server.body import (
     first_fault,
     parts_of,
 )
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.openai.paging import ListPage, page
+from cllm.server.state import get_state
 from cllm.store.files import StoredFile, new_file, no_file
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
@@ -108,7 +109,7 @@ async def upload(request: Request) -> FileObject:
     form = await read_form(request)
     try:
         values = fields_of(form)
-        check_parameters(values, UploadBody, call_of(request))
+        check_parameters(values, UploadBody, get_call(request))
         try:
             body = UploadBody.model_validate(values)
         except pydantic.ValidationError as error:
@@ -118,7 +119,7 @@ async def upload(request: Request) -> FileObject:
         size = content.size or 0
         expires_after = body.expires_after.seconds if body.expires_after else None
         file = new_file(
-            call_of(request).account().name, body.file, body.purpose, size, expires_after
+            get_call(request).account().name, body.file, body.purpose, size, expires_after
         )
         await store_file(store, file, content.file)
     finally:
@@ -136,7 +137,7 @@ async def list_files(
 ) -> ListPage[FileObject]:
     """List the files of this API key, newest first."""
     store = (await open_batches(request)).store
-    files = await store.run(store.files.of_account, call_of(request).account())
+    files = await store.run(store.files.of_account, get_call(request).account())
     own = [file for file in files if file.purpose in PURPOSES]
     objects = [file_object(file) for file in own if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)
@@ -153,7 +154,7 @@ async def content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
     await find(request, file_id)
     store = (await open_batches(request)).store
-    file, content = await store.run(store.files.open, file_id, call_of(request).account())
+    file, content = await store.run(store.files.open, file_id, get_call(request).account())
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(
         chunks(content), headers=headers, media_type="application/octet-stream"
@@ -165,14 +166,14 @@ async def delete(request: Request, file_id: str) -> DeletedFile:
     """Delete a file, unless a batch still reads it."""
     await find(request, file_id)
     store = (await open_batches(request)).store
-    await store.run(store.files.delete, file_id, call_of(request).account())
+    await store.run(store.files.delete, file_id, get_call(request).account())
     return {"id": file_id, "object": "file", "deleted": True}
 
 
 async def find(request: Request, file_id: str) -> StoredFile:
     """Return a file. Raises BadRequest (404), also for one of another dialect."""
     store = (await open_batches(request)).store
-    file = await store.run(store.files.get, file_id, call_of(request).account())
+    file = await store.run(store.files.get, file_id, get_call(request).account())
     if file.purpose not in PURPOSES:
         raise no_file(file_id, "file_id")
     return file
@@ -208,7 +209,7 @@ async def read_form(request: Request) -> FormData:
         message = f"The Content-Type must be multipart/form-data, not {content_type[:80]!r}."
         raise BadRequest(message, code="unsupported_media_type", status=415)
     check_encoding(request)
-    limit = request.app.state.settings.storage.max_file_mb * 1_000_000
+    limit = get_state(request).settings.storage.max_file_mb * 1_000_000
     too_large = BadRequest(
         f"The file is larger than {limit} bytes (storage.max_file_mb).",
         param="file",

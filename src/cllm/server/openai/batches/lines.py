@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import pydantic
 from pydantic_core import from_json, to_json
-from starlette.datastructures import State
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, read_value
@@ -30,7 +29,7 @@ from cllm.server.openai.responses.routes import complete_response, response_gene
 from cllm.server.openai.responses.schema import ResponseBody
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
-from cllm.serving.registry import Registry
+from cllm.server.state import ServerState
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
 from cllm.store.batches import BatchRecord
@@ -99,10 +98,9 @@ ENDPOINTS: dict[str, tuple[type[Body], Callable[..., Awaitable[BatchAnswer]]]] =
 class OpenAILines:
     """Implements ``cllm.serving.batches.Lines``."""
 
-    def __init__(self, state: State, max_line: int) -> None:
-        """``state``: of the application. ``max_line``: bytes."""
+    def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._max_line = max_line
+        self._max_line = state.settings.server.max_body_mb * 1_000_000  # bytes
 
     def check(self, path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
         return check_lines(path, endpoint, self._max_line)
@@ -120,7 +118,7 @@ class OpenAILines:
         check_route(call.account(), record.endpoint)
         admit(call, body.num_bytes)
         asked: Any = await off_loop(call, lambda: read_value(body.value, kind, call))
-        registry: Registry = self._state.registry
+        registry = self._state.registry
         model = find_allowed(registry, call.account(), asked.model or model.name)
         service = with_adapters(registry, model, await load(registry, model, call), call)
         name, content = await compute(call, service, asked)

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from cllm.server.batches import open_batches
 from cllm.server.body import Body, describe_route, example, read_body
-from cllm.server.call import call_of
+from cllm.server.call import get_call
 from cllm.server.openai.batches.files import ExpiresAfter
 from cllm.server.openai.batches.lines import ENDPOINTS, Endpoint
 from cllm.server.openai.paging import ListPage, page
@@ -134,7 +134,7 @@ async def create(request: Request) -> BatchObject:
     """
     batches = await open_batches(request)
     body = await read_body(request, BatchBody)
-    account, now = call_of(request).account(), int(time.time())
+    account, now = get_call(request).account(), int(time.time())
     check_route(account, body.endpoint)
     window = re.fullmatch(WINDOW, body.completion_window)
     assert window is not None
@@ -161,7 +161,7 @@ async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> ListPage[BatchObject]:
     """List the batches of this API key, newest first."""
-    records = await (await open_batches(request)).of_account(call_of(request).account(), ENDPOINTS)
+    records = await (await open_batches(request)).of_account(get_call(request).account(), ENDPOINTS)
     return page([batch_object(record) for record in records], after, limit)
 
 
@@ -169,7 +169,7 @@ async def list_batches(
 async def retrieve(request: Request, batch_id: str) -> BatchObject:
     """Return the progress of a batch, and the ids of its output files once it has ended."""
     return batch_object(
-        await (await open_batches(request)).get(batch_id, call_of(request).account(), ENDPOINTS)
+        await (await open_batches(request)).get(batch_id, get_call(request).account(), ENDPOINTS)
     )
 
 
@@ -177,7 +177,7 @@ async def retrieve(request: Request, batch_id: str) -> BatchObject:
 async def cancel(request: Request, batch_id: str) -> BatchObject:
     """Cancel a batch. It keeps the answers that it has so far."""
     batches = await open_batches(request)
-    record = await batches.get(batch_id, call_of(request).account(), ENDPOINTS)
+    record = await batches.get(batch_id, get_call(request).account(), ENDPOINTS)
     return batch_object(await batches.cancel(record))
 
 

@@ -19,7 +19,7 @@ from cllm.core.params import LARGEST
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
 from cllm.server.body_limits import check_num_parts
-from cllm.server.call import Call, call_of
+from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.chat import chat_generation
@@ -35,7 +35,7 @@ from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
-from cllm.store.responses import ResponseStore, Stored, history_of
+from cllm.store.responses import Stored, history_of
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
@@ -101,7 +101,7 @@ async def create(request: Request) -> Response:
     body = await read_body(request, ResponseBody)
     service = await service_for(request, body.model)
     generation, events, skipped = await until_disconnect(
-        request, response_generation(call_of(request), service, body)
+        request, response_generation(get_call(request), service, body)
     )
     answer = service.submit(generation)
     headers = {"x-request-id": generation.request_id, **answer_headers(answer), **skipped}
@@ -136,7 +136,7 @@ async def input_tokens(request: Request) -> Response:
     """
     body = await read_body(request, ResponseBody)
     service = await service_for(request, body.model)
-    call = call_of(request)
+    call = get_call(request)
     chat, _, skipped = await translate(call, service, body)
     with rename_fields():
         asked = await off_loop(call, chat.chat)
@@ -151,8 +151,8 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
     if stream:
         message = "'stream' applies to background responses, which this server does not support."
         raise BadRequest(message, param="stream", code="unsupported_parameter")
-    call = call_of(request)
-    stored = response_store(call).get(response_id, call.account())
+    call = get_call(request)
+    stored = call.state.responses.get(response_id, call.account())
     return Response(stored.response, media_type="application/json")
 
 
@@ -162,16 +162,16 @@ async def delete(request: Request, response_id: str) -> DeletedResponse:
 
     Later responses of the same conversation can no longer be continued.
     """
-    call = call_of(request)
-    response_store(call).delete(response_id, call.account())
+    call = get_call(request)
+    call.state.responses.delete(response_id, call.account())
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel", openapi_extra=describe_route(answer=ResponseObject))
 async def cancel(request: Request, response_id: str) -> Response:
     """Always rejected, because nothing is computed in the background."""
-    call = call_of(request)
-    response_store(call).get(response_id, call.account())
+    call = get_call(request)
+    call.state.responses.get(response_id, call.account())
     message = (
         "Only background responses can be cancelled, and this server does not support them; to end "
         "one, close its connection."
@@ -190,8 +190,8 @@ async def input_items(
     """List the items that the model has read: the input of the request, and the items of all
     responses before it.
     """
-    call = call_of(request)
-    store, account = response_store(call), call.account()
+    call = get_call(request)
+    store, account = call.state.responses, call.account()
     stored = store.get(response_id, account)
     turns = store.find_conversation(stored.previous_id, account)
     check_turns(call, [*turns, stored])
@@ -201,11 +201,6 @@ async def input_items(
         return to_json(page(items if order == "asc" else items[::-1], after, limit))
 
     return Response(await off_loop(call, answer), media_type="application/json")
-
-
-def response_store(call: Call) -> ResponseStore:
-    store: ResponseStore = call.state.responses
-    return store
 
 
 @contextmanager
@@ -226,7 +221,7 @@ async def translate(
     Raises BadRequest with the field names of this dialect.
     """
     body.check()
-    store, account = response_store(call), call.account()
+    store, account = call.state.responses, call.account()
     sent = await off_loop(call, body.items)
     references = {item["id"] for item in sent if item["type"] == "item_reference"}
     referred, turns = (
@@ -280,7 +275,7 @@ def check_turns(call: Call, turns: list[Stored]) -> None:
 
 def make_keeper(call: Call, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
     """Return a function that stores a finished response, unless the request forbids it."""
-    account, store = call.account(), response_store(call)
+    account, store = call.account(), call.state.responses
     return lambda response: store.add(account, response, items) if response["store"] else None
 
 

@@ -1,0 +1,44 @@
+"""What all routes of an application share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+
+from cllm.config.settings import Settings
+from cllm.server.access import Access
+from cllm.serving.registry import Registry
+from cllm.store.created import CreatedModels
+from cllm.store.responses import ResponseStore
+
+if TYPE_CHECKING:
+    from cllm.serving.batches import Batches
+
+
+@dataclass(eq=False)
+class ServerState:
+    """What all routes of an application share. ``app.state`` is this.
+
+    ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
+    skipped parts that have been logged.
+    """
+
+    registry: Registry
+    settings: Settings
+    access: Access
+    responses: ResponseStore
+    created: CreatedModels
+    routes: Sequence[APIRoute]
+    batches: Batches | None = None
+    skipped: set[str] = field(default_factory=set)
+    is_benchmarking: bool = False
+
+
+def get_state(request: Request) -> ServerState:
+    """Return the state of the application that answers ``request``."""
+    state: ServerState = request.app.state
+    return state
