@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ class Step(msgspec.Struct):
     """
 
     at: float
-    blocked: object = ""  # a value of ``reasons``; its text once it has been sent
+    blocked: Any = ""  # a value of ``reasons``; its text once it has been sent
     number: int = 0
     seconds: float = 0.0
     num_rows: int = 0

@@ -9,10 +9,11 @@ import base64
 import hashlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
@@ -63,16 +64,12 @@ def add_schemas(
             if answer := returned[path, verb]:
                 types.setdefault("answer", answer)
             operations.append((operation, names, types))
-    distinct = dict.fromkeys(kind for _, _, types in operations for kind in types.values())
-    references, definitions = TypeAdapter.json_schemas(
-        [(kind, "validation", TypeAdapter(kind)) for kind in distinct],
-        ref_template="#/components/schemas/{model}",
+    schemas, components = make_schemas(
+        dict.fromkeys(kind for _, _, types in operations for kind in types.values())
     )
-    # replaces the framework's error form
-    document["components"] = {"schemas": definitions.get("$defs", {})}
+    document["components"] = {"schemas": components}  # replaces the framework's error form
     for operation, names, types in operations:
-        schemas = {role: references[kind, "validation"] for role, kind in types.items()}
-        add_operation_schemas(operation, schemas)
+        add_operation_schemas(operation, {role: schemas[kind] for role, kind in types.items()})
         if "requestBody" in operation:
             content = operation["requestBody"]["content"]
             content[names["takes"]] = content.pop("application/json")
@@ -82,6 +79,24 @@ def add_schemas(
                 content.clear()
             content[stream] = {"schema": {"description": "The events of a stream."}}
     return document
+
+
+def make_schemas(types: Iterable[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Return the schema of each of ``types``, and the components that the schemas refer to.
+
+    pydantic does not know msgspec's structs, which describe the engine.
+    """
+    structs = [kind for kind in types if msgspec.inspect.is_struct_type(kind)]
+    others = [kind for kind in types if kind not in structs]
+    template = "#/components/schemas/{%s}"
+    references, definitions = TypeAdapter.json_schemas(
+        [(kind, "validation", TypeAdapter(kind)) for kind in others],
+        ref_template=template % "model",
+    )
+    of_structs, components = msgspec.json.schema_components(structs, ref_template=template % "name")
+    schemas = {kind: references[kind, "validation"] for kind in others}
+    schemas |= zip(structs, of_structs, strict=True)
+    return schemas, definitions.get("$defs", {}) | components
 
 
 def find_type(name: str) -> Any:

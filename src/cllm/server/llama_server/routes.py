@@ -39,7 +39,8 @@ from cllm.text.output_reader import Delta
 router = APIRouter(tags=["llama-server"])
 
 MAX_SNIPPETS = 1000
-STOP_TYPES = {"length": "limit", "stop": "eos"}
+StopType = Literal["eos", "limit", "word"]
+STOP_TYPES: dict[str, StopType] = {"length": "limit", "stop": "eos"}
 PATHS = ("/completion", "/infill")  # whose errors have llama-server's form
 
 
@@ -141,7 +142,7 @@ class PlainAnswer(TypedDict, total=False):
     content: str
     stop: bool
     model: str
-    stop_type: Literal["eos", "limit", "word"]
+    stop_type: StopType
     stopping_word: str
     has_new_line: bool
     tokens_evaluated: int
@@ -258,7 +259,7 @@ async def respond(
 
 async def collect_all(
     service: Service, body: PromptBody, answers: list[Answer]
-) -> list[dict[str, Any]]:
+) -> list[Mapping[str, Any]]:
     """Return the whole answers, each with its own figures."""
     return await asyncio.gather(
         *(
@@ -272,7 +273,7 @@ async def collect_all(
     )
 
 
-async def collect(answer: Answer, events: PlainEvents, time_limit: int) -> dict[str, Any]:
+async def collect(answer: Answer, events: PlainEvents, time_limit: int) -> Mapping[str, Any]:
     """Return the whole answer.
 
     Stop early once ``time_limit`` milliseconds have passed and a line is complete.
@@ -296,36 +297,37 @@ class PlainEvents:
     def __init__(
         self, service: Service, generation: Generation, body: LlamaServerBody, *, is_short: bool
     ) -> None:
+        self._service = service
         self._generation = generation
         self._fields = body.response_fields
+        self._is_short = is_short
         self._last = Delta(0, "", 0, "length")
         self._has_new_line = False
-        params, usage = generation.params, generation.usage
-        self._head = {
-            "index": 0,
-            "model": service.model_name,
-            "tokens_evaluated": usage.prompt_tokens,
-            "truncated": is_short,
-            "generation_settings": {"n_ctx": service.info.context_length, **settings_of(params)},
-        }
 
-    def content(self, text: str, *, is_last: bool) -> dict[str, Any]:
+    def content(self, text: str, *, is_last: bool) -> Mapping[str, Any]:
         """Return the object for ``text``. The last one also has the figures of the whole answer."""
-        found: dict[str, Any] = {"index": 0, "content": text, "stop": is_last}
+        answer: PlainAnswer = {"index": 0, "content": text, "stop": is_last}
         if is_last:
-            usage, last = self._generation.usage, self._last
-            found |= self._head | {
-                "tokens_predicted": usage.completion_tokens,
-                "tokens_cached": usage.cached_tokens,
+            generation, last = self._generation, self._last
+            answer |= {
+                "model": self._service.model_name,
+                "tokens_evaluated": generation.usage.prompt_tokens,
+                "truncated": self._is_short,
+                "generation_settings": {
+                    "n_ctx": self._service.info.context_length,
+                    **settings_of(generation.params),
+                },
+                "tokens_predicted": generation.usage.completion_tokens,
+                "tokens_cached": generation.usage.cached_tokens,
                 "stop_type": "word" if last.stop else STOP_TYPES.get(last.finish, "limit"),
                 "stopping_word": last.stop,
                 "has_new_line": "\n" in text or self._has_new_line,
-                "timings": build_timings(self._generation),
+                "timings": build_timings(generation),
             }
         if self._fields is None:
-            return found
+            return answer
         return {
-            path: value for path in self._fields if (value := value_at(found, path)) is not None
+            path: value for path in self._fields if (value := value_at(answer, path)) is not None
         }
 
     def begin(self) -> bytes:
@@ -345,7 +347,7 @@ class PlainEvents:
         return error_event(error)
 
 
-def event(content: dict[str, Any]) -> bytes:
+def event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -15,9 +15,10 @@ from typing_extensions import TypedDict
 
 from cllm import __version__
 from cllm.core.account import ANONYMOUS
+from cllm.core.model_info import ModelInfo
 from cllm.errors import BadRequest, EngineError
 from cllm.observe.metrics import render
-from cllm.scheduler.trace import MAX_STEPS
+from cllm.scheduler.trace import MAX_STEPS, Explanation
 from cllm.server.body import describe_route
 from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
@@ -84,26 +85,11 @@ class Readiness(TypedDict):
     status: Literal["ready", "loading", "draining"]
 
 
-class ModelInformation(TypedDict):
-    """The model and the sizes in use. The answer has more fields than these."""
+class ModelInformation(ModelInfo, frozen=True, kw_only=True):
+    """The model, the sizes in use, and the engine's statistics."""
 
     model_name: str
-    name: str
-    architecture: str
-    vocabulary_size: int
-    context_length: int
-    max_num_seqs: int
-    num_cells: int
-    layout: str
-    generates: bool
-    embedding_size: int
     stats: dict[str, float]
-
-
-class SchedulerAnswer(TypedDict):
-    """What the last steps did, which requests run, and what others wait for."""
-
-    steps: list[dict[str, Any]]
 
 
 @router.get("/", openapi_extra=describe_route(answer=Root))
@@ -184,14 +170,15 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/model/info", openapi_extra=describe_route(answer=ModelInformation))
-async def model_info(request: Request, model: str | None = None) -> dict[str, Any]:
+async def model_info(request: Request, model: str | None = None) -> Response:
     """Return the model, the sizes in use, and the engine's statistics."""
     service = await known_service_for(request, model)
-    return {
-        "model_name": service.model_name,
+    answer = ModelInformation(
         **msgspec.structs.asdict(service.info),
-        "stats": msgspec.structs.asdict(service.engine.stats),
-    }
+        model_name=service.model_name,
+        stats=msgspec.structs.asdict(service.engine.stats),
+    )
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -224,7 +211,7 @@ def update_metrics(model: ServedModel) -> CollectorRegistry:
     )
 
 
-@router.get("/scheduler", openapi_extra=describe_route(answer=SchedulerAnswer))
+@router.get("/scheduler", openapi_extra=describe_route(answer=Explanation))
 async def scheduler(
     request: Request,
     steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
