@@ -20,6 +20,7 @@ from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
 from cllm.process.pool import Pool
 from cllm.server.app import create_app
+from cllm.serving.model_texts import ModelTexts
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
@@ -95,7 +96,7 @@ async def make_client(folder):
     server = {"allow_model_changes": True, "benchmark": True, "enable_faults": True}
     settings = Settings.model_validate({"server": server, "storage": {"folder": str(folder)}})
     engine = Pool(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
-    service = Service(engine, Metrics("fake"), "fake")
+    service = Service(ModelTexts(engine, Metrics("fake")), "fake")
     model = ServedModel(name="fake", service=service, backend="fake")
     app = create_app(Registry([model]), settings)
     transport = httpx2.ASGITransport(app)
