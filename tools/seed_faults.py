@@ -110,11 +110,11 @@ FAULTS = [
         ("first if length and differing[first] else length", "first"),
     ),
     *faults_in(
-        "kv_cache/tiers.py",
-        "kv_cache/test_tiers.py",
+        "kv_cache/snapshots.py",
+        "kv_cache/test_snapshots.py",
         ("self.num_ram_bytes + num_bytes - self.ram", "self.num_ram_bytes - num_bytes - self.ram"),
         ("            self.num_disk_bytes -= oldest.num_bytes\n", ""),
-        (" and snapshot is not spared", ""),
+        (" and snapshot is not needed", ""),
     ),
     *faults_in(
         "kv_cache/seq_id_pool.py",
@@ -123,7 +123,7 @@ FAULTS = [
     ),
     *faults_in(
         "kv_cache/snapshots.py",
-        "kv_cache/test_ledger.py",
+        "kv_cache/test_cache.py",
         ("if not snapshot.in_file:", "if snapshot.in_file:"),
         ("shared == len(old.tokens)", "shared <= len(old.tokens)"),
     ),

@@ -20,7 +20,7 @@ from cllm.engine.disk import DiskCache, DiskTier, Read, Written, lock
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
-from cllm.kv_cache.ledger import Ledger
+from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.snapshots import Snapshots
 from cllm.scheduler.report import collect_stats
 
@@ -176,7 +176,7 @@ def test_files_of_other_models_are_ignored(tmp_path):
     other = build_engine(
         first.backend, EngineParams(disk_cache=str(tmp_path), disk_cache_bytes=10_000)
     )
-    assert len(other.scheduler.sequences.kv_cache.snapshots.tiers.files) == 0
+    assert len(other.scheduler.sequences.kv_cache.snapshots.files) == 0
     assert len(list(tmp_path.glob("*.kv"))) == 1
 
 
@@ -200,7 +200,7 @@ def test_file_that_vanishes_meanwhile_hides_no_other(tmp_path, monkeypatch):
     ask(first, LONG)
     close(first)
     (tmp_path / "gone.kv").symlink_to(tmp_path / "nowhere")
-    assert len(start(tmp_path).scheduler.sequences.kv_cache.snapshots.tiers.files) == 1
+    assert len(start(tmp_path).scheduler.sequences.kv_cache.snapshots.files) == 1
 
 
 def _fields(info) -> dict:
@@ -350,7 +350,7 @@ def test_prefixes_evicted_from_ram_are_read_from_disk(tmp_path):
         while engine.idle():
             engine._disk._files.flush(5)
             engine.step()
-    assert len(engine.scheduler.sequences.kv_cache.snapshots.tiers.files) == 4
+    assert len(engine.scheduler.sequences.kv_cache.snapshots.files) == 4
     for i in range(4):
         assert ask(engine, [i, *LONG[1:]]) == (answers[i], 2)
 
@@ -411,7 +411,7 @@ def test_backend_error_during_disk_use_costs_only_the_prefix(method, tmp_path, m
         monkeypatch.setattr(first.backend, method, lambda key: 1 / 0)
     close(first)
     second = start(tmp_path)
-    assert len(second.scheduler.sequences.kv_cache.snapshots.tiers.files) == (
+    assert len(second.scheduler.sequences.kv_cache.snapshots.files) == (
         0 if method == "snapshot" else 1
     )
     if method != "snapshot":
@@ -424,7 +424,7 @@ def test_error_while_saving_idle_prefix_costs_only_the_prefix(method, tmp_path, 
     engine = start(tmp_path, check=False)
     answer, _ = ask(engine, LONG)
     failed = []
-    owner = Ledger if method == "save_one_idle" else Snapshots
+    owner = KVCache if method == "save_one_idle" else Snapshots
     monkeypatch.setattr(owner, method, lambda *args: failed.append(1) or 1 / 0)
     engine.idle()
     engine._disk._files.flush(5)

@@ -127,16 +127,16 @@ def check_engine(folder: Path, seed: int) -> None:
     engine = start(folder)
     assert not list(folder.glob("*.tmp"))
     engine._disk._files.flush(60)
-    tiers = engine.scheduler.sequences.kv_cache.snapshots.tiers
-    assert len(list(folder.iterdir())) == len(tiers.files)
-    assert tiers.num_disk_bytes <= DISK_BYTES
+    snapshots = engine.scheduler.sequences.kv_cache.snapshots
+    assert len(list(folder.iterdir())) == len(snapshots.files)
+    assert snapshots.num_disk_bytes <= DISK_BYTES
     for number, prompt in enumerate(PROMPTS):
         ask(engine, str(number), prompt)
     while engine.idle():
         engine._disk._files.flush(60)
         engine.step()
     engine._disk._files.flush(60)
-    assert len(list(folder.iterdir())) == len(tiers.files)
+    assert len(list(folder.iterdir())) == len(snapshots.files)
 
 
 WORK = {"files": (write_for_ever, check_files), "engine": (ask_for_ever, check_engine)}

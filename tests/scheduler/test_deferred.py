@@ -9,7 +9,7 @@ import pytest
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.tiers import Snapshot, StorageTier
+from cllm.kv_cache.snapshots import Snapshot, StorageTier
 from cllm.scheduler.deferred import Deferred
 
 numbers = itertools.count()

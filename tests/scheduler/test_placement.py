@@ -9,43 +9,42 @@ from cllm.core.batch import Operation, Row, Swap
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.base import Match
+from cllm.kv_cache.cache import KVCache, Match
 from cllm.kv_cache.layouts import Paged
-from cllm.kv_cache.ledger import Ledger
 from cllm.scheduler.placement import MAX_SWAPS, SHORT_TOKENS, arrange
 
 MAX_NUM_SEQS, CONTEXT = 24, 16 * SHORT_TOKENS
 
 
 class Running:
-    """Running sequences of some lengths, under some seq_ids, in a real ledger."""
+    """Running sequences of some lengths, under some seq_ids, in a real cache."""
 
     def __init__(self, seq_ids: list[int], lengths: list[int]) -> None:
-        self.ledger = Ledger(MAX_NUM_SEQS * CONTEXT, CONTEXT, MAX_NUM_SEQS, Paged())
+        self.cache = KVCache(MAX_NUM_SEQS * CONTEXT, CONTEXT, MAX_NUM_SEQS, Paged())
         everyone = [self.start(length) for length in [1] * MAX_NUM_SEQS]
         for seq in everyone:
-            self.ledger.release(seq.seq_id, [])
+            self.cache.release(seq.seq_id, [])
         self.seqs = []
         for seq_id, length in zip(seq_ids, lengths, strict=True):
-            self.ledger.seq_ids.free = {seq_id}  # so that it gets this one
+            self.cache.seq_ids.free = {seq_id}  # so that it gets this one
             self.seqs.append(self.start(length))
         taken = {seq.seq_id for seq in self.seqs}
-        self.ledger.seq_ids.free = set(range(MAX_NUM_SEQS)) - taken
+        self.cache.seq_ids.free = set(range(MAX_NUM_SEQS)) - taken
 
     def start(self, length: int) -> Sequence:
         seq = Sequence(Request("A", [1] * length, SamplingParams()), 0, 0, CONTEXT)
-        leased = self.ledger.lease(seq, Match())
+        leased = self.cache.lease(seq, Match())
         assert leased is not None
         seq.seq_id = leased[0]
         return seq
 
     def arrange(self, rows: list[Row]) -> list[Operation]:
-        """Arrange ``rows``, and check that each sequence has the seq_id that the ledger and the
+        """Arrange ``rows``, and check that each sequence has the seq_id that the cache and the
         backend have for it.
         """
         places = {seq.seq_id: seq for seq in self.seqs}
         num_decoding = sum(row.num_tokens == 1 for row in rows)
-        operations = arrange(rows, num_decoding, self.seqs, self.ledger)
+        operations = arrange(rows, num_decoding, self.seqs, self.cache)
         assert len(operations) <= MAX_SWAPS
         for operation in operations:
             assert isinstance(operation, Swap)
@@ -54,9 +53,9 @@ class Running:
             places |= {seq_id: seq for seq_id, seq in moved.items() if seq is not None}
         assert {seq_id: seq.seq_id for seq_id, seq in places.items()} == {i: i for i in places}
         assert len(places) == len(self.seqs)
-        self.ledger.check()
+        self.cache.check()
         for seq in self.seqs:
-            holding = self.ledger._leased[seq.seq_id]
+            holding = self.cache._leased[seq.seq_id]
             assert (holding.seq_id, holding.seq) == (seq.seq_id, seq)
         return operations
 

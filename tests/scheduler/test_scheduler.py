@@ -13,7 +13,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
 from cllm.engine.commands import Add
-from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
+from cllm.kv_cache.cache import MIN_SHARED_TOKENS, KVCache
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.report import collect_stats
@@ -27,7 +27,7 @@ LONG = list(range(100, 140))
 def make_scheduler(max_num_batched_tokens: int) -> Scheduler:
     """Return a scheduler for two sequences of up to 8 tokens."""
     params = SchedulerParams(max_num_batched_tokens=max_num_batched_tokens)
-    return Scheduler(Ledger(16, 8, 2), params, [], make_policy("fair", {}))
+    return Scheduler(KVCache(16, 8, 2), params, [], make_policy("fair", {}))
 
 
 def test_waiting_sequence_takes_finished_ones_seq_id(fake_engine):
@@ -305,7 +305,7 @@ def test_abort_during_prefill_keeps_computed_prefix(fake_engine):
     engine.add("A", LONG, max_tokens=2)
     engine.step()
     engine.abort("A")
-    assert str(engine.kv_cache) == "<Ledger 1024: held 0 idle 18 free 1006>"
+    assert str(engine.kv_cache) == "<KVCache 1024: held 0 idle 18 free 1006>"
     engine.add("B", LONG, max_tokens=1)
     assert engine.step() == "B.0 18+18"
 

@@ -139,5 +139,16 @@ class Batch(NamedTuple):
     def num_samples(self) -> int:
         return sum(row.num_samples for row in self.rows)
 
+    def list_changed_seq_ids(self) -> set[int]:
+        """Return the seq_ids whose cells the operations and the rows change."""
+        seq_ids = {row.seq.seq_id for row in self.rows}
+        for operation in self.operations:
+            match operation:
+                case Trim(seq_id) | Copy(_, seq_id) | Load(_, seq_id):
+                    seq_ids.add(seq_id)
+                case Swap(first, second):
+                    seq_ids |= {first, second}
+        return seq_ids
+
     def __str__(self) -> str:
         return "   ".join(str(row) for row in self.rows)

@@ -19,9 +19,9 @@ from cllm.engine.engine import Engine
 from cllm.engine.grammars import Grammars
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
+from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.layouts import make_layout
-from cllm.kv_cache.ledger import Ledger
-from cllm.kv_cache.tiers import Tiers
+from cllm.kv_cache.snapshots import Snapshots
 from cllm.models.memory import (
     check_room_again,
     compute_kv_budget,
@@ -108,14 +108,14 @@ def build_engine(
 ) -> Engine:
     """Build an engine. Raises StartupError if the policy or the draft model cannot be loaded."""
     info = backend.info
-    tiers = Tiers(
+    snapshots = Snapshots(
         params.ram_cache_bytes or 0,
         params.disk_cache_bytes,
         info.state_bytes_per_token,
         info.state_bytes,
     )
-    kv_cache = Ledger(
-        info.num_cells, info.context_length, info.max_num_seqs, make_layout(info), tiers
+    kv_cache = KVCache(
+        info.num_cells, info.context_length, info.max_num_seqs, make_layout(info), snapshots
     )
     scheduler = Scheduler(
         kv_cache,
@@ -140,7 +140,7 @@ def build_engine(
     if params.disk_cache:
         files = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
         disk = DiskTier(files, backend, scheduler, clock)
-        warn_about_ram(tiers)
+        warn_about_ram(snapshots)
     return Engine(
         backend,
         scheduler,
@@ -217,12 +217,12 @@ def build_vocabulary(params: EngineParams) -> Vocabulary:
     return import_loader(params.backend).load_vocabulary(params)
 
 
-def warn_about_ram(tiers: Tiers) -> None:
+def warn_about_ram(snapshots: Snapshots) -> None:
     """Log what cannot get to the disk, because prefixes pass through RAM that is too small."""
-    if tiers.ram_bytes < tiers.compute_size(SHORT_PREFIX):
+    if snapshots.ram_bytes < snapshots.compute_size(SHORT_PREFIX):
         log.warning(
             "kv.disk_cache stores %s, because prefixes get there through RAM; raise "
             "kv.ram_cache_mb, which is %.0f",
-            "nothing" if tiers.ram_bytes < tiers.compute_size(1) else "only short prefixes",
-            tiers.ram_bytes / 1e6,
+            "nothing" if snapshots.ram_bytes < snapshots.compute_size(1) else "only short prefixes",
+            snapshots.ram_bytes / 1e6,
         )

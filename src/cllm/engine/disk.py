@@ -29,7 +29,7 @@ from cllm.core.output import TokenOutput
 from cllm.engine.side_jobs import WAIT, SideJob, run_operations
 from cllm.errors import StartupError
 from cllm.kv_cache.radix_tree import Tokens
-from cllm.kv_cache.tiers import Snapshot
+from cllm.kv_cache.snapshots import Snapshot
 from cllm.private_files import open_private
 from cllm.scheduler.scheduler import Scheduler
 
@@ -282,7 +282,7 @@ class DiskTier(SideJob):
         for file, tokens, salt in files.find():
             files.register(snapshots.add_from_file(tokens, salt).key, file)
         snapshots.evict_files()
-        files.delete_all_except(snapshots.tiers.files.keys())
+        files.delete_all_except(snapshots.files.keys())
         self._sequences.use_disk(self)
 
     def start_read(self, snapshot: Snapshot) -> None:
@@ -304,7 +304,7 @@ class DiskTier(SideJob):
                 self._finish(result)
             except Exception as error:  # noqa: BLE001  # raised below, after the other results
                 failure = error
-        self._files.delete_all_except(self._sequences.kv_cache.snapshots.tiers.files.keys())
+        self._files.delete_all_except(self._sequences.kv_cache.snapshots.files.keys())
         if failure is not None:
             raise failure
         return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.tiers import Snapshot
+from cllm.kv_cache.snapshots import Snapshot
 from cllm.scheduler.reasons import AwaitsLeader, AwaitsRead
 
 

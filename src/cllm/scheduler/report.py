@@ -59,7 +59,7 @@ def collect_stats(scheduler: Scheduler) -> Stats:
     """Return the state of the scheduler, for gauges and counters."""
     sequences = scheduler.sequences
     kv_cache = sequences.kv_cache
-    cells, tiers = kv_cache.cells, kv_cache.snapshots.tiers
+    cells, snapshots = kv_cache.cells, kv_cache.snapshots
     counts = scheduler.statistics
     return Stats(
         num_running=len(sequences.running),
@@ -74,8 +74,8 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         num_prefill_tokens=counts.num_prefill_tokens,
         num_guesses=counts.num_guesses,
         num_accepted=counts.num_accepted,
-        num_ram_bytes=tiers.num_ram_bytes,
-        num_disk_bytes=tiers.num_disk_bytes,
+        num_ram_bytes=snapshots.num_ram_bytes,
+        num_disk_bytes=snapshots.num_disk_bytes,
         num_waiting_tokens=sequences.waiting.num_tokens,
         waiting_seconds=estimate_waiting_seconds(scheduler),
         prompt_token_seconds=scheduler.cost.estimate_prefill(1)

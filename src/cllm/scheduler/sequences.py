@@ -16,8 +16,8 @@ from typing import Protocol
 from cllm.core.batch import Batch, Drop, Operation, Save, Trim
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
-from cllm.kv_cache.base import KVCache, Match
-from cllm.kv_cache.tiers import Snapshot, StorageTier
+from cllm.kv_cache.cache import KVCache, Match
+from cllm.kv_cache.snapshots import Snapshot, StorageTier
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expiries import Expiries
 from cllm.scheduler.length_estimates import LengthEstimates
@@ -200,12 +200,10 @@ class Sequences:
             snapshot = match.source
             assert isinstance(snapshot, Snapshot)
             if snapshot.tier is StorageTier.DISK:
-                operations_for_read = self.kv_cache.snapshots.read(snapshot)
-                if operations_for_read is None:
-                    if snapshot.num_bytes > self.kv_cache.snapshots.tiers.ram_bytes:
-                        self.kv_cache.snapshots.drop(snapshot.key)
+                room = self.kv_cache.snapshots.read(snapshot)
+                if room is None:
                     return None
-                operations += operations_for_read
+                operations += room
                 assert self._disk is not None, "only a disk tier creates files"
                 self._disk.start_read(snapshot)
             self.deferred.await_read(snapshot, seq)
@@ -300,11 +298,7 @@ class Sequences:
         """Record that a snapshot is in RAM or could not be read, and requeue the sequences that
         wait for it.
         """
-        snapshot = self.kv_cache.snapshots.tiers.find(key)
-        if snapshot is not None and succeeded:
-            snapshot.tier = StorageTier.RAM
-        elif snapshot is not None:
-            self.kv_cache.snapshots.drop(key)
+        self.kv_cache.snapshots.finish_read(key, succeeded=succeeded)
         self._requeue(self.deferred.take_readers(key))
 
     def write_saved(self, operations: Iterable[Operation]) -> None:
@@ -314,7 +308,7 @@ class Sequences:
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
         for operation in operations:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
-                snapshot = self.kv_cache.snapshots.tiers.ram.get(operation.snapshot)
+                snapshot = self.kv_cache.snapshots.ram.get(operation.snapshot)
                 if snapshot is not None:
                     self._disk.write(snapshot)
 
@@ -410,9 +404,8 @@ class Sequences:
         The contents of all seq_ids that it affected are unknown, so its sequences are computed
         again from their tokens. Sequences with MAX_FAILURES failed batches end.
         """
-        affected, pending = self.kv_cache.invalidate_operations(batch.operations)
-        affected |= {row.seq.seq_id for row in batch.rows}
-        self._pending_operations += pending
+        affected = batch.list_changed_seq_ids()
+        self._pending_operations += self.kv_cache.snapshots.invalidate(batch.operations)
         failed = {row.seq for row in batch.rows}
         for seq in [seq for seq in self.running if seq.seq_id in affected]:
             seq.num_computed_tokens = 0
@@ -436,9 +429,7 @@ class Sequences:
         suspects = {seq for seq in self.suspects if self.knows(seq)}
         self._num_recoveries += 1
         self.kv_cache = self.kv_cache.without_cells()
-        _, dropped = self.kv_cache.invalidate_operations(
-            [*self._operations, *self._pending_operations]
-        )
+        dropped = self.kv_cache.snapshots.invalidate([*self._operations, *self._pending_operations])
         seq_ids = range(self.kv_cache.seq_ids.size + self.kv_cache.layout.num_spare_ids)
         self._operations, self._pending_operations = (
             [],

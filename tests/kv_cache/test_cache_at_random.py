@@ -18,11 +18,10 @@ from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Swap,
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.base import KVCache, Match
+from cllm.kv_cache.cache import MIN_SHARED_TOKENS, Holding, KVCache, Match
 from cllm.kv_cache.layouts import Layout, Paged, Partitioned, Unified
-from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Holding, Ledger
 from cllm.kv_cache.model_state import Recurrent
-from cllm.kv_cache.tiers import Snapshot, StorageTier, Tiers
+from cllm.kv_cache.snapshots import Snapshot, Snapshots, StorageTier
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -35,12 +34,12 @@ ACTIONS = [*["admit"] * 5, "compute", "release", "checkpoint", "save_one_idle", 
 COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class CacheMachine(RuleBasedStateMachine):
     """Does at random what a scheduler and a disk thread may do, and performs each operation on a
     fake backend.
     """
 
-    make_cache: Callable[..., KVCache] = Ledger
+    make_cache: Callable[..., KVCache] = KVCache
     layout: Layout = Partitioned()
     max_num_seqs = 3
     cells_per_seq = 120
@@ -50,9 +49,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        tiers = Tiers(self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10)
-        self.ledger = type(self).make_cache(
-            self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers
+        snapshots = Snapshots(
+            self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10
+        )
+        self.cache = type(self).make_cache(
+            self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, snapshots
         )
         self.backend = FakeBackend(
             context_length=self.cells_per_seq,
@@ -81,7 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def turn(self, data: st.DataObject, actions: list[str]) -> None:
         for action in actions:
             getattr(self, action)(data)
-            self.ledger.check()
+            self.cache.check()
         if self.rows and data.draw(st.integers(0, 9)) == 9:
             self.fail(data)
         else:
@@ -89,22 +90,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def admit(self, data: st.DataObject) -> None:
         prompt = self.draw_prompt(data)
-        match = self.ledger.find(Sequence(Request("A", prompt, SamplingParams()), 0, 0, 1024))
+        match = self.cache.find(Sequence(Request("A", prompt, SamplingParams()), 0, 0, 1024))
         self.check_match(prompt, match)
         seq = Sequence(Request("A", prompt, SamplingParams()), 0, 0, 1024)
-        if not self.ledger.seq_ids.num_free:
+        if not self.cache.seq_ids.num_free:
             with pytest.raises(IndexError):
-                self.ledger.lease(seq, match)
+                self.cache.lease(seq, match)
             return
         if isinstance(match.source, Snapshot) and match.source.tier is not StorageTier.RAM:
             self.fetch(match.source)
             return
-        before, idle = str(self.ledger), self.ledger.idle_prefixes()
-        leased = self.ledger.lease(seq, match)
+        before, idle = str(self.cache), self.cache.idle_prefixes()
+        leased = self.cache.lease(seq, match)
         if leased is None:
             assert isinstance(match.source, Snapshot)
-            assert len(match.source.tokens) > self.ledger.num_available
-            assert str(self.ledger) == before
+            assert len(match.source.tokens) > self.cache.num_available
+            assert str(self.cache) == before
             return
         seq.seq_id, seq.num_computed_tokens, operations = leased
         left = list(idle.get(seq.seq_id, [])) if match.source is None else []
@@ -121,7 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.layout.can_swap or self.rows:
             return
         first, second = data.draw(st.permutations(range(self.max_num_seqs)))[:2]
-        self.operations.append(self.ledger.swap(first, second))
+        self.operations.append(self.cache.swap(first, second))
         places = {first: second, second: first}
         for records in (self.running, self.admitted):
             moved = {places.get(i, i): value for i, value in records.items()}
@@ -156,7 +157,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """
         wanted = prompt[:-1]
         offers = [list(snapshot.tokens) for snapshot in self.snapshots()]
-        offers += [list(tokens) for tokens in self.ledger.idle_prefixes().values()]
+        offers += [list(tokens) for tokens in self.cache.idle_prefixes().values()]
         if self.can_trim:
             offers += [
                 self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()
@@ -202,12 +203,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def compute_tokens(self, seq: Sequence, count: int, draft: list[int]) -> None:
         if seq.num_computed_tokens + count + len(draft) > self.cells_per_seq:
             return
-        held = self.ledger.cells.num_held
-        operations = self.ledger.make_room(count + len(draft))
+        held = self.cache.cells.num_held
+        operations = self.cache.make_room(count + len(draft))
         assert (operations is None) == (held + count + len(draft) > self.num_cells)
         if operations is not None:
             self.operations += operations
-            self.ledger.hold(seq.seq_id, count + len(draft))
+            self.cache.hold(seq.seq_id, count + len(draft))
             num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
             self.rows[seq.seq_id] = Row(
                 seq, seq.num_computed_tokens, count, num_samples, tuple(draft)
@@ -222,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def give_back(self, seq: Sequence, *, soon: bool = False) -> None:
         tokens = seq.tokens[: seq.num_computed_tokens]
-        self.ledger.release(seq.seq_id, tokens, soon=soon)
+        self.cache.release(seq.seq_id, tokens, soon=soon)
         del self.running[seq.seq_id]
         if tokens:
             self.remember(tokens)
@@ -230,7 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def checkpoint(self, data: st.DataObject) -> None:
         if self.idle_rows() and not self.can_trim:
             seq = self.running[data.draw(st.sampled_from(self.idle_rows()))]
-            self.operations += self.ledger.checkpoint(seq)
+            self.operations += self.cache.checkpoint(seq)
 
     def succeed(self, data: st.DataObject) -> None:
         rows, operations = self.run_operations(len(self.operations), len(self.rows))
@@ -248,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.operations += [Trim(seq.seq_id, keep)] if row.draft else []
                 self.give_back(seq)
             elif right < len(row.draft):
-                self.operations += self.ledger.rewind(seq.seq_id, keep)
+                self.operations += self.cache.rewind(seq.seq_id, keep)
         if not taken_back:
             self.matches_backend()
 
@@ -275,28 +276,25 @@ class LedgerMachine(RuleBasedStateMachine):
                 case Swap(first, second):
                     touched |= {first, second}
                 case Save(_, key):
-                    self.operations += self.ledger.snapshots.drop(key)
+                    self.operations += self.cache.snapshots.drop(key)
                 case Drop():
                     self.operations.append(operation)
         for seq in [seq for seq in self.running.values() if seq.seq_id in touched]:
             seq.num_computed_tokens = 0
             self.give_back(seq)
-        self.operations += self.ledger.invalidate_seq_ids(touched)
+        self.operations += self.cache.invalidate_seq_ids(touched)
 
     # --- the disk
 
     def snapshots(self) -> list[Snapshot]:
-        tiers = self.ledger.snapshots.tiers
-        return list({**tiers.ram, **tiers.files}.values())
+        snapshots = self.cache.snapshots
+        return list({**snapshots.ram, **snapshots.files}.values())
 
     def fetch(self, snapshot: Snapshot) -> None:
         if snapshot.tier is StorageTier.DISK:
-            leaving = self.ledger.snapshots.read(snapshot)
-            if leaving is None:
-                assert self.ledger.snapshots.drop(snapshot.key) == []
+            self.operations += self.cache.snapshots.read(snapshot) or []
+            if self.cache.snapshots.find(snapshot.key) is None:  # larger than all RAM
                 self.files.pop(snapshot.key)
-            else:
-                self.operations += leaving
 
     @precondition(
         lambda self: any(snapshot.tier is StorageTier.READING for snapshot in self.snapshots())
@@ -315,7 +313,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.backend.install_snapshot(snapshot.key, buffer)
             snapshot.tier = StorageTier.RAM
         else:
-            assert self.ledger.snapshots.drop(snapshot.key) == []
+            assert self.cache.snapshots.drop(snapshot.key) == []
             self.files.pop(snapshot.key, None)
 
     def written(self, data: st.DataObject) -> None:
@@ -323,48 +321,48 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         key = data.draw(st.sampled_from(sorted(self.unwritten)))
         self.unwritten.remove(key)
-        snapshot = self.ledger.snapshots.tiers.find(key)
+        snapshot = self.cache.snapshots.find(key)
         self.files[key] = [] if snapshot is None else snapshot.tokens.tolist()
-        self.ledger.snapshots.record_written(key)
-        for old in self.files.keys() - self.ledger.snapshots.tiers.files.keys():
+        self.cache.snapshots.record_written(key)
+        for old in self.files.keys() - self.cache.snapshots.files.keys():
             del self.files[old]
         assert sum(10 + len(tokens) for tokens in self.files.values()) <= self.disk_bytes
 
     def save_one_idle(self, data: st.DataObject) -> None:
-        self.operations += self.ledger.save_one_idle()
+        self.operations += self.cache.save_one_idle()
 
     @precondition(lambda self: len(self.files) < 2)
     @rule(data=st.data())
     def add_from_file(self, data: st.DataObject) -> None:
         tokens = self.draw_prompt(data)
-        if 10 + len(tokens) + self.ledger.snapshots.tiers.num_disk_bytes <= self.disk_bytes:
-            self.files[self.ledger.snapshots.add_from_file(np.array(tokens, np.int32)).key] = tokens
+        if 10 + len(tokens) + self.cache.snapshots.num_disk_bytes <= self.disk_bytes:
+            self.files[self.cache.snapshots.add_from_file(np.array(tokens, np.int32)).key] = tokens
             self.remember(tokens)
 
     # --- the invariants
 
     @invariant()
     def keeps_invariants(self) -> None:
-        self.ledger.check()
+        self.cache.check()
         assert self.files == {
-            key: old.tokens.tolist() for key, old in self.ledger.snapshots.tiers.files.items()
+            key: old.tokens.tolist() for key, old in self.cache.snapshots.files.items()
         }
 
     def matches_backend(self) -> None:
-        """Compare the records of the ledger with the cells of the backend."""
+        """Compare the records of the cache with the cells of the backend."""
         cells = {seq_id: held for seq_id, held in self.backend._cells.items() if held}
-        believed = {i: list(tokens) for i, tokens in self.ledger.idle_prefixes().items()}
+        believed = {i: list(tokens) for i, tokens in self.cache.idle_prefixes().items()}
         believed |= {
             i: seq.tokens[: seq.num_computed_tokens]
             for i, seq in self.running.items()
             if seq.num_computed_tokens
         }
         assert {seq_id: [cell.token for cell in held] for seq_id, held in cells.items()} == believed
-        assert self.ledger.cells.num_used == len(
+        assert self.cache.cells.num_used == len(
             {id(cell) for held in cells.values() for cell in held}
         )
         held = {id(cell) for seq_id in self.running for cell in cells.get(seq_id, ())}
-        assert self.ledger.cells.num_held == len(held)
+        assert self.cache.cells.num_held == len(held)
         in_ram = {
             old.key: old.tokens.tolist() for old in self.snapshots() if old.tier is StorageTier.RAM
         }
@@ -375,7 +373,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.matches_backend()
 
 
-class UnifiedMachine(LedgerMachine):
+class UnifiedMachine(CacheMachine):
     """All sequences draw on one pool that is too small for them, and share cells; idle ones have
     seq_ids to spare.
     """
@@ -384,27 +382,27 @@ class UnifiedMachine(LedgerMachine):
     num_cells = 220
 
 
-class PagedMachine(LedgerMachine):
+class PagedMachine(CacheMachine):
     """Cells are shared, and seq_ids exchanged."""
 
     layout = Paged()
     num_cells = 200
 
 
-class UnifiedStateMachine(LedgerMachine):
+class UnifiedStateMachine(CacheMachine):
     """Sequences share cells, but none can be trimmed."""
 
     layout = Unified(Recurrent())
     num_cells = 220
 
 
-class StateMachine(LedgerMachine):
+class StateMachine(CacheMachine):
     """Each sequence has cells of its own, and none can be trimmed."""
 
     layout = Partitioned(Recurrent())
 
 
-class NaiveMachine(LedgerMachine):
+class NaiveMachine(CacheMachine):
     """The smallest cache: it finds nothing, and must keep all other invariants."""
 
     make_cache = NaiveCache
@@ -419,7 +417,7 @@ class NaiveMachine(LedgerMachine):
         if not self.layout.can_swap or self.rows:
             return
         first, second = data.draw(st.permutations(range(self.max_num_seqs)))[:2]
-        self.operations.append(self.ledger.swap(first, second))
+        self.operations.append(self.cache.swap(first, second))
         places = {first: second, second: first}
         for records in (self.running, self.admitted):
             moved = {places.get(i, i): value for i, value in records.items()}
@@ -432,7 +430,7 @@ class NaiveMachine(LedgerMachine):
         assert seq.num_computed_tokens == 0
 
 
-TestPartitioned = LedgerMachine.TestCase
+TestPartitioned = CacheMachine.TestCase
 TestUnified = UnifiedMachine.TestCase
 TestPaged = PagedMachine.TestCase
 TestUnifiedState = UnifiedStateMachine.TestCase

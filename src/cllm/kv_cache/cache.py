@@ -1,31 +1,33 @@
 """Records where tokens are: under which seq_id, shared or not, idle or leased, in RAM or on disk.
 
-Bookkeeping in plain Python. It never calls a backend; it returns the operations to perform on the
-cells.
+Bookkeeping in plain Python. It never calls a backend; it returns the operations that the backend
+must carry out on its cells, in that order, before the rows of the next batch.
 
 A seq_id has the tokens of one sequence from position 0 on. While it is leased, they belong to a
 running sequence. After that they stay, idle, until another sequence with that prefix reuses them or
 the cells are needed. Then they are saved to RAM if that is worth it. All prefixes (running, idle
 and saved) are paths of one radix tree.
 
-Invariants: held + idle + free = num_cells; a seq_id has idle tokens only while it is not leased; no
-seq_id has more than cells_per_seq tokens; the tree's owners are exactly the running, idle and saved
-prefixes.
+Invariants: held + idle + free = num_cells; a seq_id is leased to at most one sequence, and has idle
+tokens only while it is not leased; no seq_id has more than cells_per_seq tokens; the tree's owners
+are exactly the running, idle and saved prefixes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
 from cllm.core.batch import Copy, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.base import KVCache, Match
-from cllm.kv_cache.cells import Chain
-from cllm.kv_cache.radix_tree import Tokens, common_prefix
-from cllm.kv_cache.tiers import Snapshot, StorageTier
+from cllm.kv_cache.cells import CellCounts, Chain
+from cllm.kv_cache.layouts import Layout, Partitioned
+from cllm.kv_cache.model_state import Prefix
+from cllm.kv_cache.radix_tree import RadixTree, Tokens, common_prefix
+from cllm.kv_cache.seq_id_pool import SeqIdPool
+from cllm.kv_cache.snapshots import Snapshot, Snapshots, StorageTier
 
 MIN_SHARED_TOKENS = 16  # shorter prefixes are not worth a copy or a wait
 MIN_EVICTED_TOKENS = 32  # evicting single cells would cost an operation in each step
@@ -63,10 +65,51 @@ class Holding:
         return f"<Holding {self.seq_id} {self.chain.length}{'' if self.seq is None else ' leased'}>"
 
 
-class Ledger(KVCache):
-    """A KV cache that keeps idle prefixes and shares them."""
+class Match(NamedTuple):
+    """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``.
 
-    def _start_empty(self) -> None:
+    ``num_inflight_tokens`` is the length of a longer prefix that ``leader`` will have computed
+    soon, or 0.
+    """
+
+    num_tokens: int = 0
+    source: Prefix | None = None
+    num_inflight_tokens: int = 0
+    leader: Sequence | None = None
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a leader still computes the prefix, or it must be read from disk first."""
+        return self.leader is not None or (
+            isinstance(self.source, Snapshot) and self.source.tier is not StorageTier.RAM
+        )
+
+
+class KVCache:
+    """Counts cells, leases seq_ids, and keeps, finds and shares prefixes."""
+
+    def __init__(
+        self,
+        num_cells: int,
+        cells_per_seq: int,
+        max_num_seqs: int,
+        layout: Layout | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        """The layout is Partitioned by default. ``snapshots`` may contain some already.
+
+        Raises ValueError if a sequence would not fit.
+        """
+        if num_cells < cells_per_seq:
+            raise ValueError(
+                f"num_cells ({num_cells}) must be at least cells_per_seq ({cells_per_seq})"
+            )
+        self.cells = CellCounts(num_cells)
+        self.cells_per_seq = cells_per_seq
+        self.layout = Partitioned() if layout is None else layout
+        self.seq_ids = SeqIdPool(max_num_seqs)
+        self.snapshots = Snapshots() if snapshots is None else snapshots
+        self._tree: RadixTree[Any] = self.snapshots.start_tree()
         self._leased: dict[int, Holding] = {}
         # by seq_id, least recently used first
         self._idle: OrderedDict[int, Holding] = OrderedDict()
@@ -75,21 +118,18 @@ class Ledger(KVCache):
         last = self.seq_ids.size + self.layout.num_spare_ids - 1
         self._spare = list(range(last, self.seq_ids.size - 1, -1))
 
+    @property
+    def num_available(self) -> int:
+        """Cells that are free or idle: a running sequence can get them without parking another."""
+        return self.cells.size - self.cells.num_held
+
     # --- finding ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> Match:
-        return self._match(seq.reusable_tokens, seq.request.cache_salt)
-
-    def match(self, tokens: list[int] | Tokens, salt: str = "") -> Match:
-        """Match ``tokens`` except the last one, which must be computed in any case because its
-        logits are needed.
-        """
-        return self._match(np.asarray(tokens, np.int32)[:-1], salt)
-
-    def _match(self, tokens: Tokens, salt: str) -> Match:
+        """Return the longest cached prefix of ``seq`` without tokens whose logits are needed."""
         best, source, least = 0, None, MIN_SHARED_TOKENS
         inflight, leader = 0, None
-        for owner, shared in self._tree.match(tokens, salt):
+        for owner, shared in self._tree.match(seq.reusable_tokens, seq.request.cache_salt):
             if shared < least and shared < max(inflight + 1, best + MIN_SHARED_TOKENS):
                 break
             usable = self._num_reusable(owner, shared)
@@ -130,6 +170,9 @@ class Ledger(KVCache):
         return self.layout.copy_cost(owner.chain.length)
 
     def num_shared(self, match: Match) -> int:
+        """Return the number of cells that a sequence with this match would share with a running
+        one.
+        """
         source, count = match.source, match.num_tokens
         if isinstance(source, Holding) and not source.is_final:
             return count - self.layout.num_copied_cells(count)
@@ -138,6 +181,12 @@ class Ledger(KVCache):
     # --- leasing ---------------------------------------------------------------------------------
 
     def lease(self, seq: Sequence, match: Match) -> tuple[int, int, list[Operation]] | None:
+        """Lease a seq_id for ``seq``; return (seq_id, number of its tokens already there,
+        operations).
+
+        Returns None, with nothing changed, if the prefix to copy or load does not fit. A lease
+        without a match always fits. Raises IndexError if no seq_id is free.
+        """
         if not self.seq_ids.num_free:
             raise IndexError("no sequence id is free")
         source, count = cast("Holding | Snapshot | None", match.source), match.num_tokens
@@ -199,7 +248,7 @@ class Ledger(KVCache):
         chain = Chain()
         if source is not None:
             operations.append(Load(source.key, seq_id, count))
-            self.snapshots.tiers.touch(source)
+            self.snapshots.touch(source)
             self.cells.grow(chain, count)
         return chain, operations
 
@@ -255,6 +304,9 @@ class Ledger(KVCache):
     # --- room ------------------------------------------------------------------------------------
 
     def make_room(self, num_tokens: int) -> list[Operation] | None:
+        """Return operations that free ``num_tokens`` cells, or None if running sequences use too
+        many.
+        """
         return None if num_tokens > self.num_available else self._evict(num_tokens)
 
     def _evict(self, num_tokens: int) -> list[Operation]:
@@ -295,22 +347,33 @@ class Ledger(KVCache):
         if holding.seq_id >= self.seq_ids.size:
             self._spare.append(holding.seq_id)
 
-    # --- releasing -------------------------------------------------------------------------------
+    # --- leased cells ----------------------------------------------------------------------------
 
     def count_cells(self, seq_id: int) -> int:
+        """Return the number of cells of a leased seq_id."""
         return self._leased[seq_id].chain.length
 
     def count_private_cells(self, seq_id: int) -> int:
+        """Return the number of cells that a leased seq_id shares with no other prefix."""
         return self.cells.num_private(self._leased[seq_id].chain)
 
     def hold(self, seq_id: int, num_tokens: int) -> None:
+        """Count ``num_tokens`` more cells for ``seq_id``. Call ``make_room`` first."""
         self.cells.grow(self._leased[seq_id].chain, num_tokens)
 
     def rewind(self, seq_id: int, keep: int) -> list[Operation]:
+        """Free the cells of a leased seq_id after the first ``keep``, such as rejected draft
+        tokens.
+        """
         self.cells.cut(self._leased[seq_id].chain, keep)
         return [Trim(seq_id, keep)]
 
     def release(self, seq_id: int, tokens: list[int], *, soon: bool = False) -> None:
+        """End the lease of ``seq_id``; ``tokens``, the contents of its cells, stay as an idle
+        prefix.
+
+        With ``soon``, this prefix is evicted first, because it was released to free its cells.
+        """
         holding = self._leased.pop(seq_id)
         self._tree.remove(holding)
         self.seq_ids.give_back(seq_id)
@@ -325,6 +388,10 @@ class Ledger(KVCache):
             self._tree.insert(holding.path, holding, holding.salt)
 
     def swap(self, first: int, second: int) -> Operation:
+        """Exchange all tokens of two seq_ids, leased or not.
+
+        Requires ``layout.can_swap``.
+        """
         moved = {first: second, second: first}
         self._leased = {moved.get(i, i): holding for i, holding in self._leased.items()}
         self._idle = OrderedDict((moved.get(i, i), idle) for i, idle in self._idle.items())
@@ -337,6 +404,7 @@ class Ledger(KVCache):
     # --- saving and forgetting -------------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
+        """Save the computed tokens of ``seq``, for others that need its state at this position."""
         return self._save(
             seq.seq_id,
             self._leased[seq.seq_id],
@@ -344,6 +412,9 @@ class Ledger(KVCache):
         )
 
     def save_one_idle(self) -> list[Operation]:
+        """Save one idle prefix that is stored nowhere else, most recently used first; return [] if
+        there is none.
+        """
         for seq_id, holding in reversed(self._idle.items()):
             if not holding.saved and (operations := self._save(seq_id, holding, holding.path)):
                 holding.saved = True
@@ -371,19 +442,33 @@ class Ledger(KVCache):
         return False
 
     def invalidate_seq_ids(self, seq_ids: set[int]) -> list[Operation]:
+        """Forget the contents of these free seq_ids, which are unknown; return operations that
+        empty them.
+        """
         for holding in [holding for seq_id, holding in self._idle.items() if seq_id in seq_ids]:
             self._tree.remove(holding)
             self.cells.cut(holding.chain, 0)
             self._forget_idle(holding)
         return [Trim(seq_id, 0) for seq_id in sorted(seq_ids)]
 
+    def without_cells(self) -> Self:
+        """Return a cache with the same snapshots that regards all cells as free."""
+        return type(self)(
+            self.cells.size, self.cells_per_seq, self.seq_ids.size, self.layout, self.snapshots
+        )
+
     def idle_prefixes(self) -> dict[int, Tokens]:
+        """Return the tokens that free seq_ids keep, least recently used first."""
         return {seq_id: holding.path for seq_id, holding in self._idle.items()}
 
     # --- invariants ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        super().check()
+        """Raise AssertionError if an invariant is broken."""
+        self.seq_ids.check()
+        self.snapshots.check()
+        self._tree.check()
+        assert self.cells.num_free >= 0, f"more cells in use than exist: {self}"
         assert self._leased.keys() == {
             i for i in range(self.seq_ids.size) if self.seq_ids.is_leased(i)
         }, str(self)
@@ -412,6 +497,13 @@ class Ledger(KVCache):
             assert holding.chain.length == len(holding.path) > 0, repr(holding)
         spare = set(self._spare) | {i for i in self._idle if i >= self.seq_ids.size}
         assert len(spare) == self.layout.num_spare_ids, f"spare seq_ids lost: {self}"
-        assert len(self._tree) == len(holdings) + len(self.snapshots.tiers), (
+        assert len(self._tree) == len(holdings) + len(self.snapshots), (
             f"the tree differs from the stored prefixes: {self}"
+        )
+
+    def __str__(self) -> str:
+        cells = self.cells
+        return (
+            f"<{type(self).__name__} {cells.size}: held {cells.num_held} idle {cells.num_idle} "
+            f"free {cells.num_free}>"
         )
