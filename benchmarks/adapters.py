@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from cllm.bench.distribution import jain_index
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import split_parts
 from cllm.bench.load.client import Outcome, run_stages
 from cllm.bench.load.workload import Group, Words, word_tasks
 from cllm.bench.make_adapter import write_adapter
@@ -55,8 +55,7 @@ def send(server: Server, models: list[str], requests: int) -> Outcome:
         tasks = word_tasks(CLIENTS * requests, words)
         named = [msgspec.structs.replace(task, part=model) for task in tasks]
         groups.append(Group(tasks=named, clients=CLIENTS))
-    nothing = Group(tasks=[], clients=1)
-    outcome = run_stages(server, [groups], warmup=nothing, progress=lambda _: None)
+    outcome = run_stages(server, [groups])
     assert not failures(outcome), failures(outcome)[0]
     return outcome
 
@@ -68,9 +67,7 @@ def compute_rate(outcome: Outcome) -> float:
 
 def compare_shares(outcome: Outcome) -> float:
     """Return Jain's index of what the models had sent when the first one was done."""
-    parts: dict[str, list[Answer]] = {}
-    for answer in outcome.answers:
-        parts.setdefault(answer.task.part, []).append(answer)
+    parts = split_parts(outcome.answers)
     end = min(max(answer.ended for answer in answers) for answers in parts.values())
     counts = [
         sum(at <= end for answer in answers for at in answer.content_times)

@@ -30,7 +30,7 @@ def forget(engine: Engine) -> None:
 
 
 def make_sequences(requests: Iterable[Request], context: int) -> list[Sequence]:
-    """Return sequences as the engine would make them. The seq_id is the index."""
+    """Return sequences as the engine would make them, whose seq_id is their index."""
     seqs = [Sequence(request, 0, i, context) for i, request in enumerate(requests)]
     for seq_id, seq in enumerate(seqs):
         seq.seq_id = seq_id

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cllm.bench.distribution import Distribution
+from cllm.bench.distribution import LatencySummary
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ def number_table(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def latency_table(latencies: Mapping[str, Distribution]) -> Table:
+def latency_table(latencies: Mapping[str, LatencySummary]) -> Table:
     table = number_table("milliseconds", "mean", "p50", "p95", "p99")
     for name, values in latencies.items():
         table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))

@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from cllm.bench.load.client import Outcome, Target, run_load
+from cllm.bench.load.client import Outcome, Target, run_stages
 from cllm.bench.load.dialects import Api
-from cllm.bench.load.workload import Task
+from cllm.bench.load.workload import Group, Task
+from cllm.bench.programs import last_line, run_program
 from cllm.errors import StartupError
 from cllm.http_client import read_local
 from cllm.observe.cpu_time import process_tree
@@ -77,7 +77,9 @@ def running(
         try:
             while not answers(url + health):
                 if process.poll() is not None or time.perf_counter() - begun > START_TIMEOUT:
-                    raise StartupError(f"{Path(words[0]).name} does not start: {last_line(errors)}")
+                    errors.seek(0)
+                    reason = last_line(errors.read(), "it says nothing")
+                    raise StartupError(f"{Path(words[0]).name} does not start: {reason}")
                 time.sleep(0.01)
             start_s = time.perf_counter() - begun
             yield Server(
@@ -98,12 +100,6 @@ def running(
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def last_line(errors: IO[bytes]) -> str:
-    errors.seek(0)
-    lines = errors.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it says nothing"
 
 
 def answers(url: str) -> bool:
@@ -166,16 +162,7 @@ def ollama(
             [program, "serve"], "/api/version", port=port, api="ollama", environment=environment
         ) as server:
             command = [str(program), "create", MODEL, "-f", str(modelfile)]
-            done = subprocess.run(
-                command,
-                env=os.environ | environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-            )
-            if done.returncode:
-                raise StartupError(f"ollama create failed: {' '.join(done.stderr.split()[-30:])}")
+            run_program("ollama create", command, env=os.environ | environment)
             yield server
 
 
@@ -230,7 +217,7 @@ def load(
 
     Raises StartupError if one fails and may not.
     """
-    outcome = run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
+    outcome = run_stages(target, [[Group(tasks=tasks, clients=concurrency)]])
     if not may_fail and (failed := failures(outcome)):
         raise StartupError(f"{len(failed)} of {len(tasks)} requests failed: {failed[0]}")
     return outcome

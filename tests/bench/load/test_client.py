@@ -13,9 +13,10 @@ from itertools import pairwise, repeat
 import pytest
 from aiohttp import web
 
+from cllm.bench.distribution import LatencySummary
 from cllm.bench.load.answer import Answer
-from cllm.bench.load.client import Outcome, Target, find_model, run_load, run_stages
-from cllm.bench.load.report import Distribution, Report, remarks, results, summarize
+from cllm.bench.load.client import Outcome, Target, find_model, run_stages
+from cllm.bench.load.report import Report, remarks, results, summarize
 from cllm.bench.load.workload import (
     QUESTION_KINDS,
     TURNS,
@@ -48,7 +49,9 @@ def measure(
 ) -> Report:
     seen: list[int] = []
     target = Target(url, timeout=timeout)
-    outcome = run_load(target, tasks, concurrency=concurrency, warmup=warmup, progress=seen.append)
+    first = Group(tasks=tasks[:warmup], clients=concurrency)
+    group = Group(tasks=tasks[warmup:], clients=concurrency)
+    outcome = run_stages(target, [[group]], warmup=first, progress=seen.append)
     assert seen == list(range(1, len(tasks) + 1))
     return summarize(outcome, url=url, model="m", settings={})
 
@@ -250,13 +253,10 @@ def test_failed_responses_are_counted_by_reason(
 
 def test_load_beside_an_endless_group_ends_if_all_requests_fail() -> None:
     """The endless group stops, and the one that waits for its chunks runs."""
-    nothing = Group(tasks=[], clients=1)
     endless = Group(tasks=repeat(words(1)[0]), clients=2, background=True)
     waiting = Group(tasks=words(3), clients=1, start_after=100)
     with serving(breaks_down) as url:
-        outcome = run_stages(
-            Target(url), [[endless, waiting]], warmup=nothing, progress=lambda _: None
-        )
+        outcome = run_stages(Target(url), [[endless, waiting]])
     assert len(outcome.answers) == 5
 
 
@@ -297,9 +297,8 @@ def test_concurrency_and_connection_reuse_are_respected() -> None:
         return response
 
     with serving(handler) as url:
-        outcome = run_load(
-            Target(url, "secret"), words(20), concurrency=3, warmup=5, progress=lambda ended: None
-        )
+        warmup, group = (Group(tasks=words(count), clients=3) for count in (5, 15))
+        outcome = run_stages(Target(url, "secret"), [[group]], warmup=warmup)
     assert (most, len(connections), keys) == (3, 3, {"Bearer secret"})
     assert Counter(answer.failure for answer in outcome.answers) == {"": 15}
 
@@ -371,7 +370,7 @@ def test_metrics_follow_their_definitions() -> None:
     assert report.num_failed == 0
     assert report.ttft_ms.mean == 2000.0  # a token without text is seen when the stream ends
     assert (report.itl_ms.mean, report.itl_ms.p50) == (1250.0, 1250.0)
-    assert report.tpot_ms == Distribution(1000.0, 1000.0, 1000.0, 1000.0)
+    assert report.tpot_ms == LatencySummary(1000.0, 1000.0, 1000.0, 1000.0)
     assert report.e2e_ms.mean == pytest.approx(3333.333)
     assert (report.output_tokens, report.tokens_per_chunk) == (6, 1.5)
     assert (report.output_tokens_per_s, report.requests_per_s) == (1.2, 0.6)
@@ -473,7 +472,7 @@ def test_conversations_repeat_the_answers() -> None:
 
     tasks = WORKLOADS["multi-turn"][0](2 * TURNS, Words(model="m", prompt_words=3, max_tokens=4))
     with serving(handler) as url:
-        outcome = run_load(Target(url), tasks, concurrency=2, warmup=0, progress=lambda _: None)
+        outcome = run_stages(Target(url), [[Group(tasks=tasks, clients=2)]])
     assert [answer.failure for answer in outcome.answers] == [""] * 2 * TURNS
     longest = max(bodies, key=lambda body: len(body["messages"]))["messages"]
     assert [message["role"] for message in longest] == ["user", "assistant"] * (TURNS - 1) + [
@@ -531,7 +530,7 @@ def test_report_remarks_on_missing_overload() -> None:
 def test_conversation_ends_after_failure() -> None:
     tasks = WORKLOADS["multi-turn"][0](TURNS, Words(model="m", prompt_words=3, max_tokens=4))
     with serving(breaks_down) as url:
-        outcome = run_load(Target(url), tasks, concurrency=1, warmup=0, progress=lambda _: None)
+        outcome = run_stages(Target(url), [[Group(tasks=tasks, clients=1)]])
     assert [answer.failure for answer in outcome.answers] == ["HTTP 500"]
 
 
@@ -575,14 +574,8 @@ def test_open_loop_sends_without_waiting() -> None:
         return await send(request, GOOD, gap=0.2)
 
     with serving(handler) as url:
-        outcome = run_load(
-            Target(url),
-            words(6),
-            concurrency=1,
-            warmup=0,
-            progress=lambda _: None,
-            arrivals=[0.0, 0, 0, 0, 0.3, 0.3],
-        )
+        group = Group(tasks=words(6), clients=1, arrivals=[0.0, 0, 0, 0, 0.3, 0.3])
+        outcome = run_stages(Target(url), [[group]])
     assert at[3] - at[0] < 0.2 < at[4] - at[0]
     report = summarize(outcome, url=url, model="m", settings={})
     assert (report.num_succeeded, report.num_refused, report.num_failed) == (4, 2, 2)

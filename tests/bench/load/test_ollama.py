@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from ollama_server import MODEL, OllamaServer, chunk, last, serving_ollama
 
-from cllm.bench.load.client import Target, find_model, run_load
+from cllm.bench.load.client import Target, find_model, run_stages
 from cllm.bench.load.dialects import DIALECTS
 from cllm.bench.load.report import Report, results, summarize
-from cllm.bench.load.workload import WORKLOADS, Task, Words, question_tasks
+from cllm.bench.load.workload import WORKLOADS, Group, Task, Words, question_tasks
 
 MAX_TOKENS = 4
 TEXT = [
@@ -37,7 +37,7 @@ def measure(
     )
     tasks = WORKLOADS[workload][0](4, words) if tasks is None else tasks
     target = Target(server.url, api="ollama")
-    outcome = run_load(target, tasks, concurrency=2, warmup=0, progress=lambda _: None)
+    outcome = run_stages(target, [[Group(tasks=tasks, clients=2)]])
     return summarize(outcome, url=server.url, model=MODEL, settings={})
 
 

@@ -58,12 +58,7 @@ def sent_by(name: str, seed: int = 0) -> list[list[dict]]:
 
 
 def run(url: str, name: str, words: Words = WORDS, pid: int = 0, **changes: Any) -> Report:
-    outcome = run_stages(
-        Target(url, pid=pid),
-        make_stages(name, words, **changes),
-        warmup=Group(tasks=[], clients=1),
-        progress=lambda _: None,
-    )
+    outcome = run_stages(Target(url, pid=pid), make_stages(name, words, **changes))
     return summarize(outcome, url=url, model="fake", settings={"workload": name})
 
 

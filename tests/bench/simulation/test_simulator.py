@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from cllm.backends.fake.backend import Costs
-from cllm.bench.simulation.report import Limits, SimulationReport, backlog, overlap, summarize
+from cllm.bench.distribution import LatencyLimits
+from cllm.bench.simulation.report import SimulationReport, backlog, overlap, summarize
 from cllm.bench.simulation.simulator import STUCK, TOO_LONG, Setup, simulate
 from cllm.bench.simulation.synthetic import WORKLOADS, synthesize
 from cllm.cli import main as command_line
@@ -40,7 +41,7 @@ def entry(
 
 
 def run(entries: list[Entry], **options) -> SimulationReport:
-    limits, keys = options.pop("limits", Limits()), options.pop("keys", ())
+    limits, keys = options.pop("limits", LatencyLimits()), options.pop("keys", ())
     setup = Setup(
         **{
             "context": 4096,
@@ -120,12 +121,12 @@ def test_goodput_counts_requests_within_limits() -> None:
         entry(at=10, prompt=500, blocks=[2]),
         entry(at=20, prompt=5000, blocks=[*range(10)]),
     ]
-    report = run(entries, limits=Limits(ttft=200))
+    report = run(entries, limits=LatencyLimits(ttft=200))
     assert report.failures == {TOO_LONG: 1}
     assert report.good_share == pytest.approx(1 / 3, abs=1e-4)
     assert report.good_requests_per_s == pytest.approx(1 / report.wall_s, abs=1e-3)
-    assert run(entries, limits=Limits(ttft=600)).good_share == pytest.approx(2 / 3, abs=1e-4)
-    assert run(entries, limits=Limits(tpot=11)).good_share == 0
+    assert run(entries, limits=LatencyLimits(ttft=600)).good_share == pytest.approx(2 / 3, abs=1e-4)
+    assert run(entries, limits=LatencyLimits(tpot=11)).good_share == 0
 
 
 def test_expired_requests_are_counted() -> None:

@@ -7,7 +7,6 @@ llama-batched-bench.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 from cllm.bench.bare_engine import closed_loop, forget, step_parts
 from cllm.bench.compare.rows import DECODE, OUTPUT, PREFILL, START, TTFT
 from cllm.bench.compare.scheduler_jobs import QueueJob, RestoreJob, SharedPrefixJob
+from cllm.bench.programs import run_program
 from cllm.bench.work import Size, Work
 from cllm.config.settings import Settings
 from cllm.core.params import SamplingParams
@@ -26,7 +26,6 @@ from cllm.engine.commands import Add
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
-from cllm.errors import StartupError
 from cllm.process.launch import build_engine_environment
 
 
@@ -85,19 +84,13 @@ Job = EngineJob | SharedPrefixJob | RestoreJob | QueueJob
 
 def measure(job: Job) -> dict[str, float]:
     """Run a job in a child process. Raises StartupError if the process fails."""
-    child = subprocess.run(
+    output = run_program(
+        "the engine in a process of its own",
         [sys.executable, "-P", "-m", "cllm.bench.compare.in_process"],
-        input=msgspec.json.encode(job),
-        env=build_engine_environment(),
-        capture_output=True,
-        check=False,
+        msgspec.json.encode(job),
+        build_engine_environment(),
     )
-    if child.returncode:
-        lines = child.stderr.decode(errors="replace").strip().splitlines()
-        raise StartupError(
-            f"the engine in a process of its own failed: {lines[-1] if lines else child.returncode}"
-        )
-    return msgspec.json.decode(child.stdout.splitlines()[-1], type=dict[str, float])
+    return msgspec.json.decode(output.splitlines()[-1], type=dict[str, float])
 
 
 def make_params(job: EngineJob) -> EngineParams:

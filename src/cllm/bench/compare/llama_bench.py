@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cllm.bench.programs import run_program
 from cllm.errors import StartupError
 
 TRIES = 20
@@ -59,14 +59,4 @@ def batched_bench(
 
 def read_output(program: Path, *flags: object) -> str:
     """Return what a program prints on stdout. Raises StartupError if it fails."""
-    done = subprocess.run(
-        [str(program), *map(str, flags)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise StartupError(f"{program} failed with {done.returncode}: {lines[-1] if lines else ''}")
-    return done.stdout
+    return run_program(program.name, [str(program), *map(str, flags)])

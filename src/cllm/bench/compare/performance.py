@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,11 +57,12 @@ greatest value. Ratios are taken within a round. A verdict is *not certain* if t
 in which other processes took more than 2 % of the CPU is repeated up to three times; if none was quiet, the quietest one
 counts and the figure is marked *noisy*. Only rounds of one machine and one build are combined."""
 
+ITL, DECODE_8 = "ITL p50 ms", f"{DECODE}, 8 at a time"
 COLUMNS = {
     OUTPUT: "output tokens/s",
     PER_CPU: "output tokens/CPU s",
     TTFT: "mean TTFT ms",
-    "ITL p50 ms": "ITL p50 ms",
+    ITL: "ITL p50 ms",
     "ITL p99 ms": "ITL p99 ms",
     DECODE: "decoding tokens/s",
     START: "start s",
@@ -88,7 +89,7 @@ def write_page(rounds: Rounds, path: Path, skipped: dict[str, str]) -> list[Path
         notes = dict(NOTES.findall(path.read_text("utf-8"))) if path.exists() else {}
         pictures = {
             path.with_name(f"{path.stem}-{name}.svg"): figure
-            for name, figure in drawn(rounds).items()
+            for name, figure in draw_curves(rounds).items()
         }
         for file, figure in pictures.items():
             file.write_bytes(picture(figure, file.suffix))
@@ -286,50 +287,43 @@ def number(value: float) -> str:
 
 # --- the pictures -------------------------------------------------------------------------------
 
-OVER_CLIENTS = {
-    "tokens": (OUTPUT, "Output tokens per second over requests at a time", "output tokens/s"),
-    "ttft": (TTFT, "Mean time to first token over requests at a time", "mean TTFT (ms)"),
-    "itl": ("ITL p50 ms", "Median time between tokens over requests at a time", "ITL p50 (ms)"),
-}
-OVER_CONTEXT = {
-    "prefill": (PREFILL, "Prompt tokens per second over the length of the prompt"),
-    "decode": (f"{DECODE}, 8 at a time", "Output tokens per second over the length of the context"),
-}
-AT_A_TIME, CONTEXT = "requests at a time", "tokens of context"
-
 Points = dict[float, list[float]]
 """x -> values measured there."""
 
 
+class Curve(NamedTuple):
+    """A picture of ``value`` over ``x``. ``collect`` returns the points of each line."""
+
+    name: str
+    value: str
+    title: str
+    x: str
+    collect: Callable[[Rounds, str], dict[str, Points]]
+
+
 def curves_section(rounds: Rounds, stem: str) -> Iterator[str]:
-    texts = {name: text for name, (_, text, _) in OVER_CLIENTS.items()}
-    texts |= {name: text for name, (_, text) in OVER_CONTEXT.items()}
-    names = [*drawn_names(rounds)]
-    if names:
+    measured = measured_curves(rounds)
+    if measured:
         yield "## Curves"
-        yield from (f"![{texts[name]}]({stem}-{name}.svg)" for name in names)
+        yield from (f"![{curve.title}]({stem}-{curve.name}.svg)" for curve, _ in measured)
 
 
-def drawn_names(rounds: Rounds) -> Iterator[str]:
-    if sum(bool(rounds.of(f"unrelated-{count}")) for count in CLIENTS) > 1:
-        yield from OVER_CLIENTS
-    if rounds.of("context"):
-        yield from OVER_CONTEXT
+def measured_curves(rounds: Rounds) -> list[tuple[Curve, dict[str, Points]]]:
+    """Return the curves that have a line with several points, and their lines."""
+    lines = ((curve, curve.collect(rounds, curve.value)) for curve in CURVES)
+    return [
+        (curve, drawn) for curve, drawn in lines if max(map(len, drawn.values()), default=0) > 1
+    ]
 
 
-def drawn(rounds: Rounds) -> dict[str, Any]:
-    """Return name -> matplotlib figure for the curves that were measured."""
+def draw_curves(rounds: Rounds) -> dict[str, Any]:
+    """Return name -> matplotlib figure of each curve that was measured."""
     from cllm.bench.load.plots import curves
 
-    pictures = {}
-    for name in drawn_names(rounds):
-        if name in OVER_CLIENTS:
-            value, _, y = OVER_CLIENTS[name]
-            pictures[name] = curves(over_clients(rounds, value), x=AT_A_TIME, y=y)
-        else:
-            value, _ = OVER_CONTEXT[name]
-            pictures[name] = curves(over_context(rounds, value), x=CONTEXT, y=value)
-    return pictures
+    return {
+        curve.name: curves(lines, x=curve.x, y=COLUMNS.get(curve.value, curve.value))
+        for curve, lines in measured_curves(rounds)
+    }
 
 
 def over_clients(rounds: Rounds, value: str) -> dict[str, Points]:
@@ -353,3 +347,14 @@ def over_context(rounds: Rounds, value: str) -> dict[str, Points]:
             points = lines.setdefault(run.system, {})
             points.setdefault(int(run.settings), []).append(run.values[value])
     return lines
+
+
+OVER_CLIENTS = ("requests at a time", over_clients)
+OVER_CONTEXT = ("tokens of context", over_context)
+CURVES = (
+    Curve("tokens", OUTPUT, "Output tokens per second over requests at a time", *OVER_CLIENTS),
+    Curve("ttft", TTFT, "Mean time to first token over requests at a time", *OVER_CLIENTS),
+    Curve("itl", ITL, "Median time between tokens over requests at a time", *OVER_CLIENTS),
+    Curve("prefill", PREFILL, "Prompt tokens per second over their number", *OVER_CONTEXT),
+    Curve("decode", DECODE_8, "Output tokens per second over the context", *OVER_CONTEXT),
+)

@@ -186,8 +186,7 @@ class Runner:
         api, before = read_cpu_seconds(server.pid), read_metrics(server) if is_cllm else {}
         watch = Watch()
         with pinned():
-            nothing = Group(tasks=[], clients=1)
-            outcome = run_stages(server, stages, warmup=nothing, progress=lambda _: None)
+            outcome = run_stages(server, stages)
         others = watch.others()
         accept_without_usage(outcome)
         report = summarize(

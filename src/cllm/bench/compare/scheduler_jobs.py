@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,8 +46,13 @@ class SharedPrefixJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Return the speed, the mean TTFT and the computed prompt tokens of the faster layout."""
         results = []
         for layout in LAYOUTS:
+            longest = max(map(len, self.prompts))
             backend = open_backend(
-                self.model, max(map(len, self.prompts)) + self.num_tokens, self.num_seqs, layout
+                self.model,
+                context_length=longest + self.num_tokens,
+                max_num_seqs=self.num_seqs,
+                max_num_batched_tokens=self.num_seqs * (longest - count_shared(self.prompts)),
+                layout=layout,
             )
             results.append(self._run(backend))
             backend.close()
@@ -96,7 +102,7 @@ class RestoreJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: str
 
     def run(self) -> dict[str, float]:
-        backend = open_backend(self.model, RESTORED_TOKENS + 1, 2)
+        backend = open_backend(self.model, context_length=RESTORED_TOKENS + 1, max_num_seqs=2)
         tokens = [7 * i % 1000 for i in range(RESTORED_TOKENS)]
         (seq,) = make_sequences([greedy(tokens)], backend.info.context_length)
         begun = time.perf_counter()
@@ -160,9 +166,8 @@ def time_step(engine: Engine, now: float) -> float:
     return seconds + time.perf_counter() - begun
 
 
-def open_backend(model: str, context: int, num_seqs: int, layout: str = "auto") -> Backend:
-    params = EngineParams(path=model, context_length=context, max_num_seqs=num_seqs)
-    return build_backend(msgspec.structs.replace(params, layout=layout, kv_memory=1 << 40))
+def open_backend(model: str, **params: Any) -> Backend:
+    return build_backend(EngineParams(path=model, kv_memory=1 << 40, **params))
 
 
 def greedy(prompt: list[int]) -> Request:

@@ -9,7 +9,7 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from cllm.bench.distribution import jain_index
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import Answer, split_parts
 from cllm.bench.load.scenarios import ALONE, SCENARIOS, Sizes, Writer, edits
 from cllm.bench.load.workload import (
     Group,
@@ -99,9 +99,7 @@ def account_figures(answers: Sequence[Answer]) -> dict[str, float]:
     """How much longer the small account waits beside the large one, and how equally the equal ones
     are served while both of them have waiting requests.
     """
-    parts: dict[str, list[Answer]] = {}
-    for answer in answers:
-        parts.setdefault(answer.task.part, []).append(answer)
+    parts = split_parts(answers)
     latencies = {
         part: fmean(answer.ended - answer.sent for answer in parts[part])
         for part in (ALONE, SMALL_ACCOUNT)

@@ -5,6 +5,8 @@ Times are seconds of ``time.perf_counter``, taken when bytes are read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from cllm.bench.load.dialects import DIALECTS, Dialect, Event, Usage
@@ -132,6 +134,14 @@ class Answer:
     def first(self) -> float:
         """The arrival time of the first text. A token without text is noticed only at the end."""
         return self.content_times[0] if self.content_times else self.ended
+
+
+def split_parts(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
+    """Return the answers of each part of the workload."""
+    parts: dict[str, list[Answer]] = {}
+    for answer in answers:
+        parts.setdefault(answer.task.part, []).append(answer)
+    return parts
 
 
 def printable(text: object) -> str:

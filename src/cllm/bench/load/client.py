@@ -34,6 +34,7 @@ T = TypeVar("T")
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended, warm-up included."""
 
+NOTHING = Group(tasks=[], clients=1)
 REFUSALS = {429, 503}
 FIRST_TIMEOUT = 30.0  # seconds, for the list of models
 POLL, WATCH = 0.02, 1.0  # seconds between looks at the stage, and at the server's progress
@@ -97,7 +98,7 @@ def measure_tokens_per_word(target: Target, words: Words) -> float:
     tasks = [
         word_tasks(1, msgspec.structs.replace(probe, prompt_words=count))[0] for count in counts
     ]
-    outcome = run_load(target, tasks, concurrency=1, warmup=0, progress=lambda _: None)
+    outcome = run_stages(target, [[Group(tasks=tasks, clients=1)]])
     for answer in outcome.answers:
         if answer.failure:
             _refuse(target, f"{answer.failure}: {answer.detail}")
@@ -107,30 +108,15 @@ def measure_tokens_per_word(target: Target, words: Words) -> float:
     return (many - few) / (counts[1] - counts[0])
 
 
-def run_load(
-    target: Target,
-    tasks: Sequence[Task],
-    *,
-    concurrency: int,
-    warmup: int,
-    progress: Progress,
-    arrivals: Sequence[float] | None = None,
-) -> Outcome:
-    """Send all tasks, ``concurrency`` at a time, each as soon as an earlier one has ended.
-
-    The first ``warmup`` tasks are sent before the clock starts and are not part of the outcome. The
-    measured tasks reuse the connections of the warm-up. With ``arrivals``, in seconds, they are
-    sent at these times, and ``concurrency`` applies to the warm-up only.
-    """
-    first = Group(tasks=tasks[:warmup], clients=concurrency)
-    group = Group(tasks=tasks[warmup:], clients=concurrency, arrivals=arrivals)
-    return run_stages(target, [[group]], warmup=first, progress=progress)
-
-
 def run_stages(
-    target: Target, stages: Sequence[Stage], *, warmup: Group, progress: Progress
+    target: Target,
+    stages: Sequence[Stage],
+    *,
+    warmup: Group = NOTHING,
+    progress: Progress = lambda _: None,
 ) -> Outcome:
-    """Run the stages one after the other, after the warm-up, which is not part of the outcome.
+    """Run the stages one after the other, after the warm-up, which is not part of the outcome. They
+    reuse the connections of the warm-up.
 
     A failure is an answer, never an exception.
     """

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 
 from cllm.bench.console import latency_table, number_table, print_lines
-from cllm.bench.distribution import Distribution
-from cllm.bench.load.answer import Answer, printable
+from cllm.bench.distribution import HasLatencies, LatencyLimits, LatencySummary
+from cllm.bench.load.answer import Answer, printable, split_parts
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.scenario_figures import find_figures
 from cllm.errors import StartupError
@@ -99,8 +99,8 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     num_succeeded: int
     num_failed: int
     output_tokens_per_s: float
-    ttft_ms: Distribution | None
-    itl_ms: Distribution | None
+    ttft_ms: LatencySummary | None
+    itl_ms: LatencySummary | None
 
     @classmethod
     def of(cls, answers: list[Answer]) -> PartReport:
@@ -114,12 +114,12 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
             output_tokens_per_s=round(
                 sum(answer.output_tokens for answer in good) / max(ended - begun, 1e-9), 2
             ),
-            ttft_ms=Distribution.of(latencies["ttft"]),
-            itl_ms=Distribution.of(latencies["itl"]),
+            ttft_ms=LatencySummary.summarize(latencies["ttft"]),
+            itl_ms=LatencySummary.summarize(latencies["itl"]),
         )
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
     """The object that ``--json`` prints. The suffix of a name is its unit."""
 
     url: str
@@ -153,10 +153,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Goodput: successes per second within the limits ``ttft`` and ``tpot`` of the settings.
     None without limits.
     """
-    ttft_ms: Distribution | None
-    itl_ms: Distribution | None
-    tpot_ms: Distribution | None
-    e2e_ms: Distribution | None
+    ttft_ms: LatencySummary | None
+    itl_ms: LatencySummary | None
+    tpot_ms: LatencySummary | None
+    e2e_ms: LatencySummary | None
     client_cpu_s: float
     client_cpu_share: float
     """Share of one core. Near 1, the client was the bottleneck."""
@@ -175,17 +175,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """
     timeline: Timeline | None = None
 
-    @property
-    def latencies(self) -> dict[str, Distribution]:
-        """The latencies that have values, by displayed name."""
-        summaries = {
-            "TTFT": self.ttft_ms,
-            "ITL": self.itl_ms,
-            "TPOT": self.tpot_ms,
-            "E2E": self.e2e_ms,
-        }
-        return {name: values for name, values in summaries.items() if values is not None}
-
 
 def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any]) -> Report:
     good = [answer for answer in outcome.answers if answer.succeeded]
@@ -195,9 +184,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
     tokens = sum(answer.output_tokens for answer in good)
     wall = max(outcome.wall, 1e-9)
     latencies = {name: np.array(values) for name, values in collect_latencies(good).items()}
-    parts: dict[str, list[Answer]] = {}
-    for answer in outcome.answers:
-        parts.setdefault(answer.task.part, []).append(answer)
+    parts = split_parts(outcome.answers)
     return Report(
         url=url,
         model=model,
@@ -218,7 +205,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         output_tokens_per_s=round(tokens / wall, 2),
         requests_per_s=round(len(good) / wall, 3),
         good_requests_per_s=goodput(good, wall, settings),
-        **{f"{name}_ms": Distribution.of(values) for name, values in latencies.items()},
+        **{f"{name}_ms": LatencySummary.summarize(values) for name, values in latencies.items()},
         client_cpu_s=round(outcome.cpu, 4),
         client_cpu_share=round(outcome.cpu / wall, 3),
         client_us_per_chunk=round(outcome.cpu / chunks * 1e6, 1) if chunks else None,
@@ -226,7 +213,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         output_tokens_per_cpu_s=round(tokens / outcome.server_cpu, 3)
         if outcome.server_cpu
         else None,
-        parts={name: PartReport.of(answers) for name, answers in parts.items() if name},
+        parts={name: PartReport.of(part) for name, part in parts.items() if name},
         workload_figures=find_figures(settings.get("workload"), outcome),
         percentiles_ms={
             name: rounded(1e3 * np.percentile(values, range(101)))
@@ -248,16 +235,16 @@ def collect_latencies(answers: list[Answer]) -> dict[str, list[float]]:
 
 
 def goodput(answers: list[Answer], wall: float, settings: dict[str, Any]) -> float | None:
-    ttft, tpot = settings.get("ttft"), settings.get("tpot")
-    if ttft is None and tpot is None:
+    limits = LatencyLimits(settings.get("ttft"), settings.get("tpot"))
+    if limits == LatencyLimits():
         return None
-    kept = [
-        answer
+    good = sum(
+        limits.allow(
+            answer.first - answer.sent, time_per_token(answer) if answer.output_tokens > 1 else 0.0
+        )
         for answer in answers
-        if (ttft is None or 1e3 * (answer.first - answer.sent) <= ttft)
-        and (tpot is None or answer.output_tokens < 2 or 1e3 * time_per_token(answer) <= tpot)
-    ]
-    return round(len(kept) / wall, 3)
+    )
+    return round(good / wall, 3)
 
 
 def time_per_token(answer: Answer) -> float:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import Answer, split_parts
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.scenarios import ALONE, CHATS, LONG, STREAMS
 
@@ -19,10 +19,9 @@ def find_figures(workload: str | None, outcome: Outcome) -> dict[str, float]:
     that they need.
     """
     find = FIGURES.get(workload or "")
-    parts: dict[str, list[Answer]] = {}
-    for answer in outcome.answers:
-        if not answer.failure and answer.content_times:
-            parts.setdefault(answer.task.part, []).append(answer)
+    parts = split_parts(
+        answer for answer in outcome.answers if not answer.failure and answer.content_times
+    )
     return find(parts, outcome) if find and LONG in parts else {}
 
 

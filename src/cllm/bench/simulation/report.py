@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from cllm.bench.console import latency_table, number_table, print_lines
-from cllm.bench.distribution import Distribution, jain_index
+from cllm.bench.distribution import HasLatencies, LatencyLimits, LatencySummary, jain_index
 from cllm.bench.simulation.simulator import Course, Replica
 from cllm.scheduler.policy import OUTPUT_WEIGHT
 
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_KEYS = 20  # in the table for a person
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """The limits within which a request counts as good, in milliseconds. None: no limit."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-    def kept(self, course: Course) -> bool:
-        return (self.ttft is None or ttft(course) * 1000 <= self.ttft) and (
-            self.tpot is None or tpot(course) * 1000 <= self.tpot
-        )
 
 
 class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +52,7 @@ class Fairness(msgspec.Struct, frozen=True, kw_only=True):
     jain_index: float | None
 
 
-class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationReport(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
     """The object that ``--json`` prints.
 
     Latencies are those of successful requests, as in bench/load/report.py.
@@ -87,10 +75,10 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     good_requests_per_s: float
     good_share: float
-    ttft_ms: Distribution | None
-    itl_ms: Distribution | None
-    tpot_ms: Distribution | None
-    e2e_ms: Distribution | None
+    ttft_ms: LatencySummary | None
+    itl_ms: LatencySummary | None
+    tpot_ms: LatencySummary | None
+    e2e_ms: LatencySummary | None
     prompt_tokens: int
     cached_tokens: int
     prefill_tokens: int
@@ -100,17 +88,6 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     num_loads: int
     keys: dict[str, KeyReport]
     fairness: Fairness | None
-
-    @property
-    def latencies(self) -> dict[str, Distribution]:
-        """The latencies that have values, by displayed name."""
-        summaries = {
-            "TTFT": self.ttft_ms,
-            "ITL": self.itl_ms,
-            "TPOT": self.tpot_ms,
-            "E2E": self.e2e_ms,
-        }
-        return {name: values for name, values in summaries.items() if values is not None}
 
 
 def ttft(course: Course) -> float:
@@ -132,7 +109,7 @@ def summarize(
     *,
     trace: str,
     settings: dict[str, Any],
-    limits: Limits = Limits(),  # noqa: B008  # immutable
+    limits: LatencyLimits = LatencyLimits(),  # noqa: B008  # immutable
     keys: Sequence[str] = (),
 ) -> SimulationReport:
     """Return the report.
@@ -143,7 +120,7 @@ def summarize(
     bad = [course for course in courses if course.failure]
     wall = max(max(course.ended for course in courses) - courses[0].entry.arrived, 1e-9)
     num_tokens = sum(len(course.times) for course in good)
-    num_kept = sum(map(limits.kept, good))
+    num_kept = sum(limits.allow(ttft(course), tpot(course)) for course in good)
     by_key: dict[str, list[Course]] = {}
     for course in courses:
         by_key.setdefault(course.entry.account, []).append(course)
@@ -163,12 +140,12 @@ def summarize(
         requests_per_s=round(len(good) / wall, 3),
         good_requests_per_s=round(num_kept / wall, 3),
         good_share=round(num_kept / len(courses), 4),
-        ttft_ms=Distribution.of(map(ttft, good)),
-        itl_ms=Distribution.of(
+        ttft_ms=LatencySummary.summarize(map(ttft, good)),
+        itl_ms=LatencySummary.summarize(
             np.concatenate([np.diff(course.times) for course in good] or [np.zeros(0)])
         ),
-        tpot_ms=Distribution.of(tpot(course) for course in good if len(course.times) > 1),
-        e2e_ms=Distribution.of(map(e2e, good)),
+        tpot_ms=LatencySummary.summarize(tpot(course) for course in good if len(course.times) > 1),
+        e2e_ms=LatencySummary.summarize(map(e2e, good)),
         prompt_tokens=sum(course.entry.input_length for course in good),
         cached_tokens=sum(course.num_cached for course in good),
         prefill_tokens=sum(scheduler.statistics.num_prefill_tokens for scheduler in schedulers),

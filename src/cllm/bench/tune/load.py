@@ -16,7 +16,7 @@ from cllm.bench.load.client import find_model, measure_tokens_per_word, run_stag
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenario_figures import BESIDE
 from cllm.bench.load.scenarios import SCENARIOS
-from cllm.bench.load.workload import Group, Stage, Words
+from cllm.bench.load.workload import Stage, Words
 from cllm.bench.servers import cllm
 from cllm.bench.tune.measure import CandidateError
 from cllm.bench.tune.search import Choice, Traffic
@@ -53,12 +53,8 @@ class ServerBench:
                         max_tokens=ROWS[choose_row(traffic.workload)].max_tokens,
                         temperature=0.8,
                     )
-                    outcome = run_stages(
-                        server,
-                        make_stages(traffic, words, measure_tokens_per_word(server, words)),
-                        warmup=Group(tasks=[], clients=1),
-                        progress=lambda _: None,
-                    )
+                    tokens_per_word = measure_tokens_per_word(server, words)
+                    outcome = run_stages(server, make_stages(traffic, words, tokens_per_word))
             except StartupError as error:
                 raise CandidateError(str(error)) from None
         settings = {"workload": traffic.workload}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import numpy as np
 
+from cllm.bench.programs import last_line
 from cllm.bench.tune.quality import Quality, compare
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -162,14 +163,14 @@ class Bench:
         assert self._child is not None
         code = self._child.wait()
         self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        stderr = self._errors.read()
         self._end()
         if timeout is not None:
             return f"it did not end within {timeout:.0f} s"
         if code < 0:
             memory = ", maybe for want of memory" if -code == signal.SIGKILL else ""
             return f"it died of {signal.Signals(-code).name}{memory}"
-        return lines[-1] if lines else f"it ended with exit code {code}"
+        return last_line(stderr, f"it ended with exit code {code}")
 
     def _end(self) -> None:
         if self._child is None:

@@ -15,7 +15,8 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from cllm.backends.fake.backend import Costs
-from cllm.bench.simulation.report import Limits, SimulationReport, print_report, summarize
+from cllm.bench.distribution import LatencyLimits
+from cllm.bench.simulation.report import SimulationReport, print_report, summarize
 from cllm.bench.simulation.simulator import SMALL_MODEL, Setup, simulate
 from cllm.bench.simulation.synthetic import WORKLOADS, synthesize
 from cllm.cli.bench.files import print_json
@@ -202,7 +203,7 @@ def run(
     trace: Path, entries: list[Entry], setup: Setup, options: ReplayOptions
 ) -> SimulationReport:
     """Simulate, with progress on stderr."""
-    limits = Limits(options.limits.ttft, options.limits.tpot)
+    limits = LatencyLimits(options.limits.ttft, options.limits.tpot)
     with closing(open_bar("simulating")) as bar:
         courses, engines = simulate(
             entries,
