@@ -161,7 +161,7 @@ FAULTS = [
         ("row.num_tokens - row.num_samples + 1", "row.num_tokens - row.num_samples"),
     ),
     *faults_in(
-        "engine/disk.py",
+        "engine/snapshot_files.py",
         "engine/test_disk.py",
         ("if checksums != head.checksums:", "if not checksums:"),
         ("+ num_bytes <= MAX_PENDING", "- num_bytes <= MAX_PENDING"),

@@ -16,9 +16,10 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Add, Close
-from cllm.engine.disk import DiskCache, DiskTier, Read, Written, lock
+from cllm.engine.disk import DiskTier
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
+from cllm.engine.snapshot_files import Read, SnapshotFiles, Written, lock
 from cllm.errors import StartupError
 from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.snapshots import Snapshots
@@ -152,7 +153,7 @@ def test_folder_that_fails_is_counted_and_serving_goes_on(tmp_path, monkeypatch,
         def fail(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("cllm.engine.disk.open_private", fail)
+        monkeypatch.setattr("cllm.engine.snapshot_files.open_private", fail)
     else:
         tmp_path.rmdir()
     answer, _ = ask(engine, LONG)
@@ -181,7 +182,7 @@ def test_files_of_other_models_are_ignored(tmp_path):
 
 
 def test_models_with_similar_fingerprints_have_separate_files(tmp_path):
-    caches = [DiskCache(tmp_path, f"{'0' * 70} {context}") for context in (4096, 8192)]
+    caches = [SnapshotFiles(tmp_path, f"{'0' * 70} {context}") for context in (4096, 8192)]
     tokens = np.arange(100, dtype=np.int32)
     for letter, cache in zip(b"ab", caches, strict=True):
         cache.write(1, tokens, memoryview(bytes([letter] * 1000)))
@@ -268,9 +269,9 @@ def test_a_snapshot_that_cannot_be_written_is_forgotten(tmp_path, monkeypatch, e
     def fail(data: memoryview) -> list[int]:
         raise error
 
-    disk, tokens = DiskCache(tmp_path, "model"), np.arange(5, dtype=np.int32)
+    disk, tokens = SnapshotFiles(tmp_path, "model"), np.arange(5, dtype=np.int32)
     kept: dict[int, None] = {}
-    monkeypatch.setattr("cllm.engine.disk.checksums", fail)
+    monkeypatch.setattr("cllm.engine.snapshot_files.checksums", fail)
     disk.write(1, tokens, memoryview(b"data"))
     disk.flush(60)
     assert disk.results() == [Written(1, succeeded=False)]
@@ -287,7 +288,7 @@ def test_a_snapshot_that_cannot_be_written_is_forgotten(tmp_path, monkeypatch, e
 
 
 def test_file_that_is_being_written_stays_while_others_are_deleted(tmp_path):
-    disk = DiskCache(tmp_path, "model")
+    disk = SnapshotFiles(tmp_path, "model")
     disk.write(1, np.arange(5, dtype=np.int32), memoryview(b"old"))
     disk.flush(60)
     assert disk.results() == [Written(1)]
@@ -301,7 +302,7 @@ def test_file_that_is_being_written_stays_while_others_are_deleted(tmp_path):
 
 
 def test_read_file_counts_as_recently_used(tmp_path):
-    disk = DiskCache(tmp_path, "model")
+    disk = SnapshotFiles(tmp_path, "model")
     for key in (1, 2):
         disk.write(key, np.arange(key, dtype=np.int32), memoryview(b"data"))
     disk.flush(60)
@@ -316,7 +317,7 @@ def test_read_file_counts_as_recently_used(tmp_path):
 
 def test_a_file_whose_tokens_were_saved_again_stays(tmp_path):
     """Two keys have one file; it goes with the second one."""
-    disk, tokens = DiskCache(tmp_path, "model"), np.arange(5, dtype=np.int32)
+    disk, tokens = SnapshotFiles(tmp_path, "model"), np.arange(5, dtype=np.int32)
     for key in (1, 2):
         disk.write(key, tokens, memoryview(b"data"))
     disk.flush(60)
@@ -338,7 +339,8 @@ def test_unreadable_prefix_leaves_no_file(tmp_path, monkeypatch, method):
     ask(second, LONG)
     second._disk._files.flush(5)
     assert not list(tmp_path.iterdir())
-    assert collect_stats(second.scheduler).num_disk_bytes == 0
+    stats = collect_stats(second.scheduler)
+    assert (stats.num_disk_bytes, stats.num_disk_failures) == (0, 1)
 
 
 def test_prefixes_evicted_from_ram_are_read_from_disk(tmp_path):
@@ -367,14 +369,14 @@ def test_pending_bytes_are_counted_exactly(tmp_path, monkeypatch):
     """While one thread accepts and another one finishes, no update is lost. The limit holds exactly
     afterwards.
     """
-    disk = DiskCache(tmp_path, "model")
+    disk = SnapshotFiles(tmp_path, "model")
     data = SlowlyMeasured(100)
     for i in range(200):
         disk.write(i, np.array([i], np.int32), data)
     disk.flush(60)
     assert len(disk.results()) == 200
 
-    monkeypatch.setattr("cllm.engine.disk.MAX_PENDING", 300)
+    monkeypatch.setattr("cllm.engine.snapshot_files.MAX_PENDING", 300)
     go_on = threading.Event()
     disk._jobs.put(go_on.wait)  # blocks the writing thread
     for i in range(1000, 1005):
@@ -389,7 +391,7 @@ def test_snapshot_without_room_for_writing_is_not_copied(tmp_path, monkeypatch):
     engine, taken = start(tmp_path), []
     monkeypatch.setattr(engine.backend, "snapshot", taken.append)
     ask(engine, LONG)
-    monkeypatch.setattr("cllm.engine.disk.MAX_PENDING", len(LONG) - 1)
+    monkeypatch.setattr("cllm.engine.snapshot_files.MAX_PENDING", len(LONG) - 1)
     close(engine)
     assert taken == []
     assert not list(tmp_path.glob("*.kv"))

@@ -24,9 +24,9 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Add
-from cllm.engine.disk import DiskCache
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
+from cllm.engine.snapshot_files import SnapshotFiles
 
 try:
     import resource
@@ -56,7 +56,7 @@ def die_while_writing(size: int) -> None:
 
 def write_for_ever(folder: Path, seed: int) -> None:
     """Write and delete snapshots until the process is killed."""
-    random, disk, kept = Random(seed), DiskCache(folder, "model"), dict.fromkeys(range(0))
+    random, disk, kept = Random(seed), SnapshotFiles(folder, "model"), dict.fromkeys(range(0))
     last = random.randrange(12) if seed % 2 else None
     for key in count():
         if key == last:
@@ -72,7 +72,7 @@ def write_for_ever(folder: Path, seed: int) -> None:
 
 def check_files(folder: Path, seed: int) -> None:
     """Read every file; each has the bytes of its tokens. Nothing else is in the folder."""
-    disk = DiskCache(folder, "model")
+    disk = SnapshotFiles(folder, "model")
     found = disk.find()
     assert len(found) == len(list(folder.iterdir())), [*folder.iterdir()]
     for key, (file, tokens, salt) in enumerate(found):

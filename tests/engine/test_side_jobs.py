@@ -138,10 +138,10 @@ def test_busy_idle_side_job_starves_no_other():
     assert other.calls == ["idle"]
 
 
-def test_snapshot_evicted_from_ram_is_not_written():
+def test_snapshot_evicted_from_ram_is_not_written(monkeypatch):
     """An exception here would be raised in every step."""
     engine = start()
-    engine.scheduler.sequences.use_disk(pytest.fail)
+    monkeypatch.setattr(engine.scheduler.sequences, "disk", pytest.fail)
     engine.scheduler.sequences.write_saved([Save(0, 123)])
 
 

@@ -12,12 +12,13 @@ import msgspec
 from cllm.backends.base import Backend, Vocabulary
 from cllm.backends.registry import import_loader
 from cllm.core.model_info import ModelInfo
-from cllm.engine.disk import DiskCache, DiskTier
+from cllm.engine.disk import DiskTier
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.engine import Engine
 from cllm.engine.grammars import Grammars
 from cllm.engine.params import EngineParams
+from cllm.engine.snapshot_files import SnapshotFiles
 from cllm.errors import StartupError
 from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.layouts import make_layout
@@ -138,8 +139,8 @@ def build_engine(
     )
     disk = None
     if params.disk_cache:
-        files = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
-        disk = DiskTier(files, backend, scheduler, clock)
+        files = SnapshotFiles(Path(params.disk_cache).expanduser(), info.fingerprint)
+        disk = scheduler.sequences.disk = DiskTier(files, backend, scheduler, clock)
         warn_about_ram(snapshots)
     return Engine(
         backend,

@@ -34,14 +34,18 @@ MAX_FAILURES = 3  # failed batches in a row after which a sequence is assumed to
 
 
 class Disk(Protocol):
-    """Copies snapshots between RAM and files, in a thread. Its methods raise no exceptions."""
+    """Copies snapshots between RAM and files, in a thread.
+
+    Its methods start that, and raise no exceptions. It calls ``finish_write`` or ``finish_read`` of
+    Sequences later.
+    """
 
     def write(self, snapshot: Snapshot) -> None:
         """Start writing a snapshot that is in RAM."""
         ...
 
-    def start_read(self, snapshot: Snapshot) -> None:
-        """Start reading a snapshot. ``Sequences.finish_read`` must be called later."""
+    def read(self, snapshot: Snapshot) -> None:
+        """Start reading a snapshot to RAM."""
         ...
 
 
@@ -73,7 +77,7 @@ class Sequences:
         self._next_order = 0
         self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
-        self._disk: Disk | None = None
+        self.disk: Disk | None = None
         self._num_recoveries = 0  # since the last step
         self._yielding: set[str] = set()  # requests whose clients do not read
 
@@ -204,8 +208,8 @@ class Sequences:
                 if room is None:
                     return None
                 operations += room
-                assert self._disk is not None, "only a disk tier creates files"
-                self._disk.start_read(snapshot)
+                assert self.disk is not None, "only a disk tier creates files"
+                self.disk.read(snapshot)
             self.deferred.await_read(snapshot, seq)
         self.waiting.remove(seq)
         return operations
@@ -287,30 +291,30 @@ class Sequences:
 
     # --- snapshots in files ----------------------------------------------------------------------
 
-    def use_disk(self, disk: Disk) -> None:
-        self._disk = disk
-
-    def record_disk_failure(self) -> None:
-        """Count a prefix that could not be written or read."""
-        self._statistics.num_disk_failures += 1
+    def finish_write(self, key: int, *, succeeded: bool) -> None:
+        """Record that a file contains a snapshot, or that it could not be written."""
+        self._statistics.num_disk_failures += not succeeded
+        if succeeded:
+            self.kv_cache.snapshots.record_written(key)
 
     def finish_read(self, key: int, *, succeeded: bool) -> None:
         """Record that a snapshot is in RAM or could not be read, and requeue the sequences that
         wait for it.
         """
+        self._statistics.num_disk_failures += not succeeded
         self.kv_cache.snapshots.finish_read(key, succeeded=succeeded)
         self._requeue(self.deferred.take_readers(key))
 
     def write_saved(self, operations: Iterable[Operation]) -> None:
         """Start writing to files the snapshots that completed ``operations`` have saved to RAM."""
-        if self._disk is None:
+        if self.disk is None:
             return
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
         for operation in operations:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
                 snapshot = self.kv_cache.snapshots.ram.get(operation.snapshot)
                 if snapshot is not None:
-                    self._disk.write(snapshot)
+                    self.disk.write(snapshot)
 
     # --- ending ----------------------------------------------------------------------------------
 
