@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -183,3 +185,10 @@ def test_host_may_have_the_brackets_of_a_url(host: str):
     settings = load_settings(None, {}, {"server.host": host}).settings
     assert settings.server.host == host.strip("[]")
     check_host(settings.server.host)
+
+
+@pytest.mark.slow
+def test_api_process_starts_without_numpy() -> None:
+    """Only engines and vectors need it; importing it takes a tenth of the start."""
+    code = "import sys, cllm.cli.serve, cllm.server.app; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

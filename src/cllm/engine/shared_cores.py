@@ -15,8 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
 if sys.platform != "win32":
     import fcntl
 
@@ -36,6 +34,8 @@ class SharedCores:
 
         Raises OSError if it cannot be used, and ValueError if it is too short.
         """
+        import numpy as np  # the API process, which creates the file, needs it for nothing else
+
         self._file = os.open(path, os.O_RDWR)
         self._slot = self._find_slot()
         self._until = np.frombuffer(mmap.mmap(self._file, 8 * SLOTS), np.float64)
@@ -53,7 +53,7 @@ class SharedCores:
         """
         now = time.monotonic()  # the same for all processes
         self._until[self._slot] = now + min(max(seconds, 0.0), MOST_SECONDS) + BUSY_SECONDS
-        return int(np.count_nonzero(self._until > now))
+        return int((self._until > now).sum())
 
 
 def create_cores_file() -> str:
