@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import openai
+import preloaded
 import pytest
 from conftest import PATIENCE
 
@@ -42,24 +43,31 @@ class Server:
         self,
         *arguments: str,
         max_files: int | None = None,
-        program: Iterable[str] = ("-m", "cllm"),
+        program: Iterable[str] = (),
         **environment: str,
     ) -> None:
-        """``max_files``: limit of open files. ``program``: arguments of Python before ``serve``."""
+        """``max_files``: limit of open files. ``program``: arguments of Python before ``serve``, in
+        place of ``-m cllm``.
+        """
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
-        command = [sys.executable, *program, "serve", "--port", "0", *arguments]
-        if max_files is not None:
+        command = ["serve", "--port", "0", *arguments]
+        if program or max_files:
+            command = [sys.executable, *(program or ("-m", "cllm")), *command]
+        if max_files:
             command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
         self.keys = Path(folder.name) / "keys.json"
         own = {
             "CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state"),
             "CLLM_SERVER_KEYS_FILE": str(self.keys),
         }
+        environment = {**os.environ, **own, **environment}
+        self.process: preloaded.Process | subprocess.Popen[bytes]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stderr=log, env={**os.environ, **own, **environment}
-            )
+            if program or max_files:
+                self.process = subprocess.Popen(command, stderr=log, env=environment)
+            else:
+                self.process = preloaded.Process(command, environment, stderr=log.fileno())
         try:
             self.url = self._wait_for_url()
             self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)

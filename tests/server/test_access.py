@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx2
+import preloaded
 import pytest
 from conftest import PATIENCE
 
@@ -491,14 +492,7 @@ def test_usage_survives_a_kill(start_server, tmp_path):
 
 def start_fails(tmp_path, *arguments, **environment):
     environment.setdefault("CLLM_SERVER_KEYS_FILE", str(tmp_path / "none.json"))
-    result = subprocess.run(
-        [sys.executable, "-m", "cllm", "serve", "--port", "0", *FAKE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    result = preloaded.run("serve", "--port", "0", *FAKE, *arguments, **environment)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr

@@ -4,9 +4,8 @@ import concurrent.futures
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 
+import preloaded
 import pytest
 
 from cllm.bench.make_adapter import write_adapter
@@ -218,10 +217,7 @@ def test_salt_cannot_reach_the_prefixes_of_an_adapter(server):
 )
 def test_start_with_a_faulty_adapter_fails_with_one_line(tmp_path, text, message):
     (tmp_path / "c.yaml").write_text(text.replace("c.yaml", str(tmp_path / "c.yaml")))
-    command = [sys.executable, "-m", "cllm", "serve", "--port", "0", "--config"]
-    done = subprocess.run(
-        [*command, tmp_path / "c.yaml"], capture_output=True, text=True, check=False
-    )
+    done = preloaded.run("serve", "--port", "0", "--config", tmp_path / "c.yaml")
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import preloaded
 import pytest
-from conftest import PATIENCE
 from tiny_models import write_tiny_model
 
 PLAIN = {"default": "{{ messages[0].content }}"}
@@ -58,12 +55,6 @@ def test_chat_in_the_terminal_says_what_a_base_model_is_for(folder):
 
 def run(*arguments: str) -> str:
     """Return what a command says on stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cllm", *arguments],
-        input="a\n",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
+    done = preloaded.run(*arguments, text="a\n")
+    assert done.returncode == 0, done.stderr
     return done.stderr

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import subprocess
-import sys
 
+import preloaded
 import pytest
-from conftest import PATIENCE
 
 FAKE = ("--backend.name", "fake", "--context", "4096")
 POISON = {"prompt": [77, 7], "max_tokens": 50, "ignore_eos": True}
@@ -30,14 +28,8 @@ def test_faults_are_off_by_default(fake_server):
 
 
 def test_faults_need_a_loopback_address():
-    command = [sys.executable, "-m", "cllm", "serve", *FAKE, "--server.enable-faults"]
-    result = subprocess.run(
-        [*command, "--host", "0.0.0.0", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    where = ("--host", "0.0.0.0", "--port", "0")
+    result = preloaded.run("serve", *FAKE, "--server.enable-faults", *where)
     assert result.returncode == 2
     assert "server.enable_faults needs a loopback address" in result.stderr
 

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 from conftest import PATIENCE
 
@@ -21,8 +22,7 @@ LONG = {"prompt": "a", "max_tokens": 32_000, "stream": True, "ignore_eos": True}
 
 def serve(*arguments):
     """Run a ``cllm serve`` that is expected to end by itself."""
-    command = [sys.executable, "-m", "cllm", "serve", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return preloaded.run("serve", *arguments)
 
 
 def one_line(result):
@@ -85,10 +85,7 @@ def test_file_that_aborts_llama_cpp_fails_with_one_line(builtin_path, tmp_path):
     )
     line = one_line(serve(path))
     assert f"{path} is damaged, or llama.cpp does not support it: llama-vocab.cpp" in line
-    command = [sys.executable, "-m", "cllm", "generate", "--model", str(path), "a"]
-    in_process = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    in_process = preloaded.run("generate", "--model", path, "a")
     assert (
         one_line(in_process) == f"cllm: {path} is damaged: its vocabulary has the token '6' twice"
     )

@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx2
+import preloaded
 import pytest
 from conftest import PATIENCE
 
@@ -254,10 +255,7 @@ def test_changes_need_permission(fake_server):
 )
 def test_start_that_cannot_work_gets_one_line(tmp_path, text, message):
     (tmp_path / "c.yaml").write_text(text)
-    command = [sys.executable, "-m", "cllm", "serve", "--port", "0", "--config"]
-    done = subprocess.run(
-        [*command, tmp_path / "c.yaml"], capture_output=True, text=True, check=False
-    )
+    done = preloaded.run("serve", "--port", "0", "--config", tmp_path / "c.yaml")
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -273,8 +271,7 @@ def test_commands_for_a_running_server(start_server, tmp_path):
     server = start_server("--config", str(config))
 
     def cllm(*words, code=0, stdin=""):
-        command = [sys.executable, "-m", "cllm", *words, "--url", server.url]
-        done = subprocess.run(command, capture_output=True, text=True, input=stdin, check=False)
+        done = preloaded.run(*words, "--url", server.url, text=stdin)
         assert done.returncode == code, done.stderr
         return done.stderr if code else done.stdout
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import preloaded
 import pytest
-from conftest import PATIENCE
 from tiny_models import write_tiny_model
 
 from cllm import LLM
@@ -89,14 +86,7 @@ def test_template_file_that_cannot_be_used_ends_the_start_with_one_line(tmp_path
     path = tmp_path / "t.jinja"
     if content is not None:
         path.write_bytes(content)
-    command = [sys.executable, "-m", "cllm", "serve", *FAKE, "--port", "0"]
-    done = subprocess.run(
-        [*command, "--chat-template-file", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = preloaded.run("serve", *FAKE, "--port", "0", "--chat-template-file", path)
     assert done.returncode == 2
     assert str(path) in done.stderr
     assert message in done.stderr
