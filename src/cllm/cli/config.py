@@ -28,7 +28,7 @@ SECRETS = {key for key, option in OPTIONS.items() if option.is_secret}
 HIDDEN = "***"  # in place of a secret
 
 JsonFlag = Annotated[
-    bool, Parameter(negative="", help="Print one JSON object with settings, origins and notes.")
+    bool, Parameter(help="Print one JSON object with settings, origins and notes.")
 ]
 
 

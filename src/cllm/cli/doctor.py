@@ -52,9 +52,7 @@ BUILD = f'CXXFLAGS="{SWITCHES}" CFLAGS=-w {REBUILD}'
 
 def doctor(
     *,
-    as_json: Annotated[
-        bool, Parameter(name="--json", help="Print one JSON object.", negative="")
-    ] = False,
+    as_json: Annotated[bool, Parameter(name="--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine: generate one answer in a child process, and report the results and how to
     fix a failure.

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter, validators
 
-from cllm.cli.remote import LOCAL, auth_headers, error_message, server_url
-from cllm.errors import CLLMError, StartupError
-from cllm.http_client import open_client
+from cllm.cli.remote import LOCAL, error_message, send
+from cllm.cli.table import format_table
+from cllm.errors import CLLMError
 from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
 
 MAX_SHOWN = 10  # waiting sequences
@@ -35,8 +35,7 @@ def explain(
         Parameter(help="Number of one of the model's engines.", validator=validators.Number(gte=0)),
     ] = 0,
     as_json: Annotated[
-        bool,
-        Parameter(name="--json", help="Print the server's JSON answer unchanged.", negative=""),
+        bool, Parameter(name="--json", help="Print the server's JSON answer unchanged.")
     ] = False,
 ) -> None:
     """Show what a running server computes in each step, which requests wait, and why."""
@@ -53,25 +52,19 @@ def explain(
 
 def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> bytes:
     """Return the server's answer. Raises StartupError, or CLLMError if it is not a cLLM server."""
-    import httpx2
-
-    try:
-        with open_client(server_url(url), headers=auth_headers(), timeout=30) as client:
-            answer = client.get(
-                f"{server_url(url)}/scheduler",
-                params={"steps": steps, "engine": engine} | ({"model": model} if model else {}),
-            )
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise StartupError(f"cannot connect to {url}: {error}") from None
+    params = {"steps": steps, "engine": engine} | ({"model": model} if model else {})
+    answer = send(url, "GET", "/scheduler", params=params, timeout=30)
     if answer.status_code != 200:
         raise CLLMError(f"{error_message(answer)} ({url})")
-    return answer.content
+    content: bytes = answer.content
+    return content
 
 
 def lines(explanation: Explanation) -> list[str]:
     """Return the explanation as lines of text."""
-    lines = [table(explanation.steps)] if explanation.steps else ["No step has been computed yet."]
-    if explanation.steps and not explanation.running and not explanation.num_waiting:
+    steps = explanation.steps
+    lines = [format_steps(steps) if steps else "No step has been computed yet."]
+    if steps and not explanation.running and not explanation.num_waiting:
         lines.insert(0, "The server is idle. The last steps were:")
     lines.append("")
     if explanation.row_seconds:
@@ -102,24 +95,17 @@ def what_is_shown(step: Step) -> tuple[Any, ...]:
     )
 
 
-def table(steps: list[Step]) -> str:
+def format_steps(steps: list[Step]) -> str:
     """Return a table with one line for each step, or for several that differ in their time only,
     of which it has the mean.
     """
     groups = [list(alike) for _, alike in groupby(steps, what_is_shown)]
-    head = [
-        "step",
-        "ms",
-        "rows",
-        "prompt tokens",
-        "drafts accepted",
-        "operations",
-        "running",
-        "waiting",
-        "limited by",
-    ]
-    cells: list[list[Any]] = [
-        [
+    head = (
+        *("step", "ms", "rows", "prompt tokens", "drafts accepted", "operations", "running"),
+        *("waiting", "limited by"),
+    )
+    rows = [
+        (
             step.number if len(alike) == 1 else f"{step.number}-{alike[-1].number}",
             f"{fmean(one.seconds for one in alike) * 1e3:.1f}",
             step.num_rows,
@@ -129,14 +115,8 @@ def table(steps: list[Step]) -> str:
             step.num_running,
             step.num_waiting,
             step.blocked or "-",
-        ]
+        )
         for alike in groups
         for step in alike[:1]
     ]
-    rows = [head, *[[str(cell) for cell in row] for row in cells]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[-1] = 0
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return format_table([head, *rows])

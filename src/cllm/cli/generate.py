@@ -24,14 +24,10 @@ def generate(
     /,
     *,
     prompt_flag: PromptFlag = None,
-    stdin: Annotated[
-        bool, Parameter(name="-", help="Read the text from stdin.", negative="")
-    ] = False,
-    chat: Annotated[
-        bool, Parameter(help="Answer the text instead of continuing it.", negative="")
-    ] = False,
+    stdin: Annotated[bool, Parameter(name="-", help="Read the text from stdin.")] = False,
+    chat: Annotated[bool, Parameter(help="Answer the text instead of continuing it.")] = False,
     as_json: Annotated[
-        bool, Parameter(name="--json", help="Print one JSON object at the end.", negative="")
+        bool, Parameter(name="--json", help="Print one JSON object at the end.")
     ] = False,
     url: UrlFlag = None,
     sampling: SamplingFlags | None = None,

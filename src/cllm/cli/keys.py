@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from cllm.cli.settings_flags import ConfigFlag
+from cllm.cli.table import format_table
 from cllm.config.settings import Settings
 from cllm.config.sources import load_settings
 from cllm.errors import StartupError
@@ -88,10 +89,7 @@ class AccountOptions:
     ] = ""
     admin: Annotated[
         bool,
-        Parameter(
-            help="It may see the scheduler and other accounts' usage, and manage models.",
-            negative="",
-        ),
+        Parameter(help="It may see the scheduler and other accounts' usage, and manage models."),
     ] = False
     requests_per_minute: Count = None
     tokens_per_minute: Count = None
@@ -172,7 +170,7 @@ def list_keys(
     file: FileFlag = None,
     config: ConfigFlag = None,
     as_json: Annotated[
-        bool, Parameter(name="--json", help="Print a list of JSON objects.", negative="")
+        bool, Parameter(name="--json", help="Print a list of JSON objects.")
     ] = False,
 ) -> None:
     """List the accounts, their keys' ages and their limits. Keys themselves are not stored."""
@@ -185,15 +183,18 @@ def list_keys(
     if not rows:
         print(f"cllm: there are no accounts in {path}", file=sys.stderr)
         return
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        others = (
-            f"{key.replace('_', ' ')} {' '.join(value) if isinstance(value, tuple) else value}"
-            for key, value in row.items()
-            if key not in ("name", "keys") and value != getattr(USUAL, key)
-        )
-        keys = f"{len(row['keys'])} valid key{'s' * (len(row['keys']) != 1)}"
-        print(f"{row['name']:{width}}  {', '.join([keys, *others])}")
+    print(format_table([(row["name"], summarize(row)) for row in rows]))
+
+
+def summarize(row: dict[str, Any]) -> str:
+    """Return the number of keys of an account, and its fields that are not the usual ones."""
+    others = (
+        f"{key.replace('_', ' ')} {' '.join(value) if isinstance(value, tuple) else value}"
+        for key, value in row.items()
+        if key not in ("name", "keys") and value != getattr(USUAL, key)
+    )
+    keys = f"{len(row['keys'])} valid key{'s' * (len(row['keys']) != 1)}"
+    return ", ".join([keys, *others])
 
 
 def describe(name: str, record: AccountRecord) -> dict[str, Any]:

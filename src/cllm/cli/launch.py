@@ -139,11 +139,9 @@ def launch(
         Parameter(name=["--model", "-m"], help="One of its models. [default: the server's]"),
     ] = None,
     prints: Annotated[
-        bool, Parameter(name="--print", help="Print the command; do not start it.", negative="")
+        bool, Parameter(name="--print", help="Print the command; do not start it.")
     ] = False,
-    as_json: Annotated[
-        bool, Parameter(name="--json", help="Print the command as JSON.", negative="")
-    ] = False,
+    as_json: Annotated[bool, Parameter(name="--json", help="Print the command as JSON.")] = False,
 ) -> None:
     """Start Claude Code, Codex CLI, aider or OpenCode with a model of a running server. Nothing is
     written to the tool's own settings.

@@ -18,6 +18,7 @@ from cyclopts import (
     Argument,
     CycloptsError,
     MissingArgumentError,
+    Parameter,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
@@ -106,6 +107,7 @@ app = App(
     help="Serve GGUF language models to many users at once.",
     version=version,
     help_format="plaintext",
+    default_parameter=Parameter(negative=""),  # few flags have an opposite, such as --no-think
     suppress_keyboard_interrupt=False,
 )
 for name, (import_path, summary) in COMMANDS.items():

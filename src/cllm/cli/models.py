@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from cllm.cli.conversation.reader import read_stdin
 from cllm.cli.remote import LOCAL, Url, call
 from cllm.cli.settings_flags import ConfigFlag, settings_from_flags
+from cllm.cli.table import format_table
 from cllm.config.sources import LoadedConfig
 from cllm.errors import CLLMError, StartupError
 from cllm.input_files import read_input_text
@@ -25,7 +26,7 @@ from cllm.models.hub import SPLIT
 from cllm.models.model_file import list_parts
 from cllm.store.created import CreatedModel, CreatedModels
 
-Json = Annotated[bool, Parameter(name="--json", help="Print JSON.", negative="")]
+Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
 Name = Annotated[str, Parameter(help="A model's name.")]
 FolderFlag = Annotated[
     str | None,
@@ -94,7 +95,7 @@ def list_models(
         (entry.name, format_size(entry.size) if entry.files else "", age(entry), entry.kind)
         for entry in entries
     ]
-    print_table(("NAME", "SIZE", "MODIFIED", "FROM"), rows)
+    print(format_table([("NAME", "SIZE", "MODIFIED", "FROM"), *rows]))
     stored = {file.resolve() for entry in entries for file in entry.files}
     print(f"{format_size(measure_files(stored))} in all", file=sys.stderr)
     if loaded.settings.models.folder is None:
@@ -138,8 +139,7 @@ def show(
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    width = max(map(len, facts))
-    print("\n".join(f"{key:{width}}  {value}" for key, value in facts.items()))
+    print(format_table([*facts.items()]))
 
 
 def rm(name: Name, /, *others: Name, config: ConfigFlag = None) -> None:
@@ -198,7 +198,7 @@ def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
                 format_size(model["size_used"]) if "size_used" in model else "",
                 format_size(model["size"]),
                 describe_processor(model),
-                str(model["context_length"]),
+                model["context_length"],
                 "for ever" if model["expires_at"].startswith("2999") else model["expires_at"],
             )
             for model in models
@@ -208,7 +208,8 @@ def ps(*, url: Url = LOCAL, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(models, indent=2))
         return
-    print_table(("NAME", "MEMORY", "UP TO", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
+    head = ("NAME", "MEMORY", "UP TO", "PROCESSOR", "CONTEXT", "UNTIL")
+    print(format_table([head, *rows]))
 
 
 def describe_processor(model: dict[str, Any]) -> str:
@@ -326,10 +327,3 @@ def age(entry: Entry) -> str:
     if not entry.files:
         return ""
     return time.strftime("%Y-%m-%d", time.localtime(entry.files[0].stat().st_mtime))
-
-
-def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())

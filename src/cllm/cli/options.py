@@ -13,13 +13,10 @@ Positive = Number(gte=1)
 AboveZero = Number(gt=0)
 NotNegative = Number(gte=0)
 
-ModelFile = Annotated[
-    Path | None,
-    Parameter(help="A GGUF file. [default: the built-in model]", show_default=False),
-]
+ModelFile = Annotated[Path | None, Parameter(help="A GGUF file. [default: the built-in model]")]
 PromptWords = Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")]
 AnswerTokens = Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")]
-Json = Annotated[bool, Parameter(negative="", help="Print one JSON object.")]
+Json = Annotated[bool, Parameter(help="Print one JSON object.")]
 
 
 @Parameter(name="*")

@@ -40,15 +40,28 @@ def auth_headers() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return a server's answer. Raises StartupError if it does not answer, and CLLMError."""
+def send(
+    url: str,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    params: dict[str, Any] | None = None,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Send a request to a server, and return its HTTP answer. Raises StartupError without one."""
     import httpx2
 
     try:
-        with open_client(server_url(url), headers=auth_headers(), timeout=TIMEOUT) as client:
-            answer = client.request(method, server_url(url) + path, json=body)
+        with open_client(server_url(url), headers=auth_headers(), timeout=timeout) as client:
+            return client.request(method, server_url(url) + path, json=body, params=params)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise StartupError(f"cannot connect to {url}: {error}") from None
+
+
+def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return the JSON that a server answers. Raises what ``send`` raises, and CLLMError."""
+    answer = send(url, method, path, body)
     if answer.status_code != 200:
         raise CLLMError(error_message(answer))
     try:

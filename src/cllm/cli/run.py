@@ -36,9 +36,7 @@ def run(
     schema: FormatFlag = None,
     think: ThinkFlag = None,
     hide_thinking: HideFlag = False,
-    verbose: Annotated[
-        bool, Parameter(help="Print timings on stderr after the answer.", negative="")
-    ] = False,
+    verbose: Annotated[bool, Parameter(help="Print timings on stderr after the answer.")] = False,
     keep_alive: Annotated[
         str | None,
         Parameter(

@@ -38,14 +38,9 @@ SHORT_NAMES = {
     "scheduler.max_num_seqs": "--max-num-seqs",
 }
 
-ModelArgument = Annotated[
-    str | None, Parameter(help="The model, the same as --model.", show_default=False)
-]
+ModelArgument = Annotated[str | None, Parameter(help="The model, the same as --model.")]
 ConfigFlag = Annotated[
-    Path | None,
-    Parameter(
-        name="--config", help="YAML file of settings. [default: CLLM_CONFIG]", show_default=False
-    ),
+    Path | None, Parameter(name="--config", help="YAML file of settings. [default: CLLM_CONFIG]")
 ]
 
 
@@ -75,7 +70,9 @@ def flag(option: Option) -> Any:
             return checked(option, Given(parsed(option, word), tokens[-1].keyword)).value
 
     group = PANELS[find_section(option)]
-    return Annotated[kind, Parameter(name=names, help=help_text, group=group, converter=reads)]
+    # with the opposites of switches, such as --no-mlock
+    given = Parameter(name=names, help=help_text, group=group, converter=reads, negative=None)
+    return Annotated[kind, given]
 
 
 def flags(options: Iterable[Option]) -> Any:

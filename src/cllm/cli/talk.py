@@ -46,10 +46,7 @@ ThinkFlag = Annotated[
     ),
 ]
 HideFlag = Annotated[
-    bool,
-    Parameter(
-        name=["--hide-thinking", "--hidethinking"], help="Do not show reasoning.", negative=""
-    ),
+    bool, Parameter(name=["--hide-thinking", "--hidethinking"], help="Do not show reasoning.")
 ]
 
 

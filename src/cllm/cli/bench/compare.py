@@ -47,7 +47,6 @@ class CompareOptions:
     rows: Annotated[
         tuple[RowName, ...],
         Parameter(
-            negative="",
             consume_multiple=True,
             help=f"What to measure. [default: all but {' '.join(UNUSUAL)}]",
             show_default=False,
@@ -59,7 +58,6 @@ class CompareOptions:
             validator=Positive,
             help="Runs of each system, in turn. [default: 9 of the most important rows, 3 of "
             "others, 1 of long-context]",
-            show_default=False,
         ),
     ] = None
     store: Annotated[
@@ -74,7 +72,6 @@ class CompareOptions:
         Parameter(
             validator=AboveZero,
             help="Begin no run after this time; a later call goes on. [default: no limit]",
-            show_default=False,
         ),
     ] = None
     max_busy: Annotated[
@@ -99,21 +96,14 @@ class CompareOptions:
     ] = DEFAULT_FOLDER
     build: Annotated[
         bool,
-        Parameter(
-            negative="",
-            help="First build the peers in .tools/peers, from the llama.cpp that cLLM uses.",
-        ),
+        Parameter(help="First build the peers in .tools/peers, from the llama.cpp that cLLM uses."),
     ] = False
     out: Annotated[
         Path, Parameter(help="The page to write, or its folder; pictures go into the same folder.")
     ] = PAGE
     source: Annotated[
         Path | None,
-        Parameter(
-            name="--from",
-            help="Write the page from a file of --store, without measuring.",
-            show_default=False,
-        ),
+        Parameter(name="--from", help="Write the page from a file of --store, without measuring."),
     ] = None
 
 
@@ -203,15 +193,7 @@ def commit() -> str:
     git = shutil.which("git")
     if git is None:
         return ""
-    command = [
-        git,
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude",
-        "*",
-    ]
+    describe = ("describe", "--always", "--dirty", "--exclude", "*")
+    command = [git, "-C", str(Path(__file__).parent), *describe]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f", commit {done.stdout.strip()}" if done.returncode == 0 else ""

@@ -69,10 +69,7 @@ class LoadOptions:
     ] = "words"
     preset: Annotated[
         Preset | None,
-        Parameter(
-            help="Sets --requests, --concurrency and --max-tokens; these flags override it.",
-            show_default=False,
-        ),
+        Parameter(help="Sets --requests, --concurrency and --max-tokens; these flags override it."),
     ] = None
     requests: Annotated[
         int | None,
@@ -80,7 +77,6 @@ class LoadOptions:
             validator=Positive,
             help="Requests to measure. [default: 100, 500 overload; a number of their own from "
             "agents to long-context]",
-            show_default=False,
         ),
     ] = None
     concurrency: Annotated[
@@ -89,7 +85,6 @@ class LoadOptions:
             validator=Positive,
             help="Concurrent requests; when one ends, the next one starts. [default: 8; "
             "overload: all; a number of their own from agents to long-context]",
-            show_default=False,
         ),
     ] = None
     rate: Annotated[
@@ -98,7 +93,6 @@ class LoadOptions:
             validator=AboveZero,
             help="Mean requests a second, sent independently of the answers, instead of "
             "--concurrency.",
-            show_default=False,
         ),
     ] = None
     arrivals: Annotated[
@@ -111,7 +105,6 @@ class LoadOptions:
             validator=Positive,
             help="Tokens of an answer. [default: 64, 320 questions, 32 from agents to "
             "long-context]",
-            show_default=False,
         ),
     ] = None
     prompt_words: PromptWords = 64
@@ -122,7 +115,6 @@ class LoadOptions:
             help="Number of words at the beginning that all prompts share. [default: 0; "
             "shared-prefix: three "
             "quarters]",
-            show_default=False,
         ),
     ] = None
     long_tokens: Annotated[
@@ -130,7 +122,6 @@ class LoadOptions:
         Parameter(
             validator=Positive,
             help="Tokens of the long prompt. [default: 3000; long-context: 30000]",
-            show_default=False,
         ),
     ] = None
     scale: Annotated[
@@ -153,27 +144,26 @@ class LoadOptions:
         Parameter(
             validator=NotNegative,
             help="Requests before the clock starts. [default: as --concurrency; overload: 8]",
-            show_default=False,
         ),
     ] = None
     timeout: Annotated[float, Parameter(validator=AboveZero, help="Seconds for each request.")] = (
         3600.0
     )
     keep_alive: Annotated[
-        bool, Parameter(help="Reuse connections. With some servers, this loses requests.")
+        bool,
+        Parameter(
+            negative="--no-keep-alive",
+            help="Reuse connections. With some servers, this loses requests.",
+        ),
     ] = True
     seed: Annotated[
         int, Parameter(help="The same seed gives the same prompts; it is sent with them.")
     ] = 0
     model: Annotated[
-        str | None,
-        Parameter(
-            help="The model to request. [default: the server's first model]", show_default=False
-        ),
+        str | None, Parameter(help="The model to request. [default: the server's first model]")
     ] = None
     api_key: Annotated[
-        str | None,
-        Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False),
+        str | None, Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.")
     ] = None
     server_pid: Annotated[
         int,
@@ -185,8 +175,7 @@ class LoadOptions:
         ),
     ] = 0
     out: Annotated[
-        Path | None,
-        Parameter(help="A file for the report as JSON, for cllm bench diff.", show_default=False),
+        Path | None, Parameter(help="A file for the report as JSON, for cllm bench diff.")
     ] = None
     pictures: PictureOptions = field(default_factory=PictureOptions)
     json: Json = False

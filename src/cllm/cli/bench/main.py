@@ -49,7 +49,6 @@ class StagesOptions:
         tuple[int, ...],
         Parameter(
             validator=Positive,
-            negative="",
             consume_multiple=True,
             help="Numbers of concurrent sequences, such as 1 8 32.",
         ),
@@ -67,7 +66,6 @@ class StagesOptions:
             validator=Number(gte=0, lt=1),
             help="Largest median loss of speed from one stage to the next, as a share. A larger "
             "loss gives exit code 1.",
-            show_default=False,
         ),
     ] = None
     seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0
@@ -131,13 +129,9 @@ def make_model(
     ] = 0,
     threads: Annotated[
         int | None,
-        Parameter(
-            validator=Positive,
-            help="Threads for quantizing. [default: all cores]",
-            show_default=False,
-        ),
+        Parameter(validator=Positive, help="Threads for quantizing. [default: all cores]"),
     ] = None,
-    force: Annotated[bool, Parameter(negative="", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, Parameter(help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Write a model with a real model's shape and random weights, for measuring speed."""
     if out.is_dir():

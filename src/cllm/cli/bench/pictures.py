@@ -13,18 +13,14 @@ from cllm.cli.bench.files import check_writable, write_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Plot = Annotated[
-    Path | None, Parameter(help="File for a picture: .png or .svg.", show_default=False)
-]
+Plot = Annotated[Path | None, Parameter(help="File for a picture: .png or .svg.")]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PictureOptions:
     plot: Plot = None
-    html: Annotated[
-        Path | None, Parameter(help="File for an HTML report with pictures.", show_default=False)
-    ] = None
+    html: Annotated[Path | None, Parameter(help="File for an HTML report with pictures.")] = None
 
 
 def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:

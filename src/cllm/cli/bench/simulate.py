@@ -105,7 +105,6 @@ class ReplayOptions:
             validator=Number(gte=2),
             help="Largest number of tokens in a sequence. [default: what the longest request "
             "needs]",
-            show_default=False,
         ),
     ] = None
     layout: Annotated[
@@ -120,7 +119,6 @@ class ReplayOptions:
         Parameter(
             validator=Positive,
             help="Tokens in a paged or unified KV cache. [default: --max-num-seqs times --context]",
-            show_default=False,
         ),
     ] = None
     ram_cache_tokens: Annotated[
@@ -144,23 +142,19 @@ class ReplayOptions:
             "each prompt token), "
             "or a JSON file with the row_seconds and token_seconds that a server has learned. "
             f"[default: {','.join(map(str, msgspec.structs.astuple(SMALL_MODEL)))}, a small "
-            f"model on two cores]",
-            show_default=False,
+            f"model on two cores]"
         ),
     ] = None
     limits: GoodputLimits = field(default_factory=GoodputLimits)
     key: Annotated[
         tuple[str, ...],
         Parameter(
-            negative="",
-            show_default=False,
-            help="An account to compare; may be repeated. [default: all]",
+            show_default=False, help="An account to compare; may be repeated. [default: all]"
         ),
     ] = ()
     seed: Annotated[int, Parameter(help="Seed of the choice between equally loaded replicas.")] = 0
     check: Annotated[
-        bool,
-        Parameter(negative="", help="Verify the bookkeeping and every cell after each step; slow."),
+        bool, Parameter(help="Verify the bookkeeping and every cell after each step; slow.")
     ] = False
     json: Json = False
 
@@ -221,26 +215,16 @@ def run(
 
 
 def make_setup(options: ReplayOptions, entries: list[Entry]) -> Setup:
-    needed = max(entry.input_length + entry.output_length for entry in entries)
-    return Setup(
-        policy=options.policy,
-        replicas=options.engines,
-        models=options.models,
-        load_seconds=options.load_seconds,
-        routing=options.routing,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        target_itl_ms=options.target_itl_ms or None,
-        prefill_share=options.prefill_share,
-        context=options.context or needed,
-        layout=options.layout,
-        num_cells=options.num_cells,
-        ram_cache_tokens=options.ram_cache_tokens,
-        speculation=options.speculation,
-        costs=SMALL_MODEL if options.costs is None else read_costs(options.costs),
-        seed=options.seed,
-        check=options.check,
-    )
+    """Return the setup that the options describe. Those with its names are used as they are."""
+    same = {name: one for name, one in vars(options).items() if name in Setup.__struct_fields__}
+    longest = max(entry.input_length + entry.output_length for entry in entries)
+    others = {
+        "replicas": options.engines,
+        "target_itl_ms": options.target_itl_ms or None,
+        "context": options.context or longest,
+        "costs": SMALL_MODEL if options.costs is None else read_costs(options.costs),
+    }
+    return Setup(**same | others)
 
 
 @app.command

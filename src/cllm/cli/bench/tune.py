@@ -79,14 +79,12 @@ class TuneOptions:
             help="Approximate duration of the measurements; longer ones are more precise.",
         ),
     ] = 4.0
-    out: Annotated[
-        Path | None,
-        Parameter(help="The YAML file to write. [default: print it]", show_default=False),
-    ] = None
+    out: Annotated[Path | None, Parameter(help="The YAML file to write. [default: print it]")] = (
+        None
+    )
     workloads: Annotated[
         tuple[Workload, ...],
         Parameter(
-            negative="",
             consume_multiple=True,
             help="Tune for these workloads of cllm bench load, each sent to a server with the "
             "candidate's settings. This needs many more minutes. [default: prompts and decoding "
@@ -103,38 +101,32 @@ class TuneOptions:
     requantize: Annotated[
         bool,
         Parameter(
-            negative="",
             help="Also try other quantizations of the output head and the body, and compare "
-            "speed and quality. This writes about ten temporary copies of the model.",
+            "speed and quality. This writes about ten temporary copies of the model."
         ),
     ] = False
     text: Annotated[
         Path | None,
         Parameter(
             help="A UTF-8 text for measuring quality, preferably similar to your users' texts. Up "
-            "to 1024 tokens of it are used. [default: a page of English]",
-            show_default=False,
+            "to 1024 tokens of it are used. [default: a page of English]"
         ),
     ] = None
     write: Annotated[
         Path | None,
         Parameter(
             help="With --requantize: write the fastest copy with little loss of quality to this "
-            "file.",
-            show_default=False,
+            "file."
         ),
     ] = None
     write_as: Annotated[
         str | None,
         Parameter(
             help="With --write: try only this quantization, as BODY+HEAD (such as Q4_0+Q6_K), "
-            "and write it.",
-            show_default=False,
+            "and write it."
         ),
     ] = None
-    json: Annotated[
-        bool, Parameter(negative="", help="Print one JSON object instead of the YAML.")
-    ] = False
+    json: Annotated[bool, Parameter(help="Print one JSON object instead of the YAML.")] = False
 
 
 def tune(
