@@ -13,7 +13,7 @@ import pytest
 from conftest import PATIENCE
 from openai_server import openai_server
 
-from cllm.cli.launch import TOOLS, ListedModel, launch_claude, launch_opencode
+from cllm.cli.launch import TOOLS, ServerModel, launch_claude, launch_opencode
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys
@@ -63,7 +63,7 @@ def test_claude_gets_variables_for_all_model_sizes(launch, server) -> None:
 @pytest.mark.parametrize(("length", "output"), [(32_768, "8192"), (262_144, "32000")])
 def test_claude_gets_the_context_window(length: int, output: str) -> None:
     """Without it, Claude Code would let a conversation grow to 200,000 tokens."""
-    variables = launch_claude("http://127.0.0.1:8000", ListedModel("m", length), "none").variables
+    variables = launch_claude("http://127.0.0.1:8000", ServerModel("m", length), "none").variables
     assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(length)
     assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == str(length)
     assert variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == output
@@ -100,7 +100,7 @@ def test_opencode_gets_a_configuration(launch, server, monkeypatch) -> None:
 
 
 def test_opencode_leaves_most_of_the_context_to_the_prompt() -> None:
-    found = launch_opencode("http://127.0.0.1:8000", ListedModel("m", 4096), "none")
+    found = launch_opencode("http://127.0.0.1:8000", ServerModel("m", 4096), "none")
     settings = json.loads(found.variables["OPENCODE_CONFIG_CONTENT"])
     limits = settings["provider"]["cllm"]["models"]["m"]["limit"]
     assert limits == {"context": 4096, "output": 1024}

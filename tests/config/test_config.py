@@ -15,9 +15,9 @@ from cllm.config.sources import (
     SERVICE_VARIABLE,
     VARIABLES,
     LoadedConfig,
+    get_value,
     is_from_kubernetes,
     load_settings,
-    value_at,
 )
 from cllm.errors import StartupError
 
@@ -48,7 +48,7 @@ def refusal(
 
 def from_environment(variable: str, text: str) -> object:
     loaded = load_settings(None, {variable: text}, {})
-    return value_at(loaded.settings, VARIABLES[variable].key)
+    return get_value(loaded.settings, VARIABLES[variable].key)
 
 
 def test_options_without_a_source_have_their_defaults() -> None:
@@ -71,7 +71,8 @@ def test_every_option_has_a_help_sentence() -> None:
 def test_defaults_pass_the_checks_of_given_values() -> None:
     for key, option in OPTIONS.items():
         assert (
-            value_at(load_settings(None, {}, {key: option.default}).settings, key) == option.default
+            get_value(load_settings(None, {}, {key: option.default}).settings, key)
+            == option.default
         )
 
 
@@ -477,7 +478,7 @@ def test_number_with_exponent_is_read_from_yaml(file) -> None:
         {},
         {},
     )
-    assert value_at(loaded.settings, "sampling.temperature") == 0.1
+    assert get_value(loaded.settings, "sampling.temperature") == 0.1
     assert loaded.settings.scheduler.weights == {"a": 20}
     assert loaded.settings.scheduler.request_timeout == 1000
     assert loaded.settings.model.name == "1e5"
@@ -692,8 +693,8 @@ def test_models_have_their_own_settings_and_those_of_the_file(file) -> None:
     assert (first.model.path, first.model.name) == ("a.gguf", "qwen2.5:7b")
     assert first.model.aliases == ["gpt-4o", "claude-*"]
     assert (first.kv.type, first.kv.max_memory_mb) == ("q8_0", 100)
-    assert value_at(first, "sampling.temperature") == 0.2
-    assert value_at(first, "sampling.top_k") == 7
+    assert get_value(first, "sampling.temperature") == 0.2
+    assert get_value(first, "sampling.top_k") == 7
     assert (second.model.path, second.model.keep_alive, second.kv.max_memory_mb) == (None,) * 3
     assert loaded.settings.models.folder == "here"
     assert loaded.settings.model.path == "c.gguf"
@@ -759,7 +760,7 @@ def test_faulty_adapter_is_refused(file, text, message) -> None:
 def test_empty_variable_counts_as_unset(option) -> None:
     loaded = load_settings(None, {option.variable: ""}, {})
     assert loaded.origins[option.key] == "default"
-    assert value_at(loaded.settings, option.key) == option.default
+    assert get_value(loaded.settings, option.key) == option.default
 
 
 def test_empty_variable_leaves_the_file_its_value(file) -> None:

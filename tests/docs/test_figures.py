@@ -11,7 +11,7 @@ import re
 import pytest
 from doc_pages import PAGES, ROOT, name_of, without_blocks
 
-from cllm.config.settings import Scheduler
+from cllm.config.settings import SchedulerSettings
 from cllm.scheduler.pacing import MAX_TARGET_STEPS, MIN_TARGET_STEPS
 
 # page -> the columns of the names and of the values in its tables of figures
@@ -70,7 +70,7 @@ def test_measured_ratios_name_their_home(page):
 
 def test_the_default_target_between_tokens_is_the_same_everywhere():
     bounds = f"{MIN_TARGET_STEPS} to {MAX_TARGET_STEPS} times"
-    assert bounds in (Scheduler.model_fields["target_itl_ms"].description or "")
+    assert bounds in (SchedulerSettings.model_fields["target_itl_ms"].description or "")
     assert bounds in " ".join((ROOT / "docs/scheduling.md").read_text().split())
 
 

@@ -25,7 +25,7 @@ from cllm.serving.served_model import ServedModel
 from cllm.store import batches as store_module
 from cllm.store.answers import Answers
 from cllm.store.batches import BatchRecord
-from cllm.store.charges import Used
+from cllm.store.charges import UsageCounts
 from cllm.store.files import new_file
 from cllm.store.store import Store
 from cllm.store.usage import UsageLedger
@@ -158,7 +158,7 @@ def test_all_requests_of_a_batch_are_answered(tmp_path):
         )
         assert record.usage == {"output": 7}
         assert [*record.times] == ["in_progress", "finalizing", "completed"]
-        assert await server.batches.of_account(OWN, [ENDPOINT]) == [record]
+        assert await server.batches.list_for(OWN, [ENDPOINT]) == [record]
 
     run(tmp_path, test)
 
@@ -204,7 +204,7 @@ class Charged(Squares):
         self.ledger = ledger
 
     async def answer(self, record, request_id, body, service):
-        charge = self.ledger.admit(Account("o", has_key=True), 3, 0, Used(0, 1, 0, 2))
+        charge = self.ledger.admit(Account("o", has_key=True), 3, 0, UsageCounts(0, 1, 0, 2))
         try:
             return await super().answer(record, request_id, body, service)
         finally:

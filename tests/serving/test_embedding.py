@@ -30,7 +30,7 @@ from cllm.serving.embedding import (
     encode_pairs,
     encode_texts,
     rank,
-    shortened,
+    shorten,
 )
 from cllm.text.pairs import name_texts
 
@@ -163,10 +163,10 @@ def test_names_of_a_list() -> None:
 
 def test_shortened_vectors_have_length_1_again() -> None:
     vectors = np.array([[3, 4, 12], [0, 0, 1]], np.float32)
-    assert shortened(vectors, 2).tolist() == pytest.approx(np.array([[0.6, 0.8], [0, 0]]))
-    assert shortened(vectors, 2).dtype == np.float32
-    assert shortened(vectors, 3) is vectors
-    assert shortened(vectors, None) is vectors
+    assert shorten(vectors, 2).tolist() == pytest.approx(np.array([[0.6, 0.8], [0, 0]]))
+    assert shorten(vectors, 2).dtype == np.float32
+    assert shorten(vectors, 3) is vectors
+    assert shorten(vectors, None) is vectors
 
 
 def test_texts_become_tokens_and_tokens_stay() -> None:

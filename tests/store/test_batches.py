@@ -30,7 +30,7 @@ def add(store, file, batch_id="batch_1", **more):
 def test_batch_is_found_by_its_account_only(store):
     record = add(store, put(store, b"x"), metadata={"a": "b"})
     assert store.batches.get("batch_1", OWN) == record
-    assert store.batches.of_account(Account("another")) == []
+    assert store.batches.list_for(Account("another")) == []
     for batch_id, account in (("batch_1", Account("another")), ("batch_2", OWN)):
         with pytest.raises(BadRequest, match="no batch") as caught:
             store.batches.get(batch_id, account)
@@ -42,7 +42,7 @@ def test_batch_needs_a_file_of_its_account(store):
     with pytest.raises(BadRequest, match="no file") as caught:
         store.batches.add(record_of(file), Account("another"))
     assert (caught.value.status, caught.value.param) == (404, "input_file_id")
-    assert store.batches.of_account(OWN) == []
+    assert store.batches.list_for(OWN) == []
 
 
 def test_newest_batches_come_first(store):
@@ -50,7 +50,7 @@ def test_newest_batches_come_first(store):
     for i, created_at in enumerate((5, 7, 7, 6)):
         add(store, file, f"batch_{i}", created_at=created_at)
     store.batches.save(record_of(file, "batch_1", created_at=7, status="in_progress"))
-    found = [record.id for record in store.batches.of_account(OWN)]
+    found = [record.id for record in store.batches.list_for(OWN)]
     assert found == ["batch_2", "batch_1", "batch_3", "batch_0"]
 
 
@@ -78,7 +78,7 @@ def test_oldest_batches_that_have_ended_are_deleted_with_their_answers(store, mo
     store.room.take(3)
     add(store, file, "batch_2")
     add(store, file, "batch_3")
-    assert {record.id for record in store.batches.of_account(OWN)} == {"batch_2", "batch_3"}
+    assert {record.id for record in store.batches.list_for(OWN)} == {"batch_2", "batch_3"}
     assert names(store.folder / "batches") == set()
     assert store.room._num_bytes == 1
 
@@ -90,7 +90,7 @@ def test_batch_is_not_created_if_an_old_record_cannot_be_deleted(store, monkeypa
     with failing_deletion(store, "batches"), pytest.raises(BadRequest, match="disk") as caught:
         add(store, file, "batch_2")
     assert caught.value.status == 507
-    assert [record.id for record in store.batches.of_account(OWN)] == ["batch_1"]
+    assert [record.id for record in store.batches.list_for(OWN)] == ["batch_1"]
 
 
 def test_batch_is_created_if_old_answers_cannot_be_deleted(store, monkeypatch):
@@ -103,14 +103,14 @@ def test_batch_is_created_if_old_answers_cannot_be_deleted(store, monkeypatch):
     file = put(store, b"x")
     add(store, file, "batch_1", status="failed")
     add(store, file, "batch_2")
-    assert [record.id for record in store.batches.of_account(OWN)] == ["batch_2"]
+    assert [record.id for record in store.batches.list_for(OWN)] == ["batch_2"]
 
 
 def test_record_of_an_ended_batch_does_not_change(store):
     record = add(store, put(store, b"x"))
     record.status = "expired"
     store.batches.save(record)
-    store.batches.save(record_of(store.files.of_account(OWN)[0], status="cancelling"))
+    store.batches.save(record_of(store.files.list_for(OWN)[0], status="cancelling"))
     assert store.batches.get("batch_1", OWN).status == "expired"
     assert store.batches.unfinished() == []
 
@@ -129,7 +129,7 @@ def test_damaged_record_is_skipped_and_its_files_are_kept(tmp_path, caplog, dama
                 (msgspec.json.encode(record).replace(b"validating", damage), record.id),
             )
     with opened(tmp_path) as store:
-        assert store.batches.unfinished() == store.batches.of_account(OWN) == [intact]
+        assert store.batches.unfinished() == store.batches.list_for(OWN) == [intact]
         with pytest.raises(BadRequest, match="no batch"):
             store.batches.get(record.id, OWN)
         assert store.room._num_bytes == 7
@@ -144,9 +144,9 @@ def test_batch_is_not_created_if_the_disk_is_full(store):
     with full_disk(1000), pytest.raises(BadRequest, match="disk") as caught:
         add(store, file)
     assert caught.value.status == 507
-    assert store.batches.of_account(OWN) == []
+    assert store.batches.list_for(OWN) == []
     add(store, file)
-    assert len(store.batches.of_account(OWN)) == 1
+    assert len(store.batches.list_for(OWN)) == 1
 
 
 def make_answers(store, record):
@@ -161,7 +161,7 @@ def make_answers(store, record):
 
 def check_finished(store):
     found = store.batches.get("batch_1", OWN)
-    files = {file.id: file for file in store.files.of_account(OWN)}
+    files = {file.id: file for file in store.files.list_for(OWN)}
     assert (found.status, found.output_file_id, found.error_file_id) == (
         "completed",
         "file-2",
@@ -206,7 +206,7 @@ def test_answers_named_by_a_failed_batch_survive_the_start(tmp_path):
         store.files.path("file-2").write_bytes(b"{}\n")
     with opened(tmp_path) as store:
         assert store.files.path("file-2").read_bytes() == b"{}\n"
-        assert store.files.of_account(OWN) == [file]
+        assert store.files.list_for(OWN) == [file]
         assert (store.room._num_files, store.room._num_bytes) == (1, 4)
 
 
@@ -220,7 +220,7 @@ def test_finishing_is_repeated_after_a_crash(tmp_path, num_moved):
         for part, file_id in ((answers.output, "file-2"), (answers.errors, "file-3"))[:num_moved]:
             store.files.move_in(part, file_id)
     with opened(tmp_path) as store:
-        assert len(store.files.of_account(OWN)) == 1, "only complete batches have files"
+        assert len(store.files.list_for(OWN)) == 1, "only complete batches have files"
         assert store.room._num_bytes == 7
         (again,) = store.batches.unfinished()
         assert again == record

@@ -14,12 +14,12 @@ from cllm.store.files import new_file
 def test_file_is_found_by_its_account_only(store):
     file = put(store, b"content")
     assert store.files.get(file.id, OWN) == file
-    assert store.files.of_account(OWN) == [file]
+    assert store.files.list_for(OWN) == [file]
     found, content = store.files.open(file.id, OWN)
     with content:
         assert (found, content.read()) == (file, b"content")
     other = Account("another")
-    assert store.files.of_account(other) == []
+    assert store.files.list_for(other) == []
     for call in (store.files.get, store.files.open, store.files.delete):
         with pytest.raises(BadRequest, match="no file") as caught:
             call(file.id, other)
@@ -28,7 +28,7 @@ def test_file_is_found_by_its_account_only(store):
 
 def test_files_are_listed_in_creation_order(store):
     files = [put(store, b"x") for _ in range(5)]
-    assert store.files.of_account(OWN) == files
+    assert store.files.list_for(OWN) == files
 
 
 def test_incomplete_files_are_deleted_at_the_start(tmp_path):
@@ -43,7 +43,7 @@ def test_incomplete_files_are_deleted_at_the_start(tmp_path):
     (folder / "file-1.part").write_bytes(b"cut off")
     (folder / "file-2.data").write_bytes(b"has no record")
     with opened(tmp_path) as store:
-        assert store.files.of_account(OWN) == [file]
+        assert store.files.list_for(OWN) == [file]
         assert store.files.path(file.id).read_bytes() == b"content"
         assert (store.room._num_files, store.room._num_bytes) == (1, len(b"content"))
     assert names(folder) == {f"{file.id}.data", "mine.txt", "file-4.data"}
@@ -62,7 +62,7 @@ def test_files_are_limited_in_number_and_bytes(tmp_path):
     with opened(tmp_path, max_files=3, max_bytes=100) as store:
         with pytest.raises(BadRequest):
             store.room.take(1)
-        assert second in store.files.of_account(OWN)
+        assert second in store.files.list_for(OWN)
 
 
 def batch_of(file):
@@ -93,7 +93,7 @@ def test_expired_file_that_cannot_be_deleted_is_hidden(store):
         for call in (store.files.get, store.files.delete):
             with pytest.raises(BadRequest, match="no file"):
                 call(expired.id, OWN)
-        assert store.files.of_account(OWN) == [kept]
+        assert store.files.list_for(OWN) == [kept]
         assert store.files.get(kept.id, OWN) == kept
         store.files.open(kept.id, OWN)[1].close()
         assert store.room._num_files == 2
@@ -136,12 +136,12 @@ def test_record_rejected_by_a_full_disk_leaves_no_content(store):
     with full_disk(1000):
         with pytest.raises(BadRequest, match="disk"):
             put(store, b"y")
-        assert store.files.of_account(OWN) == [kept]
+        assert store.files.list_for(OWN) == [kept]
     assert names(store.folder / "files") == {f"{kept.id}.data"}
     again = put(store, b"z")
-    assert store.files.of_account(OWN) == [kept, again]
+    assert store.files.list_for(OWN) == [kept, again]
     store.files.delete(kept.id, OWN)
-    assert store.files.of_account(OWN) == [again]
+    assert store.files.list_for(OWN) == [again]
 
 
 def test_other_users_of_the_machine_cannot_read_the_records(store):

@@ -65,8 +65,8 @@ def batch_of(i, status):
 
 def check_imported(folder):
     with opened(folder) as store:
-        assert store.files.of_account(OWN) == [file_of(1), file_of(2)]
-        assert store.batches.of_account(OWN) == [
+        assert store.files.list_for(OWN) == [file_of(1), file_of(2)]
+        assert store.batches.list_for(OWN) == [
             batch_of(2, "completed"),
             batch_of(1, "in_progress"),
         ]
@@ -122,7 +122,7 @@ def test_deleted_file_does_not_come_back(tmp_path):
         store.files.delete("file-2", OWN)
     (tmp_path / "files" / "file-2.json").write_bytes(old)
     with opened(tmp_path) as store:
-        assert store.files.of_account(OWN) == [file_of(1)]
+        assert store.files.list_for(OWN) == [file_of(1)]
 
 
 def test_newer_records_are_not_replaced(tmp_path):
@@ -143,8 +143,8 @@ def test_damaged_records_are_not_imported(tmp_path, caplog):
     (tmp_path / "batches" / "batch_2.json").write_text('{"id":')
     (tmp_path / "batches" / "batch_3.new").write_text('{"id":')
     with opened(tmp_path) as store:
-        assert store.files.of_account(OWN) == [file_of(1)]
-        assert [record.id for record in store.batches.of_account(OWN)] == ["batch_1"]
+        assert store.files.list_for(OWN) == [file_of(1)]
+        assert [record.id for record in store.batches.list_for(OWN)] == ["batch_1"]
     assert names(tmp_path / "files") == {"file-1.data"}
     assert names(tmp_path / "batches") == {"batch_1.output", "batch_2.json", "batch_3.new"}
     assert "batch_2.json cannot be imported" in caplog.text
@@ -155,4 +155,4 @@ def test_file_without_content_is_not_imported(tmp_path):
     write_records(tmp_path)
     (tmp_path / "files" / "file-2.data").unlink()
     with opened(tmp_path) as store:
-        assert store.files.of_account(OWN) == [file_of(1)]
+        assert store.files.list_for(OWN) == [file_of(1)]

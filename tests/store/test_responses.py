@@ -5,7 +5,7 @@ from store_parts import OWN
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
-from cllm.store.responses import ResponseStore, history_of
+from cllm.store.responses import ResponseStore, list_items
 
 
 def add(store, name, previous=None, text="x"):
@@ -36,7 +36,7 @@ def test_history_with_a_missing_response_raises_an_error():
     store = ResponseStore(3, 10_000)
     add(store, "a")
     add(store, "b", "a")
-    assert history_of(store.find_conversation("b", OWN)) == [
+    assert list_items(store.find_conversation("b", OWN)) == [
         {"t": "x"},
         {"id": "msg_a"},
         {"t": "x"},

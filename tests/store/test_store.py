@@ -53,7 +53,7 @@ def test_second_server_has_a_folder_of_its_own_while_another_one_runs(tmp_path):
             await first.open()
             await second.open()
             assert (first.folder, second.folder) == (tmp_path, tmp_path / "port-8001")
-            assert len(await second.run(second.files.of_account, OWN)) == round_
+            assert len(await second.run(second.files.list_for, OWN)) == round_
             await add_file(second)
             await first.close()
             await second.close()
@@ -78,7 +78,7 @@ def test_single_later_server_has_the_files_and_batches_of_both_folders(tmp_path)
         await second.close()
         await waiting.open()
         assert waiting.folder == tmp_path
-        found = await waiting.run(waiting.files.of_account, OWN)
+        found = await waiting.run(waiting.files.list_for, OWN)
         assert {file.id for file in found} == {file.id for file in added}
         for file in added:
             _, content = await waiting.run(waiting.files.open, file.id, OWN)
@@ -115,11 +115,11 @@ def test_interrupted_move_of_files_is_finished_later(tmp_path, monkeypatch, capl
             third = make_store(tmp_path, 8001)
             await third.open()
             assert f"files and batches stay in {tmp_path / 'port-8001'}: broken" in caplog.text
-            assert await third.run(third.files.of_account, OWN) == []
+            assert await third.run(third.files.list_for, OWN) == []
             await third.close()
         fourth = make_store(tmp_path, 8001)
         await fourth.open()
-        found = await fourth.run(fourth.files.of_account, OWN)
+        found = await fourth.run(fourth.files.list_for, OWN)
         assert {file.id for file in found} == {file.id for file in added}
         await fourth.close()
 

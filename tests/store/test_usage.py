@@ -11,7 +11,7 @@ import pytest
 
 from cllm.core.account import Account, Limits
 from cllm.errors import RateLimited, Unauthorized
-from cllm.store.charges import WINDOW, Used
+from cllm.store.charges import WINDOW, UsageCounts
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
 from cllm.store.usage import UsageLedger
 
@@ -153,18 +153,18 @@ def test_failed_requests_without_an_answer_do_not_count(ledger):
     ledger.admit(ann, 1, 0, counts(5)).settle()
     ledger.admit(ann, 1, 0, counts(5, 3)).settle(failed=True)
     refused(ledger, ann, 1, 0, counts())
-    assert ledger.of_month("ann") == Used(2, 5, 0, 3)
+    assert ledger.of_month("ann") == UsageCounts(2, 5, 0, 3)
     assert ledger.totals()["ann"].requests == 7  # a counter of Prometheus must not decrease
 
 
 def test_aborted_request_pays_for_what_was_delivered(ledger):
     used = counts(50, cached=20)
     charge = ledger.admit(account(), 500, 0, used)
-    assert ledger.totals()["ann"] == Used(1)
+    assert ledger.totals()["ann"] == UsageCounts(1)
     used.completion_tokens = 7
     charge.settle()
     charge.settle(finished=True)  # only the first call counts
-    assert ledger.totals()["ann"] == Used(1, 50, 20, 7)
+    assert ledger.totals()["ann"] == UsageCounts(1, 50, 20, 7)
 
 
 def test_running_requests_are_ended(ledger):
@@ -199,21 +199,21 @@ def test_usage_survives_a_crash(tmp_path, clock):
         await ledger.save()
         # no close: the process died here
         after = await reopen(tmp_path, clock)
-        assert after.of_month("ann") == Used(2, 60, 5, 19)
+        assert after.of_month("ann") == UsageCounts(2, 60, 5, 19)
         assert refused(after, ann, 1, 0, counts()).limit == "requests_per_minute"
         clock.now += WINDOW + 2
         assert refused(after, ann, 122, 0, counts()).limit == "tokens_per_month"
         after.admit(ann, 121, 0, counts(1, 1)).settle(finished=True)
         await after.close()
         days = await (await reopen(tmp_path, clock)).list_days(date.min, date.max)
-        assert days == [("ann", "2027-01-15", Used(3, 61, 5, 20))]
+        assert days == [("ann", "2027-01-15", UsageCounts(3, 61, 5, 20))]
 
     asyncio.run(run())
 
 
 def test_sum_of_parallel_requests_is_exact(tmp_path, clock):
     async def run():
-        ledger, chance, expected = await reopen(tmp_path, clock), random.Random(1), Used()
+        ledger, chance, expected = await reopen(tmp_path, clock), random.Random(1), UsageCounts()
 
         async def request(i):
             used = counts(chance.randrange(1, 100), cached=1)
@@ -222,7 +222,9 @@ def test_sum_of_parallel_requests_is_exact(tmp_path, clock):
                 await asyncio.sleep(0)
                 used.completion_tokens += 1
             charge.settle(finished=i % 3 > 0)
-            expected.add(Used(1, used.prompt_tokens, used.cached_tokens, used.completion_tokens))
+            expected.add(
+                UsageCounts(1, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+            )
 
         async def save():
             while True:
@@ -234,7 +236,7 @@ def test_sum_of_parallel_requests_is_exact(tmp_path, clock):
         saving.cancel()
         await asyncio.gather(saving, return_exceptions=True)
         await ledger.close()
-        total = Used()
+        total = UsageCounts()
         for _, _, used in await (await reopen(tmp_path, clock)).list_days(date.min, date.max):
             total.add(used)
         assert total == expected
@@ -259,7 +261,7 @@ def test_full_disk_delays_writing_only(tmp_path, clock, monkeypatch, caplog):
         assert caplog.text.count("cannot be written") == 1
         monkeypatch.setattr(UsageLedger, "_write", write)
         await ledger.close()
-        assert (await reopen(tmp_path, clock)).of_month("ann") == Used(2, 21, 0, 12)
+        assert (await reopen(tmp_path, clock)).of_month("ann") == UsageCounts(2, 21, 0, 12)
 
     asyncio.run(run())
 
@@ -395,7 +397,7 @@ def test_database_is_opened_once_while_requests_are_counted(tmp_path, clock):
             second.admit(account(), 3, 0, counts(1, 1)).settle(finished=True)
             await asyncio.sleep(0)
         await asyncio.gather(*opening)
-        assert second.of_month("ann") == Used(51, 70, 0, 60)
+        assert second.of_month("ann") == UsageCounts(51, 70, 0, 60)
         await second.close()
 
     asyncio.run(run())
@@ -404,7 +406,7 @@ def test_database_is_opened_once_while_requests_are_counted(tmp_path, clock):
 def test_days_without_usage_are_not_listed(tmp_path, clock):
     async def run():
         ledger = await reopen(tmp_path, clock)
-        assert ledger.of_month("ann") == Used()
+        assert ledger.of_month("ann") == UsageCounts()
         ledger.list_left(account(requests_per_minute=1))
         assert await ledger.list_days(date.min, date.max) == []
         await ledger.close()

@@ -19,8 +19,8 @@ from cllm.cli.settings_flags import (
 from cllm.config.file import ALIASES, NOT_NEEDED
 from cllm.config.file import show as shown
 from cllm.config.options import Option
-from cllm.config.settings import MODEL_KEYS, OPTIONS, Model
-from cllm.config.sources import LoadedConfig, plant, value_at
+from cllm.config.settings import MODEL_KEYS, OPTIONS, ModelSettings
+from cllm.config.sources import LoadedConfig, get_value, set_value
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
 
@@ -52,7 +52,7 @@ def docs() -> None:
 def as_json(loaded: LoadedConfig) -> str:
     settings = loaded.settings.model_dump()
     for key in SECRETS:
-        plant(settings, key, visible_value(loaded, key))
+        set_value(settings, key, visible_value(loaded, key))
     content = {
         "settings": settings,
         "models": {name: own_settings(loaded, name) for name in loaded.models},
@@ -89,16 +89,16 @@ def list_adapters(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
 def own_settings(loaded: LoadedConfig, name: str) -> dict[str, Any]:
     """Return the settings of a model of the section models that differ from those of the others."""
     own = loaded.models[name]
-    shared = loaded.settings.model_copy(update={"model": Model()})
+    shared = loaded.settings.model_copy(update={"model": ModelSettings()})
     return {
-        short: value_at(own, key)
+        short: get_value(own, key)
         for short, key in MODEL_KEYS.items()
-        if value_at(own, key) != value_at(shared, key)
+        if get_value(own, key) != get_value(shared, key)
     }
 
 
 def visible_value(loaded: LoadedConfig, key: str) -> Any:
-    value = value_at(loaded.settings, key)
+    value = get_value(loaded.settings, key)
     return HIDDEN if key in SECRETS and value is not None else value
 
 

@@ -37,14 +37,14 @@ class Launch:
         return " ".join([*words, *map(shlex.quote, self.command)])
 
 
-class ListedModel(NamedTuple):
+class ServerModel(NamedTuple):
     """A model of a server. context_length: None if the server does not say it."""
 
     name: str
     context_length: int | None
 
 
-def launch_claude(url: str, model: ListedModel, key: str) -> Launch:
+def launch_claude(url: str, model: ServerModel, key: str) -> Launch:
     """Claude Code, with Anthropic's API. The variables of all sizes name the one model.
 
     It assumes 200,000 tokens of context for a model that it does not know. The reminder of how many
@@ -75,7 +75,7 @@ def launch_claude(url: str, model: ListedModel, key: str) -> Launch:
     return Launch(["claude"], variables)
 
 
-def launch_codex(url: str, model: ListedModel, key: str) -> Launch:
+def launch_codex(url: str, model: ServerModel, key: str) -> Launch:
     """Codex CLI, with the Responses API. The values of -c are TOML, whose strings are JSON's."""
     provider = "model_providers.cllm"
     settings: dict[str, Any] = {
@@ -92,13 +92,13 @@ def launch_codex(url: str, model: ListedModel, key: str) -> Launch:
     return Launch(["codex", *words, "-m", model.name], {"CLLM_API_KEY": key})
 
 
-def launch_aider(url: str, model: ListedModel, key: str) -> Launch:
+def launch_aider(url: str, model: ServerModel, key: str) -> Launch:
     """Aider, with chat completions."""
     variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
     return Launch(["aider", "--model", f"openai/{model.name}"], variables)
 
 
-def launch_opencode(url: str, model: ListedModel, key: str) -> Launch:
+def launch_opencode(url: str, model: ServerModel, key: str) -> Launch:
     """OpenCode, with chat completions. Its other settings stay as they are."""
     about: dict[str, Any] = {"name": model.name}
     if model.context_length is not None:
@@ -116,7 +116,7 @@ def launch_opencode(url: str, model: ListedModel, key: str) -> Launch:
     return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": content, "CLLM_API_KEY": key})
 
 
-TOOLS: dict[str, tuple[Callable[[str, ListedModel, str], Launch], str]] = {
+TOOLS: dict[str, tuple[Callable[[str, ServerModel, str], Launch], str]] = {
     "claude": (launch_claude, "npm install -g @anthropic-ai/claude-code"),
     "codex": (launch_codex, "npm install -g @openai/codex"),
     "aider": (launch_aider, "uv tool install aider-chat"),
@@ -158,7 +158,7 @@ def launch(
         start(prepared, installation)
 
 
-def choose_model(url: str, name: str | None) -> ListedModel:
+def choose_model(url: str, name: str | None) -> ServerModel:
     """Return the model to use: ``name``, or the server's default one. Raises StartupError."""
     models = list_models(url)
     matching = [model for model in models if name in (None, model.name)]
@@ -169,11 +169,11 @@ def choose_model(url: str, name: str | None) -> ListedModel:
     return matching[0]
 
 
-def list_models(url: str) -> list[ListedModel]:
+def list_models(url: str) -> list[ServerModel]:
     """Return the server's models. Raises StartupError if it does not answer."""
     try:
         entries = call(url, "GET", "/v1/models")["data"]
-        return [ListedModel(entry["id"], entry.get("max_model_len")) for entry in entries]
+        return [ServerModel(entry["id"], entry.get("max_model_len")) for entry in entries]
     except StartupError as error:
         advice = "start a server with cllm serve, or name one with --url"
         raise StartupError(f"{error}; {advice}") from None

@@ -11,7 +11,7 @@ import msgspec
 
 from cllm.cli.answers import AnswerFacts, AnswerOptions, AnswerPart, Messages, Parts
 from cllm.cli.conversation.printer import silence_keyboard
-from cllm.cli.models import list_entries, resolve_model
+from cllm.cli.models import list_installed, resolve_model
 from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remark_on_base, remarks
 from cllm.cli.remote import CONTINUATION
@@ -60,7 +60,7 @@ class Local:
 
     def list_models(self) -> list[str]:
         """Return the names of the models on this machine."""
-        return [entry.name for entry in list_entries(self._load_other(None))]
+        return [entry.name for entry in list_installed(self._load_other(None))]
 
     def switch(self, model: str) -> None:
         """Load ``model`` in place of the present one. Raises CLLMError, and keeps the present one,

@@ -8,7 +8,7 @@ from cllm.models import memory
 from cllm.models.gguf import format_size
 
 
-class ModelSize(NamedTuple):
+class UsualModel(NamedTuple):
     """A model as an example of its size. parameters: in billions. kv_bytes_per_token: keys and
     values of all layers in 16 bits. trained: the context it was trained with.
     """
@@ -25,20 +25,20 @@ def kv_bytes(layers: int, kv_heads: int, head_size: int) -> int:
 
 # layers, heads and contexts from the models' config.json
 MODELS = (
-    ModelSize("Qwen3 0.6B", 0.6, kv_bytes(28, 8, 128), 40_960),
-    ModelSize("Qwen3 1.7B", 1.7, kv_bytes(28, 8, 128), 40_960),
-    ModelSize("Qwen3 4B", 4.0, kv_bytes(36, 8, 128), 40_960),
-    ModelSize("Qwen3 8B", 8.2, kv_bytes(36, 8, 128), 40_960),
-    ModelSize("Qwen3 14B", 14.8, kv_bytes(40, 8, 128), 40_960),
-    ModelSize("Qwen3 32B", 32.8, kv_bytes(64, 8, 128), 40_960),
-    ModelSize("Llama 3.3 70B", 70.6, kv_bytes(80, 8, 128), 131_072),
+    UsualModel("Qwen3 0.6B", 0.6, kv_bytes(28, 8, 128), 40_960),
+    UsualModel("Qwen3 1.7B", 1.7, kv_bytes(28, 8, 128), 40_960),
+    UsualModel("Qwen3 4B", 4.0, kv_bytes(36, 8, 128), 40_960),
+    UsualModel("Qwen3 8B", 8.2, kv_bytes(36, 8, 128), 40_960),
+    UsualModel("Qwen3 14B", 14.8, kv_bytes(40, 8, 128), 40_960),
+    UsualModel("Qwen3 32B", 32.8, kv_bytes(64, 8, 128), 40_960),
+    UsualModel("Llama 3.3 70B", 70.6, kv_bytes(80, 8, 128), 131_072),
 )
 # bits for each weight, roughly: some tensors have more than the name says
 QUANTIZATIONS = {"Q4_K_M": 4.9, "Q8_0": 8.5}
 MIN_TOKENS = 1024  # less is of no use
 
 
-class Fit(NamedTuple):
+class ModelFit(NamedTuple):
     """What fits of a model. max_tokens: of its KV cache, for all requests together; at most the
     context it was trained with; 0 if the model does not fit.
     """
@@ -49,20 +49,20 @@ class Fit(NamedTuple):
     max_tokens: int
 
 
-def list_fits(available_bytes: int, *, on_gpu: bool) -> list[Fit]:
+def list_fits(available_bytes: int, *, on_gpu: bool) -> list[ModelFit]:
     """Return an entry for each model and quantization. ``available_bytes``: of the GPUs' memory, or
     of the RAM, where llama.cpp's copy of weights counts too. These are estimates; ``cllm serve``
     measures the file.
     """
     return [
-        Fit(model.name, name, size, _count_tokens(model, size, available_bytes, on_gpu=on_gpu))
+        ModelFit(model.name, name, size, _count_tokens(model, size, available_bytes, on_gpu=on_gpu))
         for model in MODELS
         for name, bits in QUANTIZATIONS.items()
         for size in [int(model.parameters * 1e9 * bits / 8)]
     ]
 
 
-def _count_tokens(model: ModelSize, size: int, available_bytes: int, *, on_gpu: bool) -> int:
+def _count_tokens(model: UsualModel, size: int, available_bytes: int, *, on_gpu: bool) -> int:
     left = available_bytes - memory.weigh(size, 0, in_ram=not on_gpu)
     if on_gpu:
         left = int(left * memory.GPU_SHARE)
@@ -70,7 +70,7 @@ def _count_tokens(model: ModelSize, size: int, available_bytes: int, *, on_gpu: 
     return tokens if tokens >= MIN_TOKENS else 0
 
 
-def describe_fits(fits: list[Fit]) -> list[str]:
+def describe_fits(fits: list[ModelFit]) -> list[str]:
     """Return the lines of a table: one for each model, a column for each quantization."""
     cells: dict[str, list[str]] = {}
     for fit in fits:

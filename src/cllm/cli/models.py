@@ -37,7 +37,7 @@ FolderFlag = Annotated[
 ]
 
 
-class Entry(NamedTuple):
+class InstalledModel(NamedTuple):
     """A model on this machine. files: its parts. kind: where its name comes from. base: the model
     that a created one is made from.
     """
@@ -87,7 +87,7 @@ def list_models(
     those of the settings or of a folder. What a running server has is on its page, and in cllm ps.
     """
     loaded = read_settings(folder, config)
-    entries = list_entries(loaded)
+    entries = list_installed(loaded)
     if as_json:
         print(json.dumps([describe(entry) for entry in entries], indent=2))
         return
@@ -117,9 +117,9 @@ def show(
 ) -> None:
     """Show what a model's file says about it."""
     loaded = read_settings(folder, config)
-    entry = find(list_entries(loaded), name)
+    entry = find(list_installed(loaded), name)
     if entry is None or not entry.files:
-        entry = Entry(name, list_parts(catalog.resolve(name)), "file")
+        entry = InstalledModel(name, list_parts(catalog.resolve(name)), "file")
     header = read_header(entry.files[0])
     kv_bytes = compute_kv_bytes_per_token(header)
     facts = {
@@ -151,7 +151,7 @@ def rm(name: Name, /, *others: Name, config: ConfigFlag = None) -> None:
 
 def remove(loaded: LoadedConfig, name: str) -> None:
     """Raises StartupError if the model is unknown or not ours to remove."""
-    entry = find(list_entries(loaded), name)
+    entry = find(list_installed(loaded), name)
     if entry is None:
         raise StartupError(f"there is no model {name}; see cllm list")
     if entry.kind == "created":
@@ -176,7 +176,7 @@ def cp(
     their next start on.
     """
     loaded = read_settings(folder, config)
-    entries = list_entries(loaded)
+    entries = list_installed(loaded)
     entry, created = find(entries, source), created_models(loaded)
     if entry is None:
         raise StartupError(f"there is no model {source}; see cllm list")
@@ -257,34 +257,34 @@ def resolve_model(loaded: LoadedConfig, name: str) -> Path:
     """Return the file of a model: one that ``cllm list`` shows, a file, or one on the hub, which is
     downloaded if necessary. Raises StartupError.
     """
-    entry = find(list_entries(loaded), name)
+    entry = find(list_installed(loaded), name)
     if entry is not None and entry.files:
         return entry.files[0]
     with hub.stderr_progress() as progress:
         return catalog.resolve(name, None, progress)
 
 
-def list_entries(loaded: LoadedConfig) -> list[Entry]:
+def list_installed(loaded: LoadedConfig) -> list[InstalledModel]:
     """Return the models on this machine. Raises StartupError."""
-    entries = [Entry(catalog.BUILTIN_NAME, [catalog.BUILTIN], "built in")]
+    entries = [InstalledModel(catalog.BUILTIN_NAME, [catalog.BUILTIN], "built in")]
     for name, settings in loaded.models.items():
         path = settings.model.path
         if path is not None and not catalog.is_on_hub(path):
-            entries.append(Entry(name, list_parts(catalog.resolve(path)), "settings"))
+            entries.append(InstalledModel(name, list_parts(catalog.resolve(path)), "settings"))
     if loaded.settings.models.folder is not None:
         folder = Path(loaded.settings.models.folder).expanduser()
         entries += [
-            Entry(name, list_parts(path), "folder")
+            InstalledModel(name, list_parts(path), "folder")
             for name, path in catalog.list_folder(folder).items()
         ]
-    entries += [Entry(name, files, "hub") for name, files in hub.list_cached().items()]
+    entries += [InstalledModel(name, files, "hub") for name, files in hub.list_cached().items()]
     for name, model in created_models(loaded).read().items():
         base = find(entries, model.base)
-        entries.append(Entry(name, base.files if base else [], "created", model.base))
+        entries.append(InstalledModel(name, base.files if base else [], "created", model.base))
     return entries
 
 
-def find(entries: list[Entry], name: str) -> Entry | None:
+def find(entries: list[InstalledModel], name: str) -> InstalledModel | None:
     """Return the model ``name``, the only one in the repository ``name``, or the one that
     ``cllm pull`` gets for ``name``. Raises StartupError if there are several.
     """
@@ -312,7 +312,7 @@ def created_models(loaded: LoadedConfig) -> CreatedModels:
     return CreatedModels(None if folder is None else Path(folder))
 
 
-def describe(entry: Entry) -> dict[str, Any]:
+def describe(entry: InstalledModel) -> dict[str, Any]:
     return {
         "name": entry.name,
         "size": entry.size,
@@ -322,7 +322,7 @@ def describe(entry: Entry) -> dict[str, Any]:
     }
 
 
-def age(entry: Entry) -> str:
+def age(entry: InstalledModel) -> str:
     """Return the day on which a model was stored."""
     if not entry.files:
         return ""

@@ -23,7 +23,7 @@ from cllm.cli.peer_flags import DEFAULT_VALUES, OTHER_NAMES
 from cllm.config.file import show
 from cllm.config.options import Option
 from cllm.config.settings import OPTIONS
-from cllm.config.sources import Given, LoadedConfig, checked, load_settings, parsed
+from cllm.config.sources import Given, LoadedConfig, check_value, load_settings, parse_value
 from cllm.errors import StartupError
 
 SHORT_NAMES = {
@@ -67,7 +67,7 @@ def flag(option: Option) -> Any:
             word = tokens[-1].value
             if word in DEFAULT_VALUES.get(option.key, ()):
                 return option.default
-            return checked(option, Given(parsed(option, word), tokens[-1].keyword)).value
+            return check_value(option, Given(parse_value(option, word), tokens[-1].keyword)).value
 
     group = PANELS[find_section(option)]
     # with the opposites of switches, such as --no-mlock

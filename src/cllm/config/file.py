@@ -111,7 +111,7 @@ def show(value: object, width: int = 80) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def unknown(name: str, known: Collection[str]) -> str:
+def describe_unknown_key(name: str, known: Collection[str]) -> str:
     """Return a message that no setting has this name, with up to three similar names."""
     section, _, last = name.rpartition(".")
     plain = last.replace("-", "_")
@@ -200,7 +200,7 @@ def read_yaml(
     collector = Collector(path, keys, mappings, lists, named_keys)
     try:
         root = yaml.compose(text, Loader=Loader)
-        if root is not None and value_of(root, f"{path}:1") is not None:
+        if root is not None and read_value(root, f"{path}:1") is not None:
             collector.collect(root, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -272,7 +272,7 @@ class Collector:
         """
         place = self.place(node)
         if not isinstance(node, yaml.MappingNode):
-            value = value_of(node, place)
+            value = read_value(node, place)
             raise StartupError(
                 f"{place}: {section or 'the file'} must be a mapping, not {show(value)}"
                 f"{self.suggest_mapping(section, value)}"
@@ -282,7 +282,7 @@ class Collector:
                 self.collect_named(section, key_node, value_node)
                 continue
             key = self.key(key_node, section)
-            value = value_of(value_node, self.place(key_node))
+            value = read_value(value_node, self.place(key_node))
             if key in self.mappings and isinstance(value_node, yaml.MappingNode):
                 self.entries[key] = self.mapping(value_node, key, self.place(key_node))
             elif key in self.lists and isinstance(value_node, yaml.SequenceNode):
@@ -307,9 +307,9 @@ class Collector:
         """Add what stands under a name that the user chose."""
         name, place = self.word(name_node, "a name"), self.place(name_node)
         if not isinstance(node, yaml.MappingNode):
-            found = show(value_of(node, place))
+            value = show(read_value(node, place))
             raise StartupError(
-                f"{place}: {section}.{name} must be a mapping with a path, not {found}"
+                f"{place}: {section}.{name} must be a mapping with a path, not {value}"
             )
         if not NAME.fullmatch(name):
             raise StartupError(f"{place}: a name must be one line of up to 300 characters")
@@ -327,20 +327,22 @@ class Collector:
             name, place = self.word(name_node), self.place(name_node)
             if name in values:
                 raise StartupError(f"{place}: {key}.{show(name)[1:-1]} is given twice")
-            values[name], places[name] = value_of(value_node, place), place
+            values[name], places[name] = read_value(value_node, place), place
         return Given(values, origin, places)
 
     def word(self, node: yaml.Node, what: str = "a key") -> str:
         if not isinstance(node, yaml.ScalarNode):
             place = self.place(node)
-            raise StartupError(f"{place}: {what} must be a word, not {show(value_of(node, place))}")
+            raise StartupError(
+                f"{place}: {what} must be a word, not {show(read_value(node, place))}"
+            )
         return str(node.value)
 
     def key(self, node: yaml.Node, section: str) -> str:
         place, word = self.place(node), self.word(node)
         key = f"{section}.{word}" if section else word
         if key not in self.keys and key not in self.sections:
-            message = unknown(key, {*self.keys, *self.sections})
+            message = describe_unknown_key(key, {*self.keys, *self.sections})
             raise StartupError(f"{place}: {self.title}{message}")
         if key in self.seen:
             raise StartupError(f"{place}: {self.title}{key} is given twice")
@@ -351,7 +353,7 @@ class Collector:
         return f"{self.path}:{node.start_mark.line + 1}"
 
 
-def value_of(node: yaml.Node, place: str) -> object:
+def read_value(node: yaml.Node, place: str) -> object:
     """Return the value of a plain scalar; for a list or a mapping, only its kind.
 
     Raises StartupError.

@@ -44,16 +44,16 @@ class Option:
         return "--" + self.key.replace("_", "-")
 
 
-def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
+def list_options(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
     for name, field in model.model_fields.items():
         key = prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from options_of(field.annotation, key + ".")
+            yield from list_options(field.annotation, key + ".")
         else:
-            yield option_of(key, field)
+            yield make_option(key, field)
 
 
-def option_of(key: str, field: FieldInfo) -> Option:
+def make_option(key: str, field: FieldInfo) -> Option:
     kind: Any = field.annotation
     nullable = NoneType in get_args(kind)
     if nullable:

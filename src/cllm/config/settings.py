@@ -2,7 +2,7 @@
 own in ``backends/<name>/options.py``.
 
 The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from
-the tree below; ``config_sources.py`` reads them.
+the tree below; ``config/sources.py`` reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from cllm.backends.registry import BACKENDS, import_options
 from cllm.config.file import read_auto, split_names, strip_brackets
-from cllm.config.options import SECRET, options_of
+from cllm.config.options import SECRET, list_options
 from cllm.core.params import PARAMETERS
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
@@ -36,7 +36,7 @@ class Section(BaseModel):
     )
 
 
-class Server(Section):
+class ServerSettings(Section):
     """The HTTP server."""
 
     host: Annotated[Text, BeforeValidator(strip_brackets)] = Field(
@@ -135,7 +135,7 @@ class Server(Section):
     )
 
 
-class Model(Section):
+class ModelSettings(Section):
     """The model."""
 
     path: Text | None = Field(
@@ -192,7 +192,7 @@ class Model(Section):
     )
 
 
-class Models(Section):
+class ModelsSettings(Section):
     """Several models in one server, see [models](models.md)."""
 
     folder: Text | None = Field(
@@ -218,7 +218,7 @@ class Models(Section):
     )
 
 
-class Engine(Section):
+class EngineSettings(Section):
     """The engines of a model."""
 
     count: Annotated[int | None, BeforeValidator(read_auto)] = Field(
@@ -239,7 +239,7 @@ class Adapter(Section):
     scale: float = Field(default=1.0, ge=-100, le=100, description="Factor of the change.")
 
 
-class Scheduler(Section):
+class SchedulerSettings(Section):
     """How requests are scheduled."""
 
     max_num_seqs: int = Field(
@@ -328,7 +328,7 @@ class Scheduler(Section):
     )
 
 
-class KV(Section):
+class KVSettings(Section):
     """The KV cache."""
 
     layout: Literal["auto", "paged", "partitioned", "unified"] = Field(
@@ -368,7 +368,7 @@ class KV(Section):
     )
 
 
-class Cache(Section):
+class CacheSettings(Section):
     """The cache of finished results, for requests whose result would be the same again."""
 
     max_results: int = Field(
@@ -382,7 +382,7 @@ class Cache(Section):
     )
 
 
-class Storage(Section):
+class StorageSettings(Section):
     """Data that clients store on the server."""
 
     max_responses: int = Field(
@@ -467,7 +467,7 @@ else:  # and the parameters that core/params.py declares with a default for the 
     )
 
 
-class Log(Section):
+class LogSettings(Section):
     """The log on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
@@ -478,20 +478,20 @@ class Log(Section):
 class Settings(Section):
     """All settings; ``Settings()`` is all defaults."""
 
-    server: Server = Server()
-    model: Model = Model()
-    models: Models = Models()
-    engine: Engine = Engine()
-    scheduler: Scheduler = Scheduler()
-    kv: KV = KV()
-    cache: Cache = Cache()
-    storage: Storage = Storage()
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    models: ModelsSettings = ModelsSettings()
+    engine: EngineSettings = EngineSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    kv: KVSettings = KVSettings()
+    cache: CacheSettings = CacheSettings()
+    storage: StorageSettings = StorageSettings()
     backend: Backend = Backend()
     sampling: Sampling = Sampling()
-    log: Log = Log()
+    log: LogSettings = LogSettings()
 
 
-OPTIONS = {option.key: option for option in options_of(Settings)}
+OPTIONS = {option.key: option for option in list_options(Settings)}
 MODEL_KEYS = {
     key.removeprefix("model."): key
     for key in OPTIONS

@@ -16,8 +16,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cllm.config.file import ALIASES, NOT_NEEDED, Given, read_exponents, read_yaml, show, unknown
-from cllm.config.options import Option, options_of
+from cllm.config.file import (
+    ALIASES,
+    NOT_NEEDED,
+    Given,
+    describe_unknown_key,
+    read_exponents,
+    read_yaml,
+    show,
+)
+from cllm.config.options import Option, list_options
 from cllm.config.settings import MODEL_KEYS, OPTIONS, Adapter, Settings
 from cllm.errors import StartupError
 
@@ -28,7 +36,7 @@ OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_URL"})
 MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
 LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
 FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
-ADAPTER_OPTIONS = {option.key: option for option in options_of(Adapter)}
+ADAPTER_OPTIONS = {option.key: option for option in list_options(Adapter)}
 # Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its
 # value decides.
 SERVICE_VARIABLE = re.compile(
@@ -72,21 +80,21 @@ def load_settings(
     origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
     shared = {key: one for key, one in given.items() if not key.startswith("model.")}
     of_models = {
-        name: settings_of(shared | own | {"model.name": Given(name, "")})
+        name: make_settings(shared | own | {"model.name": Given(name, "")})
         for name, own in models.items()
     }
-    return LoadedConfig(settings_of(given), origins, notes + more_notes, of_models, adapters)
+    return LoadedConfig(make_settings(given), origins, notes + more_notes, of_models, adapters)
 
 
-def settings_of(given: Mapping[str, Given]) -> Settings:
+def make_settings(given: Mapping[str, Given]) -> Settings:
     """Return the settings with these values, which have been checked."""
     tree: dict[str, Any] = {}
     for key, one in given.items():
-        plant(tree, key, one.value)
+        set_value(tree, key, one.value)
     return Settings.model_validate(tree)
 
 
-def value_at(settings: Settings, key: str) -> Any:
+def get_value(settings: Settings, key: str) -> Any:
     """Return the value of a dotted key."""
     value: Any = settings
     for name in key.split("."):
@@ -94,23 +102,23 @@ def value_at(settings: Settings, key: str) -> Any:
     return value
 
 
-def plant(tree: dict[str, Any], key: str, value: object) -> None:
+def set_value(tree: dict[str, Any], key: str, value: object) -> None:
     *path, leaf = key.split(".")
     for name in path:
         tree = tree.setdefault(name, {})
     tree[leaf] = value
 
 
-def checked(option: Option, given: Given, named: str = "") -> Given:
+def check_value(option: Option, given: Given, named: str = "") -> Given:
     """Return ``given`` with its value converted to the option's type.
 
     Raises StartupError, naming the source and the expected type. ``named``: the name that a file
     uses for the option.
     """
     tree: dict[str, Any] = {}
-    plant(tree, option.key, read_number(option, given.value))
+    set_value(tree, option.key, read_number(option, given.value))
     try:
-        return Given(value_at(Settings.model_validate(tree), option.key), given.origin)
+        return Given(get_value(Settings.model_validate(tree), option.key), given.origin)
     except ValidationError as error:
         path = error.errors(include_url=False)[0]["loc"][option.key.count(".") + 1 :]
     entries = given.value if isinstance(given.value, dict) else {}
@@ -118,11 +126,11 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     source = given.origin if entry is None else given.places.get(entry, given.origin)
     source += f": {named}" if named else ""
     if entry is None:
-        found = "" if option.is_secret else f", not {show(given.value)}"
+        instead = "" if option.is_secret else f", not {show(given.value)}"
         is_text = option.type is str and not option.expects_of_entries
         if is_text and isinstance(given.value, bool | int | float):
-            found += "; write it in quotes"
-        raise StartupError(f"{source} must be {option.expects}{found}")
+            instead += "; write it in quotes"
+        raise StartupError(f"{source} must be {option.expects}{instead}")
     if len(path) > 1:
         raise StartupError(f"{source}: a name must be one line of text, not {show(entry)}")
     value = show(entries[entry])
@@ -146,13 +154,13 @@ def from_file(
     entries: dict[str, Given] = {}
     notes = []
     keys: dict[str, Collection[str]] = {"models": MODEL_KEYS, "adapters": ADAPTER_OPTIONS}
-    found, named = read_yaml(path, FILE_KEYS, MAPPINGS, LISTS, keys)
-    for key, entry in found.items():
+    leaves, named = read_yaml(path, FILE_KEYS, MAPPINGS, LISTS, keys)
+    for key, entry in leaves.items():
         if key in NOT_NEEDED:
             notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
             continue
         option = OPTIONS[ALIASES.get(key, key)]
-        entries[key] = checked(option, entry, key)
+        entries[key] = check_value(option, entry, key)
     for target in dict.fromkeys(ALIASES.values()):
         others = {
             key: entries.pop(key)
@@ -174,16 +182,16 @@ def from_file(
             )
     of_models = {
         name: {
-            MODEL_KEYS[key]: checked(OPTIONS[MODEL_KEYS[key]], entry, f"models.{name}.{key}")
+            MODEL_KEYS[key]: check_value(OPTIONS[MODEL_KEYS[key]], entry, f"models.{name}.{key}")
             for key, entry in own.items()
         }
         for name, own in named["models"].items()
     }
-    adapters = {name: adapter_of(name, own) for name, own in named["adapters"].items()}
+    adapters = {name: make_adapter(name, own) for name, own in named["adapters"].items()}
     return entries, of_models, adapters, notes
 
 
-def adapter_of(name: str, given: Mapping[str, Given]) -> Adapter:
+def make_adapter(name: str, given: Mapping[str, Given]) -> Adapter:
     """Return the settings of an adapter. Raises StartupError."""
     try:
         values = {key: read_number(ADAPTER_OPTIONS[key], one.value) for key, one in given.items()}
@@ -209,9 +217,9 @@ def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
     given = {}
     for key, value in flags.items():
         if key not in OPTIONS:
-            raise StartupError("--" + unknown(key, OPTIONS))
+            raise StartupError("--" + describe_unknown_key(key, OPTIONS))
         option = OPTIONS[key]
-        given[key] = checked(option, Given(from_json(option, value), option.flag))
+        given[key] = check_value(option, Given(from_json(option, value), option.flag))
     return given
 
 
@@ -232,9 +240,13 @@ def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list
             continue  # as the templates of containers leave it
         if variable in VARIABLES:
             option = VARIABLES[variable]
-            given[option.key] = checked(option, Given(parsed(option, environ[variable]), variable))
+            given[option.key] = check_value(
+                option, Given(parse_value(option, environ[variable]), variable)
+            )
         else:
-            notes.append("ignored: " + unknown(variable, {*VARIABLES, *OTHER_VARIABLES}))
+            notes.append(
+                "ignored: " + describe_unknown_key(variable, {*VARIABLES, *OTHER_VARIABLES})
+            )
     return given, notes
 
 
@@ -247,7 +259,7 @@ def is_from_kubernetes(variable: str, environ: Mapping[str, str]) -> bool:
     return variable not in VARIABLES and SERVICE_VARIABLE.fullmatch(variable) is not None
 
 
-def parsed(option: Option, text: str) -> object:
+def parse_value(option: Option, text: str) -> object:
     """Return the text converted to the option's type, or the text itself if that fails."""
     if option.nullable and text.lower() in ("", "null", "none"):
         return None

@@ -288,15 +288,15 @@ class AsyncLLM:
                 await reader.read(work)
             return work.vectors()
 
-    def _new_reader(self) -> Reader:
+    def _new_reader(self) -> WorkReader:
         loop = asyncio.get_running_loop()
         alarm = self._alarms.get(loop)
         if alarm is None:
             alarm = self._alarms[loop] = Alarm(loop)
-        return Reader(self._model, alarm)
+        return WorkReader(self._model, alarm)
 
 
-class Reader:
+class WorkReader:
     """Reads what is computed for one coroutine."""
 
     def __init__(self, model: LocalModel, alarm: Alarm) -> None:

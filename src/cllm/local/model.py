@@ -22,7 +22,7 @@ from cllm.engine.settings import engine_params
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest
 from cllm.local.completion import Ranked
-from cllm.local.response_format import ResponseFormat
+from cllm.local.response_format import AnswerFormat
 from cllm.local.work import EmbeddingWork, GenerationWork, PreparedPrompt
 from cllm.text import grammar
 from cllm.text.chat import Chat
@@ -169,7 +169,7 @@ class LocalModel:
         encoded = self._encode_all(prompts)
         prepared = []
         asked = self._params_for(params, len(encoded))
-        answer = None if response_format is None else ResponseFormat.of(response_format)
+        answer = None if response_format is None else AnswerFormat.of(response_format)
         for i, (tokens, one) in enumerate(zip(encoded, asked, strict=True)):
             self._check_prompt(tokens, one, f"prompts[{i}]")
             prepared.append(PreparedPrompt(tokens, self._bind(one, answer), None, answer))
@@ -191,7 +191,7 @@ class LocalModel:
             make_chat(one, tools, tool_choice, variables, f"messages[{i}]" if are_many else "")
             for i, one in enumerate(messages if are_many else [messages])
         ]
-        answer = None if response_format is None else ResponseFormat.of(response_format)
+        answer = None if response_format is None else AnswerFormat.of(response_format)
         asked = self._params_for(params, len(chats))
         prepared = []
         for i, (chat, one) in enumerate(zip(chats, asked, strict=True)):
@@ -213,7 +213,7 @@ class LocalModel:
         grammar = message_grammar(plan.constraint, special)
         return plan.constrained_params(grammar), plan.output
 
-    def _bind(self, params: SamplingParams, answer: ResponseFormat | None) -> SamplingParams:
+    def _bind(self, params: SamplingParams, answer: AnswerFormat | None) -> SamplingParams:
         """Return params whose grammar enforces ``answer``."""
         if answer is None:
             return params

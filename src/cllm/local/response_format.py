@@ -17,14 +17,14 @@ FORMS = (
 )
 
 
-class ResponseFormat(NamedTuple):
+class AnswerFormat(NamedTuple):
     """What the text of an answer must be. parse: returns the value of a finished text."""
 
     constraint: Constraint
     parse: Callable[[str], Any] | None = None
 
     @classmethod
-    def of(cls, value: Any) -> ResponseFormat:
+    def of(cls, value: Any) -> AnswerFormat:
         """Raises BadRequest, naming response_format, for what is none of FORMS."""
         match value:
             case str():
@@ -49,7 +49,7 @@ class ResponseFormat(NamedTuple):
         raise invalid(f"it must be {FORMS}")
 
     @classmethod
-    def of_type(cls, kind: Any) -> ResponseFormat:
+    def of_type(cls, kind: Any) -> AnswerFormat:
         """Return the format of a type that pydantic knows.
 
         Keywords that cannot be enforced are left out, because pydantic checks the value anyway.

@@ -15,7 +15,7 @@ from cllm.engine.commands import Add, Embed
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
 from cllm.local.completion import Completion, Output, Piece, ToolCallPiece
-from cllm.local.response_format import ResponseFormat
+from cllm.local.response_format import AnswerFormat
 from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import OutputReader
 from cllm.text.tools.parser import Channel
@@ -27,7 +27,7 @@ class PreparedPrompt(NamedTuple):
     tokens: list[int]
     params: SamplingParams
     plan: OutputPlan | None = None
-    format: ResponseFormat | None = None
+    format: AnswerFormat | None = None
 
 
 class GenerationWork:

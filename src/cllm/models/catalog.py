@@ -83,8 +83,8 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
 
     Raises StartupError if the name has no known form.
     """
-    found = HUB.fullmatch(name)
-    address = urlsplit(found["rest"].strip()) if found else urlsplit("")
+    on_hub = HUB.fullmatch(name)
+    address = urlsplit(on_hub["rest"].strip()) if on_hub else urlsplit("")
     match = REPO.fullmatch(unquote(address.path))
     if match is None:
         raise StartupError(
@@ -107,16 +107,16 @@ def list_folder(folder: Path) -> dict[str, Path]:
     """
     if not folder.is_dir():
         raise StartupError(f"models.folder: there is no folder {folder}")
-    found: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     for path in sorted(_walk(folder)):
         match = SPLIT.search(path.name)
         if (match is not None and int(match["part"]) > 1) or not is_model(path):
             continue
         name = derive_model_name(path)
-        if name in found:  # in another folder
+        if name in models:  # in another folder
             name = str(path.relative_to(folder).with_name(name))
-        found[name] = path
-    return found
+        models[name] = path
+    return models
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -163,12 +163,12 @@ def check_sha256(path: Path, expected: str) -> None:
     measure_regular_file(path)
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise StartupError(f"{path}: cannot be read: {error.strerror}") from None
-    if found != expected:
+    if digest != expected:
         raise StartupError(
-            f"{path} has the SHA-256 {found}, not {expected} (model.sha256): it is damaged or "
+            f"{path} has the SHA-256 {digest}, not {expected} (model.sha256): it is damaged or "
             "another file"
         )
 

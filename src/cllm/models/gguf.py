@@ -90,7 +90,7 @@ MAX_KEPT_ARRAY = 4096
 """Arrays of numbers up to this length keep their values: they have one number per layer."""
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class TensorInfo(msgspec.Struct, frozen=True):
     """``shape`` is in GGUF's order: the first dimension is contiguous.
 
     ``offset`` counts from the data section.
@@ -115,7 +115,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
     architecture: str
     metadata: dict[str, Value]
     array_lengths: dict[str, int]
-    tensors: list[Tensor]
+    tensors: list[TensorInfo]
     file_bytes: int
     data_offset: int
 
@@ -405,7 +405,7 @@ class _Reader:
             self._raise_damaged(f"the alignment is {alignment}, not a power of two")
         self.alignment = alignment
 
-    def _read_tensor(self) -> Tensor:
+    def _read_tensor(self) -> TensorInfo:
         name = self._read_string(MAX_NAME)
         num_dims = self._unpack("<I")[0]
         if num_dims > MAX_DIMS:
@@ -426,9 +426,9 @@ class _Reader:
             self._raise_damaged(
                 f"the tensor {name!r} has the impossible shape {list(shape)} for {type_name}"
             )
-        return Tensor(name, shape, type_name, offset, elements // block_elements * block_bytes)
+        return TensorInfo(name, shape, type_name, offset, elements // block_elements * block_bytes)
 
-    def _check_tensors(self, tensors: list[Tensor], data_offset: int) -> list[Tensor]:
+    def _check_tensors(self, tensors: list[TensorInfo], data_offset: int) -> list[TensorInfo]:
         """Check that tensors are in the file's order without gaps, as llama.cpp requires; then none
         can overlap.
         """

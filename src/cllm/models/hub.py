@@ -85,11 +85,11 @@ def choose_files(where: str, files: Iterable[str], quantization: str | None) -> 
             f"{where} has no complete GGUF model; look for a repository of the same name that ends "
             "in -GGUF"
         )
-    found = find_matching(models, quantization)
-    if len(found) == 1:
-        return models[found[0]]
-    if found:
-        names = ", ".join(found)
+    matching = find_matching(models, quantization)
+    if len(matching) == 1:
+        return models[matching[0]]
+    if matching:
+        names = ", ".join(matching)
         raise StartupError(f"{where} has several files for {quantization}; name one: {names}")
     there = ", ".join(sorted({_find_quantization(name).upper() or name for name in models}))
     raise StartupError(f"{where} has no {quantization}; it has {there}")
@@ -100,8 +100,8 @@ def parse_quantization(file: str) -> str | None:
     is none.
     """
     stem, folder = SPLIT.sub("", Path(file).name).removesuffix(".gguf"), str(Path(file).parent)
-    found = QUANTIZATION.findall(stem.upper()) or QUANTIZATION.findall(folder.upper())
-    return found[-1] if found else None
+    names = QUANTIZATION.findall(stem.upper()) or QUANTIZATION.findall(folder.upper())
+    return names[-1] if names else None
 
 
 @contextlib.contextmanager
@@ -201,16 +201,16 @@ def list_cached() -> dict[str, list[Path]]:
     """
     from huggingface_hub import constants
 
-    found: dict[str, list[Path]] = {}
+    models: dict[str, list[Path]] = {}
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         cached = _find_cached_files(repo)
         for name, files in group_files(cached).items():
             own = f"{repo}:{parse_quantization(name) or name}"
-            if own in found:  # several files have this quantization
+            if own in models:  # several files have this quantization
                 own = f"{repo}:{name}"
-            found[own] = [cached[file] for file in files]
-    return found
+            models[own] = [cached[file] for file in files]
+    return models
 
 
 def name_in_repo(file: Path) -> str:
@@ -228,8 +228,8 @@ def verify(files: Iterable[Path]) -> None:
         if not SHA256.fullmatch(stored.name):  # a small file, or a copy without links
             continue
         with stored.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != stored.name:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != stored.name:
             remove_cached([file])
             raise StartupError(f"{file.name} is damaged and was removed; download it again")
 

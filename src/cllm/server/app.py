@@ -31,7 +31,7 @@ from cllm.server.openai.batches import routes as batches
 from cllm.server.openai.batches.lines import ENDPOINTS, OpenAILines
 from cllm.server.openai.responses import routes as responses
 from cllm.server.state import ServerState
-from cllm.serving.batches import Lines
+from cllm.serving.batches import BatchLines
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
@@ -108,7 +108,7 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
         CreatedModels(None if storage.folder is None else Path(storage.folder)),
         routes(),
     )
-    lines: dict[str, Lines] = dict.fromkeys(ENDPOINTS, OpenAILines(state))
+    lines: dict[str, BatchLines] = dict.fromkeys(ENDPOINTS, OpenAILines(state))
     lines[ENDPOINT] = MessageLines(state)
     state.batches = make_batches(registry, settings, lines)
     app.state = state  # type: ignore[assignment]  # typed, unlike the framework's

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from cllm.config.settings import Settings
 from cllm.errors import BadRequest
 from cllm.server.state import get_state
-from cllm.serving.batches import Batches, Lines
+from cllm.serving.batches import Batches, BatchLines
 from cllm.serving.registry import Registry
 from cllm.store.files import StoredFile
 from cllm.store.store import Store
@@ -21,7 +21,7 @@ CHUNK = 1 << 20
 
 
 def make_batches(
-    registry: Registry, settings: Settings, lines: Mapping[str, Lines]
+    registry: Registry, settings: Settings, lines: Mapping[str, BatchLines]
 ) -> Batches | None:
     """Return the batches and files of an application; None if its settings have no folder for
     them.

@@ -57,7 +57,7 @@ class SchedulingOptions:
     claim: Claim = NO_CLAIM
     arrived: float = field(default_factory=time.monotonic, compare=False)
 
-    def left_of(self, seconds: float | None) -> float | None:
+    def compute_remaining(self, seconds: float | None) -> float | None:
         """Return what is left of a time limit, at least 0; None without a limit."""
         return None if seconds is None else max(0.0, seconds - (time.monotonic() - self.arrived))
 
@@ -364,7 +364,7 @@ class AdapterUse(NamedTuple):
         """
         adapters = tuple(sorted((name, scale) for name, scale in scales.items() if scale))
         identity = [f"{name}\0{scale!r}\0{files[name].hash}" for name, scale in adapters]
-        invocations = [found for name, _ in adapters if (found := files[name].invocation)]
+        invocations = [tokens for name, _ in adapters if (tokens := files[name].invocation)]
         if invocations and len(adapters) > 1:
             raise ValueError("an activated LoRA cannot be combined with other adapters")
         return cls(adapters, "\0".join(identity), *invocations)
@@ -410,8 +410,8 @@ def make_request(
         params,
         scheduling.account.name,
         scheduling.priority,
-        scheduling.left_of(scheduling.deadline),
-        scheduling.left_of(scheduling.queue_timeout),
+        scheduling.compute_remaining(scheduling.deadline),
+        scheduling.compute_remaining(scheduling.queue_timeout),
         scheduling.cache_salt if num_base_tokens else use.salt(scheduling.cache_salt),
         use.adapters,
         num_base_tokens,

@@ -1,6 +1,6 @@
 """Computes batches alongside other requests. Continues them after a restart or a crash.
 
-A dialect reads the requests of a batch and computes their answers (``Lines``). The answer to a
+A dialect reads the requests of a batch and computes their answers (``BatchLines``). The answer to a
 request is on disk before it is counted. Requests in flight when the server stops have no answer
 yet, so the next server computes them again.
 """
@@ -52,7 +52,7 @@ MISSING_LINES_PER_WRITE = 500  # unanswered requests that are reported in one wr
 log = logging.getLogger("cllm.batches")
 
 
-class Lines(Protocol):
+class BatchLines(Protocol):
     """The requests of batches and their answers, in a dialect's form: a line for each."""
 
     def check(self, path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
@@ -98,7 +98,7 @@ class Batches:
         self,
         store: Store,
         registry: Registry,
-        lines: Mapping[str, Lines],
+        lines: Mapping[str, BatchLines],
         max_lines_at_once: int,
     ) -> None:
         """``lines`` maps each endpoint to what reads and answers its lines."""
@@ -166,13 +166,13 @@ class Batches:
         record = await self.store.run(self.store.batches.get, batch_id, account)
         if record.endpoint not in endpoints:
             raise no_batch(batch_id)
-        return newest(record, unfinished)
+        return choose_newest(record, unfinished)
 
-    async def of_account(self, account: Account, endpoints: Collection[str]) -> list[BatchRecord]:
+    async def list_for(self, account: Account, endpoints: Collection[str]) -> list[BatchRecord]:
         """Return the batches of ``account`` with one of the ``endpoints``, newest first."""
         unfinished = self._unfinished.copy()
-        records = await self.store.run(self.store.batches.of_account, account)
-        return [newest(one, unfinished) for one in records if one.endpoint in endpoints]
+        records = await self.store.run(self.store.batches.list_for, account)
+        return [choose_newest(one, unfinished) for one in records if one.endpoint in endpoints]
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
         """End a batch with the answers that it has, and return its newest record.
@@ -446,7 +446,7 @@ def seconds_to_wait(error: RateLimited | Unauthorized) -> float | None:
     return KEY_PAUSE
 
 
-def newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:
+def choose_newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:
     """Return the newest record of a batch: the one in ``unfinished``, which were read before
     ``stored``, unless it has ended since.
     """

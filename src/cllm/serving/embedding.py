@@ -42,7 +42,7 @@ class Embedding:
     num_tokens: int
 
 
-def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
+def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:
     """Return the first ``dimensions`` of each vector, normalized to length 1 again."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors

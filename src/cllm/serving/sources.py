@@ -17,7 +17,7 @@ import msgspec
 from pydantic import ValidationError
 
 from cllm.backends.registry import import_loader
-from cllm.config.settings import Adapter, Model, Settings
+from cllm.config.settings import Adapter, ModelSettings, Settings
 from cllm.config.sources import LoadedConfig
 from cllm.core.params import LARGEST
 from cllm.core.request import AdapterFile
@@ -132,7 +132,7 @@ def list_sources(
     return add_adapters(sources, adapters)
 
 
-def check_template(model: Model) -> None:
+def check_template(model: ModelSettings) -> None:
     """Raise StartupError if the chat template that the settings name cannot be used."""
     if (name := model.chat_template_file) is None:
         return
@@ -186,13 +186,13 @@ def inspect_adapter(path: Path) -> AdapterFile:
 @lru_cache(maxsize=1000)
 def _inspect_file(path: Path, _stamp: tuple[int, ...]) -> AdapterFile:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+        digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
     try:
         header = read_header(path)
     except StartupError:  # the engine will say so, if it needs such files
-        return AdapterFile(found)
+        return AdapterFile(digest)
     if INVOCATION_TOKENS not in header.metadata.keys() | header.array_lengths.keys():
-        return AdapterFile(found)
+        return AdapterFile(digest)
     tokens = header.metadata.get(INVOCATION_TOKENS)
     if not (
         isinstance(tokens, tuple)
@@ -200,7 +200,7 @@ def _inspect_file(path: Path, _stamp: tuple[int, ...]) -> AdapterFile:
         and all(isinstance(token, int) and 0 <= token <= LARGEST for token in tokens)
     ):
         raise ValueError(f"{INVOCATION_TOKENS} must be 1 to {MAX_INVOCATION} token ids")
-    return AdapterFile(found, tuple(map(int, tokens)))
+    return AdapterFile(digest, tuple(map(int, tokens)))
 
 
 def adapter_path(adapter: Adapter) -> Path:
@@ -235,10 +235,10 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
     hub's cache, as far as the settings want them, without ``others``. Raises StartupError if there
     is no such folder.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     if settings.models.folder is not None:
         folder = Path(settings.models.folder).expanduser()
-        found += make_found(settings, catalog.list_folder(folder))
+        sources += make_found(settings, catalog.list_folder(folder))
     if serves_hub_cache(settings):
         cached = {name: files[0] for name, files in hub.list_cached().items() if is_model(files[0])}
         repos = {name.partition(":")[0]: name for name in reversed(cached)}
@@ -247,12 +247,12 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
             forms = [prefix + each for prefix in ("hf.co/", "hf:") for each in names]
             model = source.settings.model.model_copy(update={"aliases": [*names[1:], *forms]})
             own = source.settings.model_copy(update={"model": model})
-            found.append(replace(source, settings=own))
+            sources.append(replace(source, settings=own))
     taken = {source.name.removesuffix(":latest") for source in others}
     files = {source.path.resolve() for source in others if source.path is not None}
     return [
         source
-        for source in found
+        for source in sources
         if source.name not in taken and source.path and source.path.resolve() not in files
     ]
 
@@ -274,7 +274,7 @@ def make_found(settings: Settings, paths: Mapping[str, Path]) -> Iterator[Source
     """Yield the models of these files, without those whose names cannot be used."""
     for name, path in paths.items():
         try:
-            model = Model(path=str(path), name=name)
+            model = ModelSettings(path=str(path), name=name)
         except ValidationError:
             catalog.warn_once(f"{str(path)!r} is not served: its name cannot be a model's")
         else:

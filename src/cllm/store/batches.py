@@ -102,7 +102,7 @@ class BatchStore:
                     self._room.take(path.stat().st_size, check=False)
                 else:
                     path.unlink()
-        return {found.decode() for data in records.values() for found in FILE_ID.findall(data)}
+        return {name.decode() for data in records.values() for name in FILE_ID.findall(data)}
 
     def answers(self, batch_id: str) -> Answers:
         """Return the answers of a batch, always the same object while it runs."""
@@ -194,12 +194,12 @@ class BatchStore:
         Raises BadRequest (404) if it does not exist or belongs to another account.
         """
         query = "SELECT id, record FROM batches WHERE id = ? AND account = ?"
-        found = self._select(query, batch_id, account.name)
-        if not found:
+        records = self._select(query, batch_id, account.name)
+        if not records:
             raise no_batch(batch_id)
-        return found[0]
+        return records[0]
 
-    def of_account(self, account: Account) -> list[BatchRecord]:
+    def list_for(self, account: Account) -> list[BatchRecord]:
         """Return the batches of ``account``, newest first."""
         query = "SELECT id, record FROM batches WHERE account = ?"
         return self._select(f"{query} ORDER BY created_at DESC, rowid DESC", account.name)
@@ -235,15 +235,15 @@ def no_batch(batch_id: str) -> BadRequest:
 def insert_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:
     """Store ``record``. The record of a batch that has ended does not change any more."""
     update = "UPDATE SET has_ended = excluded.has_ended, record = excluded.record"
-    connection.execute(f"{INSERT} {update} WHERE NOT batches.has_ended", row_of(record))
+    connection.execute(f"{INSERT} {update} WHERE NOT batches.has_ended", make_row(record))
 
 
 def import_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:
     """Store ``record``, unless the batch is known."""
-    connection.execute(f"{INSERT} NOTHING", row_of(record))
+    connection.execute(f"{INSERT} NOTHING", make_row(record))
 
 
-def row_of(record: BatchRecord) -> tuple[Any, ...]:
+def make_row(record: BatchRecord) -> tuple[Any, ...]:
     data = msgspec.json.encode(record)
     return (
         record.id,

@@ -67,7 +67,7 @@ class Counts(Protocol):
     completion_tokens: int
 
 
-class Used(msgspec.Struct):
+class UsageCounts(msgspec.Struct):
     """What an account has used in some time. prompt_tokens include cached_tokens."""
 
     requests: int = 0
@@ -79,12 +79,12 @@ class Used(msgspec.Struct):
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
-    def add(self, other: Used) -> None:
+    def add(self, other: UsageCounts) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class AccountUsage:
+class UsageEntry:
     """The usage of one account.
 
     latest: a bucket for each second of the last minute, [second, requests, tokens], by the
@@ -97,9 +97,9 @@ class AccountUsage:
         self.num_reserved = 0
         self.latest: deque[list[int]] = deque()
         self.day = self.month = ""  # the latest that the clock has shown
-        self.of_month = Used()
-        self.total = Used()  # since the start; requests that were taken back too
-        self.unsaved: dict[str, Used] = {}  # by day
+        self.of_month = UsageCounts()
+        self.total = UsageCounts()  # since the start; requests that were taken back too
+        self.unsaved: dict[str, UsageCounts] = {}  # by day
         self.changed: dict[int, list[int]] = {}  # buckets of ``latest`` to write
 
     def count_latest(self, seconds: float) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class AccountUsage:
         """
         self.day = max(self.day, datetime.fromtimestamp(now, UTC).date().isoformat())
         if self.day[:7] != self.month:
-            self.month, self.of_month = self.day[:7], Used()
+            self.month, self.of_month = self.day[:7], UsageCounts()
         return self.day
 
     def seconds_until(self, seconds: float, index: int, excess: int) -> float:
@@ -132,14 +132,14 @@ class AccountUsage:
                 return max(1.0, one[0] + WINDOW + 1 - seconds)
         return float(WINDOW)
 
-    def book(self, used: Used, now: float) -> str:
+    def book(self, used: UsageCounts, now: float) -> str:
         """Add ``used`` to the day and the month. Returns the day."""
         day = self.begin_month(now)
-        for one in (self.of_month, self.total, self.unsaved.setdefault(day, Used())):
+        for one in (self.of_month, self.total, self.unsaved.setdefault(day, UsageCounts())):
             one.add(used)
         return day
 
-    def count_used(self, used: Used, seconds: float) -> list[int]:
+    def count_used(self, used: UsageCounts, seconds: float) -> list[int]:
         """Count ``used`` in the last minute. Returns its bucket."""
         bucket = self._get_bucket(int(seconds))
         bucket[1] += used.requests
@@ -162,7 +162,7 @@ class AccountUsage:
         self.changed[bucket[0]] = bucket
         if day is None:
             return
-        self.unsaved.setdefault(day, Used()).requests -= 1
+        self.unsaved.setdefault(day, UsageCounts()).requests -= 1
         if day[:7] == self.month:
             self.of_month.requests -= 1
 
@@ -180,12 +180,12 @@ class Charge:
     ``hold_charges`` for those that are held.
     """
 
-    def __init__(self, clocks: Clocks, entry: AccountUsage, reserved: int, counts: Counts) -> None:
+    def __init__(self, clocks: Clocks, entry: UsageEntry, reserved: int, counts: Counts) -> None:
         self._clocks = clocks
         self._entry = entry
         self._counts = counts
-        self._paid = Used()
-        one = Used(requests=1)
+        self._paid = UsageCounts()
+        one = UsageCounts(requests=1)
         self._bucket = entry.count_used(one, clocks.seconds())  # that counts the request
         self._is_open = True
         self._is_finished = False
@@ -213,13 +213,13 @@ class Charge:
             return
         if not counts.completion_tokens and not finished:
             return
-        used = Used(
+        used = UsageCounts(
             0,
             counts.prompt_tokens - paid.prompt_tokens,
             counts.cached_tokens - paid.cached_tokens,
             counts.completion_tokens - paid.completion_tokens,
         )
-        if used != Used():
+        if used != UsageCounts():
             paid.add(used)
             self._release(used.tokens)
             self._entry.count_used(used, self._clocks.seconds())
@@ -240,7 +240,7 @@ class Charge:
         self._entry.charges.discard(self)
         if (
             failed
-            and self._paid == Used()
+            and self._paid == UsageCounts()
             and not (self._is_held and self._counts.completion_tokens)
         ):
             self._entry.take_back(self._bucket, self._day)
@@ -252,7 +252,7 @@ class Charge:
         if not self._is_held:
             return
         self._is_held = False
-        self._day = self._entry.book(Used(requests=1), self._clocks.now())
+        self._day = self._entry.book(UsageCounts(requests=1), self._clocks.now())
         self.pay(finished=self._is_finished)
         self._release(self._left)
 

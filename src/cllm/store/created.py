@@ -86,8 +86,8 @@ def read(path: Path) -> dict[str, CreatedModel]:
     """Return the models in the file. Raises StartupError."""
     try:
         content = path.read_bytes()
-        found = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        version = msgspec.json.decode(found.get("format", b"0"), type=int)
+        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        version = msgspec.json.decode(fields.get("format", b"0"), type=int)
         if version > FORMAT:
             raise StartupError(f"{path} was written by a newer version of cLLM")
         return msgspec.json.decode(content, type=Content).models

@@ -163,10 +163,10 @@ class FileStore:
         Raises BadRequest (404) if it does not exist or belongs to another account.
         """
         query = "SELECT * FROM files WHERE id = ? AND account = ?"
-        found = self._find(query, file_id, account.name)
-        if not found:
+        files = self._find(query, file_id, account.name)
+        if not files:
             raise no_file(file_id, param)
-        return found[0]
+        return files[0]
 
     def exists(self, file_id: str, account: Account) -> bool:
         query = "SELECT * FROM files WHERE id = ? AND account = ?"
@@ -180,7 +180,7 @@ class FileStore:
         except FileNotFoundError:  # it was deleted, and the disk kept its record from being deleted
             raise no_file(file_id, "file_id") from None
 
-    def of_account(self, account: Account) -> list[StoredFile]:
+    def list_for(self, account: Account) -> list[StoredFile]:
         """Return the files of ``account``, oldest first."""
         query = "SELECT * FROM files WHERE account = ? ORDER BY created_at, rowid"
         return self._find(query, account.name)

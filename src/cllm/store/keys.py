@@ -96,7 +96,7 @@ def read_key_file(path: Path) -> KeyFile:
     """Return the content of the file. Raises StartupError, with one line that names the file."""
     try:
         data = read_input(path)
-        version = msgspec.json.decode(data, type=Version).format
+        version = msgspec.json.decode(data, type=FileVersion).format
         if version > FORMAT:
             raise StartupError(f"{path} was written by a newer version of cLLM (format {version})")
         content = msgspec.json.decode(data, type=KeyFile)
@@ -118,7 +118,7 @@ def check_texts(record: AccountRecord) -> None:
             raise StartupError(f"{text!r} must be one line of text")
 
 
-class Version(msgspec.Struct):
+class FileVersion(msgspec.Struct):
     format: int
 
 

@@ -128,6 +128,6 @@ class ResponseStore:
         return self._stored[response_id]
 
 
-def history_of(turns: list[Stored]) -> list[dict[str, Any]]:
+def list_items(turns: list[Stored]) -> list[dict[str, Any]]:
     """Return all input and output items of ``turns``."""
     return [item for turn in turns for item in (*from_json(turn.items), *turn.output())]

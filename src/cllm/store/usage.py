@@ -29,7 +29,7 @@ import msgspec
 
 from cllm.core.account import Account
 from cllm.errors import CLLMError, RateLimited, Unauthorized
-from cllm.store.charges import WINDOW, AccountUsage, Charge, Counts, Used
+from cllm.store.charges import WINDOW, Charge, Counts, UsageCounts, UsageEntry
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # names what the monotonic clock counts from
@@ -56,7 +56,7 @@ class UsageLedger:
         self._clock = clock
         self.seconds = monotonic
         self._boot_id = read_boot_id()
-        self._entries: dict[str, AccountUsage] = {}
+        self._entries: dict[str, UsageEntry] = {}
         self._thread = ThreadPoolExecutor(1, "cllm-usage")
         self._database: Database | None = None
         self._saving = asyncio.Lock()
@@ -113,7 +113,7 @@ class UsageLedger:
         if (most := limits.tokens_per_month) is not None and self._month(entry) >= most:
             raise self._limited(account, "tokens_per_month", most, None)
 
-    def _month(self, entry: AccountUsage) -> int:
+    def _month(self, entry: UsageEntry) -> int:
         """Return the tokens that an account has paid this month."""
         entry.begin_month(self.now())
         return entry.of_month.tokens
@@ -133,13 +133,13 @@ class UsageLedger:
         """Return the Unix time."""
         return self._clock()
 
-    def _find(self, name: str) -> AccountUsage:
+    def _find(self, name: str) -> UsageEntry:
         """Return the entry of an account, an empty one if it has used nothing."""
-        return self._entries.get(name) or AccountUsage(name)
+        return self._entries.get(name) or UsageEntry(name)
 
-    def _entry(self, name: str) -> AccountUsage:
+    def _entry(self, name: str) -> UsageEntry:
         if name not in self._entries:
-            self._entries[name] = AccountUsage(name)
+            self._entries[name] = UsageEntry(name)
         return self._entries[name]
 
     def list_left(self, account: Account) -> dict[str, tuple[int, int, float]]:
@@ -149,20 +149,20 @@ class UsageLedger:
         now, entry = self.seconds(), self._find(account.name)
         requests, tokens = entry.count_latest(now)
         seconds = max(0.0, entry.latest[-1][0] + WINDOW + 1 - now) if entry.latest else 0.0
-        found = {}
+        states = {}
         for name, most, used in (
             ("requests", account.limits.requests_per_minute, requests),
             ("tokens", account.limits.tokens_per_minute, tokens + entry.num_reserved),
         ):
             if most is not None:
-                found[name] = (most, max(0, most - used), seconds)
-        return found
+                states[name] = (most, max(0, most - used), seconds)
+        return states
 
-    def totals(self) -> dict[str, Used]:
+    def totals(self) -> dict[str, UsageCounts]:
         """Return what each account has used since the start."""
         return {name: entry.total for name, entry in self._entries.items()}
 
-    def of_month(self, name: str) -> Used:
+    def of_month(self, name: str) -> UsageCounts:
         """Return what an account has used this month."""
         entry = self._find(name)
         self._month(entry)
@@ -183,15 +183,15 @@ class UsageLedger:
         async with self._opening:
             if self._database is not None:
                 return
-            found: list[Any] = []
-            await self._run(lambda: found.extend(self._read(folder.expanduser())))
-            self._database, month, latest = found
+            saved: list[Any] = []
+            await self._run(lambda: saved.extend(self._read(folder.expanduser())))
+            self._database, month, latest = saved
         now = self.now()
         for name, day, *counts in month:
             entry = self._entry(name)
             # the clock may have been set back since then; what was used meanwhile has been added
-            used = entry.of_month if entry.month == day[:7] else Used()
-            used.add(Used(*counts))
+            used = entry.of_month if entry.month == day[:7] else UsageCounts()
+            used.add(UsageCounts(*counts))
             entry.day, entry.month, entry.of_month = max(entry.day, day), day[:7], used
             entry.begin_month(now)
         for name, *one in latest:
@@ -297,7 +297,7 @@ class UsageLedger:
                 self.num_failed_writes += 1
                 for entry, unsaved, seconds in taken:
                     for day, used in unsaved.items():
-                        entry.unsaved.setdefault(day, Used()).add(used)
+                        entry.unsaved.setdefault(day, UsageCounts()).add(used)
                     entry.changed = seconds | entry.changed
 
     def _write(
@@ -323,18 +323,18 @@ class UsageLedger:
 
     async def list_days(
         self, begin: date, end: date, accounts: Container[str] | None = None
-    ) -> list[tuple[str, str, Used]]:
+    ) -> list[tuple[str, str, UsageCounts]]:
         """Return the account, the day and the usage, for each day from ``begin`` to ``end`` on
         which an account used something; of ``accounts``, None means all.
         """
         await self.save()
         first, last = begin.isoformat(), end.isoformat()
-        rows: list[tuple[str, str, Used]] = []
+        rows: list[tuple[str, str, UsageCounts]] = []
 
         def read(database: Database) -> None:
             query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, account"
             for name, day, *counts in database.rows(query, first, last):
-                rows.append((name, day, Used(*counts)))
+                rows.append((name, day, UsageCounts(*counts)))
 
         if self._database is not None:
             await self._run(read, self._database)

@@ -13,7 +13,7 @@ from cllm.bench.console import print_lines
 from cllm.bench.tune.quality import Quality
 from cllm.bench.tune.requantize import Requantized
 from cllm.bench.tune.search import Choice, Trial, Tuned
-from cllm.config.sources import LoadedConfig, plant, value_at
+from cllm.config.sources import LoadedConfig, get_value, set_value
 from cllm.models.gguf import format_size
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ def format_yaml(loaded: LoadedConfig, report: TuningReport) -> str:
 def settings_tree(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
     """Return the given settings with those of ``choice``, as the tree of a YAML file."""
     given = {
-        key: value_at(loaded.settings, key)
+        key: get_value(loaded.settings, key)
         for key, origin in loaded.origins.items()
         if origin != "default"
     }
     tree: dict[str, Any] = {}
     for key, value in (given | choice).items():
-        plant(tree, key, value)
+        set_value(tree, key, value)
     return tree
 
 

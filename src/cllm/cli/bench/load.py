@@ -181,7 +181,7 @@ class LoadOptions:
     json: Json = False
 
 
-class Size(NamedTuple):
+class LoadSize(NamedTuple):
     """The amount of load."""
 
     requests: int
@@ -190,7 +190,7 @@ class Size(NamedTuple):
     max_tokens: int
 
     @classmethod
-    def of(cls, options: LoadOptions) -> Size:
+    def of(cls, options: LoadOptions) -> LoadSize:
         """Return sizes from the options, else the preset, else the workload's defaults."""
         workload = options.workload
         defaults = REQUESTS.get(workload, 100), 8, MAX_TOKENS.get(workload, 64)
@@ -225,7 +225,7 @@ def load(
     from cllm.bench.load.report import summarize
 
     check_files(options.out, options.pictures.plot, options.pictures.html)
-    size = Size.of(options)
+    size = LoadSize.of(options)
     target = Target(
         server_url(url),
         checked_key(options.api_key),
@@ -255,7 +255,7 @@ def checked_key(key: str | None) -> str | None:
     return key
 
 
-def make_words(options: LoadOptions, size: Size, model: str) -> Words:
+def make_words(options: LoadOptions, size: LoadSize, model: str) -> Words:
     shared_words = options.shared_words
     if shared_words is None:
         is_shared = options.workload == "shared-prefix"
@@ -271,7 +271,7 @@ def make_words(options: LoadOptions, size: Size, model: str) -> Words:
     )
 
 
-def make_groups(options: LoadOptions, size: Size, words: Words) -> tuple[Group, list[Stage]]:
+def make_groups(options: LoadOptions, size: LoadSize, words: Words) -> tuple[Group, list[Stage]]:
     """Return the warm-up and the stages to measure.
 
     Raises StartupError for inconsistent options.
@@ -303,7 +303,7 @@ def make_groups(options: LoadOptions, size: Size, words: Words) -> tuple[Group, 
     return Group(tasks=warmup, clients=clients), [[group]]
 
 
-def make_sizes(options: LoadOptions, size: Size) -> Sizes:
+def make_sizes(options: LoadOptions, size: LoadSize) -> Sizes:
     usual = SCENARIOS[options.workload].sizes.long_tokens
     long_tokens = (options.long_tokens or usual) if usual else 0
     return Sizes(size.requests, size.concurrency, long_tokens, options.scale)
@@ -326,7 +326,7 @@ def send(target: Target, warmup: Group, stages: list[Stage]) -> Outcome:
         )
 
 
-def collect_settings(options: LoadOptions, size: Size, words: Words) -> dict[str, Any]:
+def collect_settings(options: LoadOptions, size: LoadSize, words: Words) -> dict[str, Any]:
     """Return the settings of a report: those that have an effect."""
     settings: dict[str, Any] = {
         "api": options.api,

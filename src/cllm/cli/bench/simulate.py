@@ -261,7 +261,7 @@ def synth(
 # --- costs --------------------------------------------------------------------------------------
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredCosts(msgspec.Struct, frozen=True):
     """The step costs that a server's scheduler has learned: see scheduler/trace.py."""
 
     row_seconds: dict[int, float]
@@ -282,10 +282,10 @@ def read_costs(text: str) -> Costs:
     return costs
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredCosts:
     """Return the measured costs. Raises StartupError."""
     try:
-        measured = msgspec.json.decode(read_input(path), type=Measured)
+        measured = msgspec.json.decode(read_input(path), type=MeasuredCosts)
     except OSError as error:
         raise StartupError(f"cannot read --costs {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -298,7 +298,7 @@ def read_measured(path: Path) -> Measured:
     return measured
 
 
-def fit(measured: Measured) -> Costs:
+def fit(measured: MeasuredCosts) -> Costs:
     """Return the line step + row * n that fits the measurements best, without negative parts."""
     rows = np.array([*measured.row_seconds], np.float64)
     seconds = np.array([*measured.row_seconds.values()], np.float64)

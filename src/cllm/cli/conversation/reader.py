@@ -26,7 +26,7 @@ Complete = Callable[[str], Iterable[str]]
 """Returns the words that may follow a text."""
 
 
-class Reader(Protocol):
+class MessageReader(Protocol):
     is_interactive: bool
 
     def read(self) -> str | None:
@@ -51,7 +51,7 @@ def expect_text() -> Iterator[None]:
         raise CLLMError(f"stdin is not {error.encoding.upper()} text") from None
 
 
-def open_reader(complete: Complete) -> Reader:
+def open_reader(complete: Complete) -> MessageReader:
     """Return what reads stdin."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return LineReader()

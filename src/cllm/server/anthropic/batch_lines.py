@@ -88,7 +88,7 @@ SPACES = bytes.maketrans(b"\r\n", b"  ")
 
 
 class MessageLines:
-    """Implements ``cllm.serving.batches.Lines``."""
+    """Implements ``cllm.serving.batches.BatchLines``."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state

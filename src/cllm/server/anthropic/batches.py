@@ -167,7 +167,7 @@ async def list_batches(
     """List the batches of this API key, newest first."""
     check_version(request)
     batches = await open_batches(request)
-    records = await batches.of_account(get_call(request).account(), ENDPOINTS)
+    records = await batches.list_for(get_call(request).account(), ENDPOINTS)
     ids = [record.id for record in records]
     if before_id:
         end = place_of(before_id, ids, "before_id")

@@ -63,7 +63,7 @@ from cllm.server.resolve import (
 from cllm.server.state import get_state
 from cllm.server.vectors import encode_vectors
 from cllm.serving.answer import Generation, SchedulingOptions
-from cllm.serving.embedding import embed, encode_texts, shortened
+from cllm.serving.embedding import embed, encode_texts, shorten
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
 from cllm.text.chat import Chat
@@ -307,7 +307,7 @@ async def embed_texts(request: Request) -> Response:
     clock.submit()
     found = await until_disconnect(request, embed(service, texts, params, scheduling))
     keep(request, body)
-    vectors = shortened(found.vectors, body.dimensions)
+    vectors = shorten(found.vectors, body.dimensions)
     data = await encode_vectors(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json(
         {"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens}

@@ -19,7 +19,7 @@ from cllm.server.http.sse import until_disconnect
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.vectors import encode_vectors
-from cllm.serving.embedding import embed, encode_texts, shortened
+from cllm.serving.embedding import embed, encode_texts, shorten
 from cllm.serving.service import Service
 from cllm.text.pairs import name_texts
 
@@ -117,7 +117,7 @@ async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> 
     scheduling = body.scheduling_options(call)
     texts = await encode_texts(service, inputs, params, scheduling)
     embedding = await embed(service, texts, params, scheduling)
-    vectors = shortened(embedding.vectors, body.dimensions)
+    vectors = shorten(embedding.vectors, body.dimensions)
     head: EmbeddingHead = {
         "object": "list",
         "model": service.model_name,

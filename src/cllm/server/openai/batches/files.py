@@ -137,7 +137,7 @@ async def list_files(
 ) -> ListPage[FileObject]:
     """List the files of this API key, newest first."""
     store = (await open_batches(request)).store
-    files = await store.run(store.files.of_account, get_call(request).account())
+    files = await store.run(store.files.list_for, get_call(request).account())
     own = [file for file in files if file.purpose in PURPOSES]
     objects = [file_object(file) for file in own if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)

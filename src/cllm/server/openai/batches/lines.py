@@ -96,7 +96,7 @@ ENDPOINTS: dict[str, tuple[type[Body], Callable[..., Awaitable[BatchAnswer]]]] =
 
 
 class OpenAILines:
-    """Implements ``cllm.serving.batches.Lines``."""
+    """Implements ``cllm.serving.batches.BatchLines``."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state

@@ -161,7 +161,7 @@ async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> ListPage[BatchObject]:
     """List the batches of this API key, newest first."""
-    records = await (await open_batches(request)).of_account(get_call(request).account(), ENDPOINTS)
+    records = await (await open_batches(request)).list_for(get_call(request).account(), ENDPOINTS)
     return page([batch_object(record) for record in records], after, limit)
 
 

@@ -35,7 +35,7 @@ from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
-from cllm.store.responses import Stored, history_of
+from cllm.store.responses import Stored, list_items
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
@@ -197,7 +197,7 @@ async def input_items(
     check_turns(call, [*turns, stored])
 
     def answer() -> bytes:
-        items = history_of(turns) + from_json(stored.items)
+        items = list_items(turns) + from_json(stored.items)
         return to_json(page(items if order == "asc" else items[::-1], after, limit))
 
     return Response(await off_loop(call, answer), media_type="application/json")
@@ -246,7 +246,7 @@ async def translate(
             *body.toolset().skipped,
             *(item["type"] for item in whole if item["type"] not in PLACES),
         ]
-        conversation = history_of(turns) + items
+        conversation = list_items(turns) + items
         check_num_parts(len(conversation), "input")
         return body.chat(conversation), items, skipped
 
