@@ -20,8 +20,8 @@ Think = bool | Literal["low", "medium", "high"]
 class AnswerOptions:
     """The options of an answer.
 
-    sampling: the sampling parameters that were given. schema: the JSON schema of the answer, True
-    for any JSON object. think: None leaves it to the model's template.
+    ``sampling`` has the sampling parameters that were given. ``schema`` is the JSON schema of the
+    answer, or True for any JSON object. If ``think`` is None, the model's template decides.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)

@@ -153,9 +153,8 @@ def cure(probed: Probe) -> str:
 
 
 def suggest_build(probed: Probe, cpu: set[str]) -> str:
-    """Return what another build of llama.cpp would gain, and how to make it.
-
-    ``cpu``: the CPU's flags.
+    """Return what another build of llama.cpp would gain on a CPU with these flags, and how to make
+    it.
     """
     if not probed.system:
         return "unknown"

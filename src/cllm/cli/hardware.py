@@ -22,7 +22,7 @@ SWITCHES = {"cuda": "GGML_CUDA", "rocm": "GGML_HIP", "vulkan": "GGML_VULKAN"}
 
 
 class MachineGpu(NamedTuple):
-    """A GPU. driver: its kernel driver; "" if none is loaded."""
+    """A GPU. ``driver`` is its kernel driver, "" if none is loaded."""
 
     vendor: str
     description: str
@@ -50,8 +50,7 @@ def find_machine_gpus() -> list[MachineGpu]:
 
 def suggest_gpu_build(gpus: list[MachineGpu], used: tuple[str, ...]) -> str:
     """Return how to use a GPU that this build of llama.cpp does not use; "" if there is none.
-
-    used: the GPUs that llama.cpp sees.
+    llama.cpp sees the GPUs ``used``.
     """
     if used or not gpus:
         return ""

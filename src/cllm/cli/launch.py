@@ -38,7 +38,7 @@ class Launch:
 
 
 class ServerModel(NamedTuple):
-    """A model of a server. context_length: None if the server does not say it."""
+    """A model of a server. ``context_length`` is None if the server does not say it."""
 
     name: str
     context_length: int | None

@@ -34,10 +34,10 @@ class Local:
         *,
         chats: bool = True,
     ) -> None:
-        """Load the model, with a progress bar on stderr. Raises StartupError.
+        """Load the model, with a progress bar on stderr. ``load_other`` returns the settings for
+        another model. If it ``chats``, a remark on a base model is printed before it is loaded.
 
-        load_other: returns the settings for another model. chats: what a base model is for is said
-        before it is loaded.
+        Raises StartupError.
         """
         self._chats = chats
         self.options, self._load_other = options, load_other

@@ -230,13 +230,13 @@ def install_signal_handlers() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None = None) -> None:
-    """Run the command line. Expected errors become one line on stderr.
+    """Run the command line: ``arguments``, or those of the process. Expected errors become one line
+    on stderr.
 
-    arguments: None means those of the process. launched: an engine process, for commands that take
-    one.
+    Commands that take an engine process get ``launched``.
 
-    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 if the reader of a pipe has
-    exited; 128 + n for another signal n.
+    The exit code is 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 if the reader of a pipe
+    has exited; 128 + n for another signal n.
     """
     if arguments is None:
         install_signal_handlers()

@@ -9,8 +9,9 @@ from cllm.models.gguf import format_size
 
 
 class UsualModel(NamedTuple):
-    """A model as an example of its size. parameters: in billions. kv_bytes_per_token: keys and
-    values of all layers in 16 bits. trained: the context it was trained with.
+    """A model as an example of its size. It has ``parameters`` billions of weights, takes
+    ``kv_bytes_per_token`` for the keys and values of all layers in 16 bits, and was trained with a
+    context of ``trained`` tokens.
     """
 
     name: str
@@ -39,8 +40,8 @@ MIN_TOKENS = 1024  # less is of no use
 
 
 class ModelFit(NamedTuple):
-    """What fits of a model. max_tokens: of its KV cache, for all requests together; at most the
-    context it was trained with; 0 if the model does not fit.
+    """How a model fits into the memory. The KV cache of all requests together has ``max_tokens``,
+    at most the context that the model was trained with; 0 if the model does not fit.
     """
 
     model: str
@@ -50,8 +51,8 @@ class ModelFit(NamedTuple):
 
 
 def list_fits(available_bytes: int, *, on_gpu: bool) -> list[ModelFit]:
-    """Return an entry for each model and quantization. ``available_bytes``: of the GPUs' memory, or
-    of the RAM, where llama.cpp's copy of weights counts too. These are estimates; ``cllm serve``
+    """Return an entry for each model and quantization in ``available_bytes`` of the GPUs' memory,
+    or of the RAM, where llama.cpp's copy of weights counts too. These are estimates; ``cllm serve``
     measures the file.
     """
     return [

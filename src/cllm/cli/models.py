@@ -38,8 +38,8 @@ FolderFlag = Annotated[
 
 
 class InstalledModel(NamedTuple):
-    """A model on this machine. files: its parts. kind: where its name comes from. base: the model
-    that a created one is made from.
+    """A model on this machine. ``files`` are its parts, and ``kind`` says where its name comes
+    from. A created model is made from the model ``base``.
     """
 
     name: str

@@ -231,7 +231,7 @@ def accept_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str],
     """Return the words of a command line without the flags of peers that are not needed and with
     cLLM's flags for others, and a note about each.
 
-    own: the names of the command's own options, which are left alone.
+    ``own`` are the names of the command's own options, which stay as they are.
     """
     kept, notes, rest = [], [], list(words)
     while rest:

@@ -16,9 +16,9 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 
 @dataclass(frozen=True)
 class Probe:
-    """The result. compiler, switches: see Compiled. error: "" if there was an answer. died_of: the
-    name of the signal that killed the process. variant: of the CPU kernels; "" if the build has
-    only one. gpus: name and memory of each that llama.cpp can use.
+    """The result. See Compiled for ``compiler`` and ``switches``. ``error`` is "" if there was an
+    answer, and ``died_of`` names the signal that killed the process. ``variant`` names the CPU
+    kernels, "" if the build has only one set. ``gpus`` describes each GPU that llama.cpp can use.
     """
 
     answer: str = ""

@@ -63,8 +63,8 @@ class LineBar:
 
 
 def open_bar(text: str, *, announce: bool = False) -> Bar:
-    """Return a bar for the terminal, or one that prints lines. ``announce``: without a terminal,
-    print ``text`` immediately.
+    """Return a bar for the terminal, or one that prints lines. With ``announce``, the latter prints
+    ``text`` immediately.
     """
     if sys.stderr.isatty():
         return TerminalBar(text)

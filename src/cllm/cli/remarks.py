@@ -85,8 +85,8 @@ def remark_on_base(model: str) -> str:
 def hint(
     url: str, info: ModelInfo | None, *, needs_key: bool = False, is_base: bool = False
 ) -> str:
-    """Return a command that tries the server out, and where to chat in a browser. ``is_base``: the
-    model only continues texts.
+    """Return a command that tries the server out, and where to chat in a browser. A model that
+    ``is_base`` only continues texts.
     """
     route, body = (
         "chat/completions",

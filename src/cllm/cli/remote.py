@@ -74,10 +74,10 @@ class Remote:
     """A server with OpenAI's API."""
 
     def __init__(self, url: str, options: AnswerOptions, model: str = "") -> None:
-        """Connect to the server. Raises StartupError if it does not answer or has another API, and
-        CLLMError if it rejects the API key or is overloaded.
+        """Connect to the server, and ask its ``model``, or its default one.
 
-        ``model``: which of its models to ask; the default one if empty.
+        Raises StartupError if it does not answer or has another API, and CLLMError if it rejects
+        the API key or is overloaded.
         """
         import httpx2
 

@@ -113,8 +113,9 @@ def pull(url: str, model: str) -> str:
 
 
 def open_local(model: str, options: AnswerOptions, why: str) -> tuple[Talker, str]:
-    """Return a model loaded here, and its own system message. ``why``: no server does it. Raises
-    StartupError.
+    """Return a model loaded here, and its own system message. ``why`` says why no server answers.
+
+    Raises StartupError.
     """
     from cllm.cli.local import Local
 

@@ -100,7 +100,9 @@ def print_start(
     access: Access,
     urls: tuple[str, str | None],
 ) -> None:
-    """Say what is served. ``urls``: for clients on this machine, and for those on others."""
+    """Say what is served. The first one of ``urls`` is for clients on this machine, the second for
+    those on others.
+    """
     url, elsewhere = urls
     info = registry.models[0].info if registry.models else None
     engines = [len(service.engine.members) for service in registry.loaded.services[:1]]

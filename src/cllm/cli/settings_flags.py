@@ -102,9 +102,10 @@ else:
 def settings_from_flags(
     config: Path | None, flags: Mapping[str, object] | None, model: str | None = None
 ) -> LoadedConfig:
-    """Return the effective settings of a command, from its flags and the environment.
+    """Return the effective settings of a command, from its flags and the environment. Some commands
+    name the ``model`` by an argument.
 
-    model: the positional argument of commands that have one. Raises StartupError.
+    Raises StartupError.
     """
     given = dict(flags or {})
     if model is not None:

@@ -85,10 +85,9 @@ def make_talker(
     chats: bool = True,
 ) -> Talker:
     """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a
-    model here.
+    model here with these settings. ``chats`` has the meaning that it has for ``Local``.
 
-    config, settings, model: as in ``settings_from_flags``. chats: as in ``Local``. Raises
-    StartupError.
+    Raises StartupError.
     """
     of_a_model = [OPTIONS[key].flag for key in settings or {}]
     of_a_model += [

@@ -83,7 +83,7 @@ PEER_KEYS = {
 class Given:
     """A given value, and its origin ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port").
 
-    ``places``: the origins of a mapping's entries, if they differ from that.
+    ``places`` has the origins of a mapping's entries, if they differ from that.
     """
 
     value: object
@@ -191,10 +191,11 @@ def read_yaml(
     named_keys: Mapping[str, Collection[str]] = NO_KEYS,
 ) -> tuple[dict[str, Given], dict[str, dict[str, dict[str, Given]]]]:
     """Return the leaves of the file, and those of each name in the sections of ``named_keys``.
-    Raises StartupError if it cannot be read or has an error.
 
-    keys: the dotted keys that it may contain. Values of those in ``mappings`` are mappings; values
-    of those in ``lists`` may be lists. named_keys: the dotted keys under a name, by section.
+    The file may contain the dotted ``keys``. Values of those in ``mappings`` are mappings; values
+    of those in ``lists`` may be lists. ``named_keys`` has the dotted keys under a name, by section.
+
+    Raises StartupError if the file cannot be read or has an error.
     """
     text = read_text(path)
     collector = Collector(path, keys, mappings, lists, named_keys)

@@ -51,8 +51,8 @@ class LoadedConfig:
     each.
 
     An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port". ``models`` has
-    the settings of each model that the file names in the section models: the global ones,
-    overridden by the model's.
+    the settings of each model in the section models of the file: the global settings, overridden by
+    the model's.
     """
 
     settings: Settings
@@ -65,11 +65,11 @@ class LoadedConfig:
 def load_settings(
     config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
 ) -> LoadedConfig:
-    """Combine the settings from all sources.
+    """Combine the settings from all sources. ``config`` is the YAML file; without it, CLLM_CONFIG
+    may name one. ``flags`` maps the dotted keys of the given flags to their values.
 
-    config: the YAML file; None means the one that CLLM_CONFIG names, if any. flags: dotted key ->
-    value, only for the flags given. Raises StartupError with one line that names the source (file
-    and line, variable or flag) and the key.
+    Raises StartupError with one line that names the source (file and line, variable or flag) and
+    the key.
     """
     named = environ.get("CLLM_CONFIG")
     path = Path(named) if config is None and named else config
@@ -110,10 +110,10 @@ def set_value(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def check_value(option: Option, given: Given, named: str = "") -> Given:
-    """Return ``given`` with its value converted to the option's type.
+    """Return ``given`` with its value converted to the option's type. ``named`` is the name that a
+    file uses for the option.
 
-    Raises StartupError, naming the source and the expected type. ``named``: the name that a file
-    uses for the option.
+    Raises StartupError, naming the source and the expected type.
     """
     tree: dict[str, Any] = {}
     set_value(tree, option.key, read_number(option, given.value))

@@ -16,7 +16,7 @@ Parse = Callable[[str], Any]
 class ToolCall:
     """A call of a function: its name, and its arguments as JSON text.
 
-    id: to be repeated as ``tool_call_id`` in the message with the result.
+    The message with the result repeats ``id`` as its ``tool_call_id``.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Piece:
     """What one step adds to output ``index`` of prompt ``prompt``; finish_reason is "" while the
     output continues.
 
-    reasoning and tool_calls: of a chat; ``text`` is then without them. The sum of an output's
-    pieces is the Output that ``generate`` or ``chat`` returns. prompt_tokens, cached_tokens: of the
-    whole prompt, as in Completion.
+    In a chat, ``reasoning`` and ``tool_calls`` are separated from ``text``. The sum of an output's
+    pieces is the Output that ``generate`` or ``chat`` returns. ``prompt_tokens`` and
+    ``cached_tokens`` count the whole prompt, as in Completion.
     """
 
     prompt: int
@@ -67,9 +67,10 @@ class Piece:
 class Output:
     """One of the ``n`` continuations of a prompt.
 
-    finish_reason: stop, length or, in a chat, tool_calls. tokens: all that were generated, marks
-    included. logprobs: those of ``tokens``, if SamplingParams.logprobs asks for them. reasoning and
-    tool_calls: of a chat, as far as the model's format is known; ``text`` is then without them.
+    ``finish_reason`` is stop, length or, in a chat, tool_calls. ``tokens`` are all that were
+    generated, marks included, and ``logprobs`` are theirs, if SamplingParams.logprobs asks for
+    them. In a chat, ``reasoning`` and ``tool_calls`` are separated from ``text`` as far as the
+    model's format is known.
     """
 
     text: str = ""
@@ -130,10 +131,8 @@ class Completion:
     """The result of one prompt.
 
     It has ``prompt_tokens`` tokens; ``cached_tokens`` of them came from the prefix cache. The
-    properties are those of the first output.
-
-    prompt_logprobs: those of its tokens from the second one on, if SamplingParams.prompt_logprobs
-    asks for them.
+    properties are those of the first output. If SamplingParams.prompt_logprobs asks for them,
+    ``prompt_logprobs`` are those of the prompt's tokens from the second one on.
     """
 
     outputs: list[Output]
@@ -168,7 +167,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A document that ``rerank`` has scored; ``index``: its place in the list that was given."""
+    """A document that ``rerank`` has scored. It was number ``index`` of the list, from 0."""
 
     index: int
     score: float

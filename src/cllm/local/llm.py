@@ -50,10 +50,11 @@ class LLM(LocalModel):
     def __init__(self, model: str | None = None, **settings: object) -> None:
         """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in model.
 
-        settings: any option of docs/configuration.md with its section, written with underscores,
-        for example ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises
-        StartupError, and TypeError for an unknown option. The likely kinds of damage to a file are
-        found before llama.cpp reads it; other damage may abort the process.
+        ``settings`` are options of docs/configuration.md with their sections, written with
+        underscores, such as ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``.
+
+        Raises StartupError, and TypeError for an unknown option. The likely kinds of damage to a
+        file are noticed before llama.cpp reads it; other damage may abort the process.
         """
         super().__init__(read_settings(model, settings))
 
@@ -74,9 +75,10 @@ class LLM(LocalModel):
     ) -> list[Completion]:
         """Complete each prompt (text or token ids). Return a list also for one prompt.
 
-        params: for all prompts, or one for each; None means those of the settings.
-        response_format: as in ``chat``. priority: waiting prompts of "interactive" calls are
-        computed before those of "normal" ones, and "batch" comes last.
+        ``params`` apply to all prompts, or there is one for each; None means those of the settings.
+        ``response_format`` has the meaning that it has in ``chat``. Waiting prompts of
+        "interactive" calls are computed before those of "normal" ones, and those of "batch" come
+        last.
         """
         return self._collect(self._prepare(prompts, params, response_format), priority)
 
@@ -90,7 +92,7 @@ class LLM(LocalModel):
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of all completions as they arrive.
 
-        Leaving its loop early aborts the rest. Arguments as in ``generate``.
+        Leaving its loop early aborts the rest. The arguments are those of ``generate``.
         """
         return self._stream(self._prepare(prompts, params, response_format), priority)
 
@@ -134,21 +136,24 @@ class LLM(LocalModel):
         """Return the next assistant message of a conversation: text, reasoning and tool calls. For
         a list of conversations, return a list, computed together.
 
-        messages: dictionaries in OpenAI's format. params: for all conversations, or one for each.
+        ``messages`` are dictionaries in OpenAI's format. ``params`` apply to all conversations, or
+        there is one for each.
 
-        tools: functions in OpenAI's format. Calls name one of them, and their arguments follow its
-        schema as far as that can be enforced; a ``strict`` one whose schema cannot be enforced
-        raises BadRequest. tool_choice: "auto", "none", "required" (at least one call), or the name
-        of the function to call.
+        ``tools`` are functions in OpenAI's format. Calls name one of them, and their arguments
+        follow its schema as far as that can be enforced; a ``strict`` one whose schema cannot be
+        enforced raises BadRequest. ``tool_choice`` is "auto", "none", "required" (at least one
+        call), or the name of the function to call.
 
-        response_format: a constraint on the text, not on reasoning. A pydantic model or another
-        type that pydantic knows: JSON, and ``parsed`` is an instance. A dictionary: JSON that
-        follows this JSON schema, or OpenAI's ``{"type": "json_object"}`` or ``{"type":
-        "json_schema", ...}``; ``parsed`` is what it stands for. Text or a compiled pattern: a
-        regular expression that matches the whole text. A list: one of its texts. Raises BadRequest
-        for what cannot be enforced. ``grammar`` in the params is a further form.
+        ``response_format`` constrains the text, but not the reasoning. With a pydantic model or
+        another type that pydantic knows, the text is JSON, and ``parsed`` is an instance. With a
+        dictionary, it is JSON that follows this JSON schema, or OpenAI's ``{"type":
+        "json_object"}`` or ``{"type": "json_schema", ...}``; ``parsed`` is what it stands for. Text
+        or a compiled pattern is a regular expression that matches the whole text. With a list, the
+        text is one of its texts. What cannot be enforced raises BadRequest. ``grammar`` in the
+        params is a further form.
 
-        priority: as in ``generate``. variables: passed to the model's chat template.
+        ``priority`` has the meaning that it has in ``generate``. ``variables`` are passed to the
+        model's chat template.
         """
         done = self._collect(
             self._prepare_chats(messages, params, tools, tool_choice, response_format, variables),
@@ -170,7 +175,7 @@ class LLM(LocalModel):
         """Return an iterator over the pieces of the next message of each conversation: text,
         reasoning and tool calls.
 
-        Leaving its loop early aborts the rest. Arguments as in ``chat``.
+        Leaving its loop early aborts the rest. The arguments are those of ``chat``.
         """
         prepared = self._prepare_chats(
             messages, params, tools, tool_choice, response_format, variables
@@ -206,10 +211,10 @@ class LLM(LocalModel):
         *,
         priority: PriorityName = "normal",
     ) -> list[Ranked]:
-        """Return the documents that fit the query best, the best first, with ``index``, ``score``
-        and ``document``.
+        """Return the ``top_n`` documents that fit the query best, or all, the best first, with
+        ``index``, ``score`` and ``document``.
 
-        top_n: how many; None returns all. Scores and errors as in ``score``.
+        Scores and errors are those of ``score``.
         """
         listed = list_of_texts(documents, "documents")
         check_top_n(top_n)

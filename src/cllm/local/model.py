@@ -105,8 +105,9 @@ class LocalModel:
     ) -> list[int]:
         """Return the token ids of a conversation up to where the next assistant message begins.
 
-        messages: dictionaries with ``role`` and ``content``, in OpenAI's format, like ``tools``.
-        ``variables`` are passed to the model's chat template, such as ``enable_thinking=True``.
+        ``messages`` are dictionaries with ``role`` and ``content``, in OpenAI's format, like
+        ``tools``. ``variables`` are passed to the model's chat template, such as
+        ``enable_thinking=True``.
         """
         return self._render(make_chat(messages, tools, "auto", variables))
 

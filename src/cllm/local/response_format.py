@@ -18,7 +18,7 @@ FORMS = (
 
 
 class AnswerFormat(NamedTuple):
-    """What the text of an answer must be. parse: returns the value of a finished text."""
+    """What the text of an answer must be. ``parse`` returns the value of a finished text."""
 
     constraint: Constraint
     parse: Callable[[str], Any] | None = None

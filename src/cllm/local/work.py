@@ -22,7 +22,9 @@ from cllm.text.tools.parser import Channel
 
 
 class PreparedPrompt(NamedTuple):
-    """A prompt that has been checked. plan: how to read the answer, if it is more than text."""
+    """A prompt that has been checked. ``plan`` says how to read the answer, if it is more than
+    text.
+    """
 
     tokens: list[int]
     params: SamplingParams

@@ -42,9 +42,11 @@ def resolve(
 ) -> Path:
     """Return the GGUF file (the first one of several) for ``name``, downloaded if necessary.
 
-    quantization: selects among a hub repository's files. progress: as in ``hub.download``. Raises
-    StartupError if the name has no known form or the file is not available. The file is not opened
-    here: ``gguf.read_header`` checks it.
+    ``quantization`` selects among a hub repository's files. ``progress`` is called as
+    ``hub.download`` does.
+
+    Raises StartupError if the name has no known form or the file is not available. The file is not
+    opened here: ``gguf.read_header`` checks it.
     """
     if name is None or name == BUILTIN_NAME:
         return _find_builtin()

@@ -106,8 +106,8 @@ class TensorInfo(msgspec.Struct, frozen=True):
 class GgufHeader(msgspec.Struct, frozen=True):
     """The header of a GGUF file. Sizes and offsets are in bytes.
 
-    metadata: numbers, booleans, strings, and arrays of at most 4096 numbers as tuples.
-    array_lengths: every array; longer arrays and arrays of strings are only here.
+    ``metadata`` has numbers, booleans, strings, and arrays of at most 4096 numbers as tuples.
+    ``array_lengths`` has every array; longer arrays and arrays of strings are only there.
     """
 
     path: Path
@@ -143,12 +143,14 @@ class GgufHeader(msgspec.Struct, frozen=True):
 def read_header(
     path: Path, *, keep_strings: Collection[str] = (), check_tokens: bool = False
 ) -> GgufHeader:
-    """Read and check the header of ``path``.
+    """Read and check the header of ``path``. The tensors' data is not read.
 
-    keep_strings: keys whose arrays of strings are kept in ``metadata``. check_tokens: compare the
-    tokens of the vocabulary, because llama.cpp aborts the process if two are equal; this takes 0.1
-    s for a large vocabulary. Raises StartupError, with a message of one line, for anything that is
-    not a complete and valid GGUF file. The tensors' data is not read.
+    The arrays of strings under the keys ``keep_strings`` are kept in ``metadata``. With
+    ``check_tokens``, the tokens of the vocabulary are compared, because llama.cpp aborts the
+    process if two are equal; this takes 0.1 s for a large vocabulary.
+
+    Raises StartupError, with a message of one line, for anything that is not a complete and valid
+    GGUF file.
     """
     with _open_reader(path, keep_strings, check_tokens) as reader:
         return reader.read_header()

@@ -49,10 +49,12 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
     """Download all parts of ``repo``'s model to the local cache, and return the path of the first
     file.
 
-    quantization: ``Q4_K_M`` and the like in any case, or a file name; None and ``latest`` take the
-    usual one (DEFAULT_ORDER). progress: None draws on stderr. Without a connection, or offline by
-    HF_HUB_OFFLINE, the cached files are used. Raises StartupError if the repository or the
-    quantization does not exist, or if the disk space is not sufficient.
+    ``quantization`` is ``Q4_K_M`` and the like in any case, or a file name; None and ``latest``
+    take the usual one (DEFAULT_ORDER). Without ``progress``, a bar is drawn on stderr. Without a
+    connection, or offline by HF_HUB_OFFLINE, the cached files are used.
+
+    Raises StartupError if the repository or the quantization does not exist, or if the disk space
+    is not sufficient.
     """
     with _one_line_errors(repo):
         try:

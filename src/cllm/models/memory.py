@@ -148,13 +148,16 @@ def compute_kv_budget(
     """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave
     of the RAM, 4 GiB at most, or GPU_SHARE of what they leave on GPUs.
 
-    bytes_per_token: of keys and values; 0 if unknown. gpu_bytes: free on the GPUs that will hold
-    the weights, 0 if unknown; None without GPUs. draft_weight_bytes: of a draft model, whose KV
-    cache takes half as much as the one of the model; without ``wanted_bytes``, both divide the
-    memory for one. max_bytes: the memory for everything, where other models leave some; 0 is what
-    is free, and on GPUs the KV cache then has no other limit. Raises StartupError with the sizes if
-    the models, or one sequence of ``context_length`` tokens, do not fit into the RAM. On GPUs
-    nothing is checked: how many layers are there, only llama.cpp knows.
+    The keys and values of a token take ``bytes_per_token``, 0 if unknown. ``gpu_bytes`` are free on
+    the GPUs that will hold the weights; it is 0 if unknown, and None without GPUs. A draft model
+    has weights of ``draft_weight_bytes``, and a KV cache of half the size; without
+    ``wanted_bytes``, both divide the memory for one. Where other models leave some memory,
+    ``max_bytes`` is what they leave for everything; 0 means what is free, and on GPUs the KV cache
+    then has no other limit.
+
+    Raises StartupError with the sizes if the models, or one sequence of ``context_length`` tokens,
+    do not fit into the RAM. On GPUs nothing is checked: only llama.cpp knows how many layers are
+    there.
     """
     available = measure_room(max_bytes)
     weight_bytes += draft_weight_bytes
@@ -194,7 +197,7 @@ def compute_kv_budget(
 
 def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int, max_bytes: int = 0) -> int:
     """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4
-    GiB at most. max_bytes: as in ``compute_kv_budget``.
+    GiB at most. See ``compute_kv_budget`` for ``max_bytes``.
     """
     available = measure_room(max_bytes)
     if available is None:

@@ -20,10 +20,10 @@ log = logging.getLogger("cllm.models")
 
 
 def read_parts(path: Path, *, check_tokens: bool = False) -> list[GgufHeader]:
-    """Return the headers of all files of the model whose first file is ``path``.
+    """Return the headers of all files of the model whose first file is ``path``. See
+    ``read_header`` for ``check_tokens``.
 
-    check_tokens: as in ``read_header``. Raises ModelFileError if the file is not a model, or if its
-    parts do not belong together.
+    Raises ModelFileError if the file is not a model, or if its parts do not belong together.
     """
     first = read_header(path, check_tokens=check_tokens)
     other = describe_other(first.metadata, len(first.tensors) if first.split_count == 1 else None)
@@ -103,8 +103,7 @@ def raise_foreign(first: GgufHeader, reason: str) -> NoReturn:
 
 def describe_other(metadata: Mapping[str, Value], num_tensors: int | None) -> str:
     """Return what a GGUF file is if it is not a model or its first part; "" if it is one.
-
-    num_tensors: None if other files have tensors too.
+    ``num_tensors`` is None if other files have tensors too.
     """
     kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")
     if kind == "adapter" or "adapter.type" in metadata:

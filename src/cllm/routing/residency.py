@@ -34,14 +34,14 @@ def compute_stay(loaded_at: float, load_seconds: float) -> float:
 
 
 def choose_to_unload(models: Sequence[AnyResident], now: float) -> AnyResident | None:
-    """Return the idle model that may leave and was used the longest ago; None if there is none."""
+    """Return the least recently used of the idle models that may leave; None if there is none."""
     idle = [one for one in models if not one.is_busy and one.stays_until <= now]
     return min(idle, key=lambda one: one.last_used, default=None)
 
 
 def choose_to_drain(models: Sequence[AnyResident], now: float) -> AnyResident | None:
-    """Return the model that should get no further requests, because none is idle; None while the
-    one that was used the longest ago must stay.
+    """Return the least recently used model, which gets no further requests because none is idle;
+    None while it must stay.
     """
     oldest = min(models, key=lambda one: one.last_used)
     return oldest if oldest.stays_until <= now else None

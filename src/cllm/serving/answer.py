@@ -63,8 +63,10 @@ class SchedulingOptions:
 
 
 class Limit(NamedTuple):
-    """at: in seconds of the monotonic clock. is_for_start: the request must start by then. Only the
-    engine knows whether it has, so such a limit counts here only while the engine does not respond.
+    """A time limit of a request, which expires at ``at`` on the monotonic clock.
+
+    A limit ``is_for_start`` if the request must only have started by then. Only the engine knows
+    whether it has, so such a limit counts here only while the engine does not respond.
     """
 
     at: float
@@ -85,12 +87,12 @@ class Times:
 
 @dataclass(slots=True)
 class Generation:
-    """A dialect's request: ``prompts`` (token ids), each continued ``params.n`` times.
+    """A dialect's request: each of the ``prompts`` (token ids) is continued ``params.n`` times.
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's
     field in errors. ``Service.prepare`` makes the generation of a chat's next message; ``plan``
-    then says how to parse it, if it is more than text. ``unenforced``: schema keywords that could
-    not be enforced and were left out.
+    then says how to parse it, if it is more than text. ``unenforced`` are the schema keywords that
+    were left out because they cannot be enforced.
     """
 
     request_id: str
@@ -128,7 +130,9 @@ class Answer:
         recorder: Recorder | None,
         charge: Charge | None = None,
     ) -> None:
-        """``charge`` is what the account has reserved for it."""
+        """``timeout`` limits the seconds that the answer may take, and ``charge`` is what its
+        account has reserved for it.
+        """
         self.generation = generation
         self._stream = stream
         self._engine = engine
@@ -308,8 +312,8 @@ class Answer:
 
 
 def list_limits(timeout: float | None, scheduling: SchedulingOptions) -> list[Limit]:
-    """Return the time limits of a generation that is submitted now. ``timeout``: seconds from
-    now.
+    """Return the time limits of a generation that is submitted now and may take ``timeout``
+    seconds.
     """
     limits = []
     if timeout is not None:

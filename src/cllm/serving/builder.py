@@ -47,9 +47,11 @@ class Builder:
         read_again: ReadAgain | None = None,
         on_settings: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """``first``: the engines of the source that is the first one to be loaded. ``ledger``:
-        limits accounts with keys. ``read_again`` returns the present settings and sources, and
-        ``on_settings`` gets them once they are used. Raises StartupError.
+        """``first`` is the pool of the source that is loaded first, if its engines run already.
+        ``ledger`` limits accounts with keys. ``read_again`` returns the present settings and
+        sources, and ``on_settings`` gets the settings once they are used.
+
+        Raises StartupError.
         """
         self._settings = settings
         self._sources = sources

@@ -33,9 +33,9 @@ _numpy: Any = None
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """vectors: shape (number of texts, embedding_size), each of length 1.
+    """The ``vectors`` of some texts, which have ``num_tokens`` tokens together.
 
-    num_tokens: input tokens of all texts.
+    The shape is (number of texts, embedding_size), and each vector has the length 1.
     """
 
     vectors: Vectors
@@ -105,8 +105,9 @@ async def embed(
 class Ranking:
     """How well documents fit a query.
 
-    scores: one per document, in order; higher is better. by_model: True if the scores come from a
-    reranker, False if they are the cosines of the vectors. num_tokens: input tokens of all texts.
+    ``scores`` has a number for each document, in order; higher is better. They are ``by_model`` if
+    a reranker gave them; otherwise they are the cosines of the vectors. All texts together have
+    ``num_tokens`` input tokens.
     """
 
     scores: list[float]

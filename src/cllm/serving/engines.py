@@ -49,8 +49,8 @@ class Engines:
         on_loading: Callable[[float], None] | None = None,
         launched: Popen[bytes] | None = None,
     ) -> Pool:
-        """Return the pool for a model's engines. ``launched``: a process that becomes the first
-        one; it is ended if that computes somewhere else.
+        """Return the pool for a model's engines. The process ``launched`` becomes the first one; if
+        that computes somewhere else, the process is ended.
         """
         scheduler, cache = settings.scheduler, settings.cache
         limits = QueueLimits(

@@ -271,7 +271,9 @@ class LoadedModels:
             model.is_draining = False
 
     def keep(self, model: ServedModel, seconds: float | None) -> None:
-        """Set how long a model stays after the last request until the next one; None: for ever."""
+        """Set for how many seconds a model stays after its last request, None for ever, until its
+        next request.
+        """
         model.origin.stay, model.origin.last_used = seconds, self._clock()
 
     def unload_expired(self) -> None:

@@ -206,8 +206,10 @@ class Registry:
         return True
 
     async def _replace(self, old: ServedModel, new: ServedModel) -> list[str]:
-        """Let ``new`` answer the requests from now on that ``old`` would have got. If that is
-        loaded, load ``new`` first; if it cannot be loaded, ``old`` stays. Return why, if so.
+        """Let ``new`` answer the requests from now on that ``old`` would have got.
+
+        If ``old`` is loaded, load ``new`` first. If that fails, ``old`` stays, and the reason is
+        returned.
         """
         if old.is_loaded or old.is_loading:
             old.successor = new

@@ -232,8 +232,9 @@ def serves_hub_cache(settings: Settings) -> bool:
 
 def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
     """Return the models in the folder models.folder and the folders below it, and those in the
-    hub's cache, as far as the settings want them, without ``others``. Raises StartupError if there
-    is no such folder.
+    hub's cache, if the settings name these, without ``others``.
+
+    Raises StartupError if there is no such folder.
     """
     sources: list[Source] = []
     if settings.models.folder is not None:

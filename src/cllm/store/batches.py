@@ -38,10 +38,13 @@ MAX_RECORDS = 1000  # beyond that, the oldest batches that have ended are delete
 
 
 class BatchRecord(msgspec.Struct):
-    """account: the name of the account that it belongs to. output_expires_after: in seconds.
-    output_purpose: of its output files. missing: the failed requests that were not computed.
-    ending: the status that the batch will have once its files are complete. times: Unix times by
-    status. usage: numbers of tokens by kind, as last counted.
+    """A batch of the account ``account``.
+
+    Its output files get the purpose ``output_purpose``, and are deleted ``output_expires_after``
+    seconds after they were made. ``missing`` counts the failed requests that were not computed.
+    ``ending`` is the status that the batch will have once its files are complete. ``times`` maps
+    each status to the Unix time at which the batch got it, and ``usage`` maps kinds of tokens to
+    their numbers when they were last counted.
     """
 
     id: str

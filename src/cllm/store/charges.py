@@ -87,8 +87,8 @@ class UsageCounts(msgspec.Struct):
 class UsageEntry:
     """The usage of one account.
 
-    latest: a bucket for each second of the last minute, [second, requests, tokens], by the
-    monotonic clock. num_reserved: tokens that running requests have reserved and not paid.
+    ``latest`` has a bucket for each second of the last minute by the monotonic clock: [second,
+    requests, tokens]. Running requests have reserved ``num_reserved`` tokens that are not paid yet.
     """
 
     def __init__(self, name: str) -> None:
@@ -226,9 +226,9 @@ class Charge:
             self._entry.book(used, self._clocks.now())
 
     def settle(self, *, finished: bool = False, failed: bool = False) -> None:
-        """End the reservation. finished: the request was answered completely. failed: the server
-        could not answer it; if nothing was delivered, the request does not count. May be called
-        again.
+        """End the reservation. The request was ``finished`` if it was answered completely, and has
+        ``failed`` if the server could not answer it; it then does not count if nothing was
+        delivered. May be called again.
         """
         if not self._is_open:
             return

@@ -20,8 +20,10 @@ MAX_MODELS = 1000
 
 
 class CreatedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """base: the name of the model that computes. system: the system message of conversations that
-    have none. sampling: defaults, by their names in the section sampling.
+    """A model that was made from ``base``, the name of the model that computes.
+
+    ``system`` is the system message of conversations that have none. ``sampling`` has defaults by
+    their names in the section sampling.
     """
 
     base: str

@@ -28,14 +28,13 @@ from cllm.store.database import Database
 
 log = logging.getLogger("cllm.store")
 
-SUFFIXES = (".data", ".part", ".json", ".new")  # the last two: of earlier versions
+SUFFIXES = (".data", ".part", ".json", ".new")  # earlier versions wrote the last two
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """The record of a file. Its fields are the columns of the table ``files``, in this order.
+    """The record of a file of ``account``, which has ``bytes`` bytes. Both times are Unix times.
 
-    account: the name of the account that it belongs to. bytes: its size. created_at, expires_at:
-    Unix times.
+    The fields are the columns of the table ``files``, in this order.
     """
 
     id: str
@@ -100,8 +99,8 @@ class FileStore:
         """Take the room of all files. Delete what a crash has left incomplete, and leave files of
         other programs alone.
 
-        ``named``: ids of files that batches name. Their contents are kept, because a batch may have
-        been making them.
+        Batches name the files with the ids ``named``. The contents of these are kept, because a
+        batch may have been making them.
         """
         lost = []
         for file_id, num_bytes in self._database.rows("SELECT id, bytes FROM files"):
@@ -257,7 +256,7 @@ def new_file(
     expires_after: int | None,
     file_id: str = "",
 ) -> StoredFile:
-    """Return the record of a new file. ``expires_after``: seconds from now."""
+    """Return the record of a new file, which expires ``expires_after`` seconds from now."""
     now = int(time.time())
     expires_at = None if expires_after is None else now + expires_after
     return StoredFile(file_id or new_id(), account, filename, purpose, num_bytes, now, expires_at)

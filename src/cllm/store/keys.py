@@ -44,7 +44,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """sha256: the key's hash, in hex. created, expires: Unix times."""
+    """The SHA-256 of a key in hex, and the Unix times at which it was created and expires."""
 
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     created: UnixTime
@@ -52,7 +52,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class AccountRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An account in the file. tenant: None means its own name. See Account and Limits."""
+    """An account in the file; see Account and Limits. By default its tenant is its name."""
 
     keys: tuple[Key, ...] = ()
     tenant: Text | None = None
@@ -183,7 +183,7 @@ class Keyring:
     """The accounts that may use the server, by their keys: those in a file, which is read again
     when it changes, and one key in the settings.
 
-    weights: the shares of the accounts, if they are not 1.
+    ``weights`` has the shares of the accounts whose share is not 1.
     """
 
     def __init__(self, path: Path, api_key: str | None = None) -> None:

@@ -19,9 +19,10 @@ from cllm.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """``response`` and ``items`` (the input of the request) are JSON, so that their size is known.
+    """A response of the account ``account``, and the ``items`` of its request's input.
 
-    account: its name. item_ids: the ids of the output items, for item_reference.
+    Both are JSON, so that their size is known. ``item_ids`` are the ids of the output items, by
+    which an item_reference finds them.
     """
 
     account: str

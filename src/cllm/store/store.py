@@ -41,7 +41,7 @@ class Store:
     port = 0
 
     def __init__(self, folder: Path, max_files: int, max_bytes: int) -> None:
-        """``max_bytes``: of the files and of the answers of unfinished batches."""
+        """``max_bytes`` limits the files and the answers of unfinished batches together."""
         self.folder = self._shared = folder
         self.room = Room(max_files, max_bytes)
         self._thread = ThreadPoolExecutor(1, "cllm-store")

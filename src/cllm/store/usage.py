@@ -68,7 +68,7 @@ class UsageLedger:
 
     def admit(self, account: Account, num_tokens: int, num_extra: int, counts: Counts) -> Charge:
         """Reserve what a request may cost: ``num_tokens``, and up to ``num_extra`` more that the
-        request does not name. ``counts``: its tokens, which grow.
+        request does not name. ``counts`` has the tokens of the request so far, and grows.
 
         Raises RateLimited; then nothing has changed.
         """

@@ -25,7 +25,7 @@ class Saved(msgspec.Struct, kw_only=True):
 
 
 class Conversation:
-    """``messages``: those of the user and the assistant, without the system message."""
+    """``messages`` are those of the user and the assistant, without the system message."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system

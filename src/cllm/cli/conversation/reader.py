@@ -105,7 +105,7 @@ class PromptReader:
     def __init__(
         self, complete: Complete, keyboard: Input | None = None, screen: Output | None = None
     ) -> None:
-        """``keyboard`` and ``screen``: the terminal by default."""
+        """``keyboard`` and ``screen`` are the terminal's unless others are given."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.application import get_app
         from prompt_toolkit.completion import Completer, Completion

@@ -47,8 +47,10 @@ HELP_TEXT = "\n".join(f"  {words:<24}{text}" for words, text in HELP)
 
 
 class SlashCommands:
-    """is_verbose: timings are shown after each answer. has_ended: the user wants to leave.
-    has_loaded: /load has replaced the conversation.
+    """Runs the commands of a conversation.
+
+    It ``is_verbose`` while timings are to be shown after each answer, ``has_ended`` when the user
+    wants to leave, and ``has_loaded`` when /load has replaced the conversation.
     """
 
     def __init__(
