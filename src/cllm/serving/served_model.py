@@ -14,6 +14,7 @@ from cllm.core.model_info import ModelInfo
 from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError
 from cllm.models.task import Task
+from cllm.process.pool import Pool
 from cllm.serving.answer import NO_ADAPTERS, AdapterUse
 from cllm.serving.service import Service
 
@@ -78,26 +79,31 @@ class ServedModel:
         return self.parent or self
 
     @property
+    def engine(self) -> Pool | None:
+        """The engine that computes for it; None until it has been made."""
+        service = self.origin.service
+        return None if service is None else service.engine
+
+    @property
     def is_loaded(self) -> bool:
         """Whether it takes memory: its engine runs, or is being restarted."""
-        service = self.origin.service
-        return service is not None and self.origin.num_loads > 0 and not service.engine.unloaded
+        engine = self.engine
+        return engine is not None and self.origin.num_loads > 0 and not engine.unloaded
 
     @property
     def info(self) -> ModelInfo | None:
         """What is known about it; None until it has been loaded for the first time."""
-        service = self.origin.service
-        return None if service is None else service.engine.info
+        return None if self.engine is None else self.engine.info
 
     @property
     def task(self) -> Task:
         """What it is for: "completion" for a base model, which only continues texts."""
-        service, info = self.origin.service, self.info
-        if info is None or service is None or service.engine.vocabulary is None:
+        engine = self.engine
+        if engine is None or engine.info is None or engine.vocabulary is None:
             return self.origin.file_task
-        if not info.generates:
+        if not engine.info.generates:
             return "embedding"
-        return "chat" if service.vocabulary.has_template else "completion"
+        return "chat" if engine.vocabulary.has_template else "completion"
 
     @property
     def is_loading(self) -> bool:
@@ -114,20 +120,18 @@ class ServedModel:
     @property
     def is_starting(self) -> bool:
         """Whether its engine is being started or restarted, and requests would be rejected."""
-        service = self.origin.service
-        return service is not None and not service.engine.unloaded and not service.engine.ready
+        engine = self.engine
+        return engine is not None and not engine.unloaded and not engine.ready
 
     @property
     def is_busy(self) -> bool:
         """Whether it has requests, or texts to tokenize for them."""
-        service = self.origin.service
-        return service is not None and service.engine.has_requests
+        return self.engine is not None and self.engine.has_requests
 
     @property
     def num_bytes(self) -> int:
         """The memory that it takes while it is loaded; 0 if unknown."""
-        service = self.origin.service
-        return 0 if service is None else service.engine.num_bytes
+        return 0 if self.engine is None else self.engine.num_bytes
 
     @property
     def expires_at(self) -> float | None:
