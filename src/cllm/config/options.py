@@ -61,29 +61,19 @@ def make_option(key: str, field: FieldInfo) -> Option:
     is_secret = SECRET in getattr(kind, "__metadata__", ())
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    if get_origin(kind) is list:
-        return Option(
-            key, str, nullable, field.get_default(), field.description or "", NAMES, is_list=True
-        )
-    if get_origin(kind) is dict:
+    is_list, entries = get_origin(kind) is list, ""
+    if is_list:
+        kind, expects = str, NAMES
+    elif get_origin(kind) is dict:
         entry = get_args(kind)[1]
         number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)
         entries = describe(number, bounds.metadata if bounds else [])
-        expects = f"a mapping of names, each to {entries}"
-        return Option(
-            key, str, nullable, field.get_default(), field.description or "", expects, entries
-        )
-    expects = "a key without spaces" if is_secret else describe(kind, field.metadata)
-    expects += " or null" if nullable else ""
-    return Option(
-        key,
-        kind,
-        nullable,
-        field.default,
-        field.description or "",
-        expects,
-        is_secret=is_secret,
-    )
+        kind, expects = str, f"a mapping of names, each to {entries}"
+    else:
+        expects = "a key without spaces" if is_secret else describe(kind, field.metadata)
+        expects += " or null" if nullable else ""
+    about, default = field.description or "", field.get_default()
+    return Option(key, kind, nullable, default, about, expects, entries, is_list, is_secret)
 
 
 def describe(kind: Any, metadata: list[Any]) -> str:
