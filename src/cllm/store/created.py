@@ -4,7 +4,6 @@ defaults of sampling parameters. One JSON file has them.
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cllm.errors import StartupError
-from cllm.private_files import open_private
+from cllm.private_files import replace_private
 
 FORMAT = 1  # of the file; a file with a higher one was written by a newer version
 FILE = "models.json"  # in the folder storage.folder
@@ -74,13 +73,7 @@ class CreatedModels:
     def _write(self, models: dict[str, CreatedModel]) -> None:
         if self._path is not None:
             data = msgspec.json.format(msgspec.json.encode(Content(FORMAT, models)))
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            new = self._path.with_suffix(f".{os.getpid()}")
-            with open_private(new, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._path)
+            replace_private(self._path, data)
         self._models = models
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 import stat
@@ -22,12 +20,7 @@ from cllm.core.account import Account, Limits
 from cllm.core.request import Priority
 from cllm.errors import StartupError
 from cllm.input_files import read_input
-from cllm.private_files import open_private
-
-try:
-    import fcntl
-except ImportError:  # Windows has no fcntl; there two commands must not run at the same time
-    fcntl = None  # type: ignore[assignment]
+from cllm.private_files import lock, open_private, replace_private
 
 FORMAT = 1  # of the file; a file with a higher one was written by a newer version
 MAX_BYTES = 50_000_000  # of the file
@@ -132,22 +125,9 @@ def check_name(name: str) -> None:
 
 
 def write_key_file(path: Path, content: KeyFile) -> None:
-    """Replace the file, which only its owner can read. It keeps its owner, if the user may do that.
-    Raises OSError.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    try:
-        with open_private(new, "xb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(OSError, AttributeError):  # no such file, not root, Windows
-            before = path.stat()
-            os.chown(new, before.st_uid, before.st_gid)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    """Replace the file. Raises OSError."""
+    data = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    replace_private(path, data + b"\n")
 
 
 @contextmanager
@@ -158,9 +138,8 @@ def edit_key_file(path: Path) -> Iterator[dict[str, AccountRecord]]:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open_private(path.with_name(f"{path.name}.lock"), "ab") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with open_private(path.with_name(f"{path.name}.lock"), "ab") as file:
+            lock(file, waits=True)  # on Windows, two commands must not run at the same time
             accounts = dict(read_key_file(path).accounts) if path.exists() else {}
             yield accounts
             write_key_file(path, KeyFile(FORMAT, accounts))

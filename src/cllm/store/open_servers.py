@@ -12,12 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.private_files import open_private
-
-try:
-    import fcntl
-except ImportError:  # Windows has none; there, such servers are not known
-    fcntl = None  # type: ignore[assignment]
+from cllm.private_files import lock, open_private
 
 FOLDER = "servers"
 
@@ -37,8 +32,7 @@ def announce_open_server(keys_file: Path, url: str) -> Iterator[None]:
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open_private(path, "wb")
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
         file.write(msgspec.json.encode(OpenServer(url, str(keys_file.absolute()))))
         file.flush()
     try:
@@ -56,8 +50,7 @@ def list_open_servers(keys_file: Path) -> list[str]:
     for path in sorted((keys_file.parent / FOLDER).glob("*.json")):
         with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
             try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock(file, shared=True)  # on Windows, such servers are not known
                 path.unlink()  # of a server that was killed
             except BlockingIOError:
                 server = msgspec.json.decode(file.read(), type=OpenServer)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cllm.errors import BadRequest, EngineError
+from cllm.private_files import lock
 from cllm.store.batches import BatchStore
 from cllm.store.database import ALONE, STORE_SCHEMA, Database
 from cllm.store.files import FileStore, Room
@@ -21,11 +22,6 @@ T = TypeVar("T")
 LOCK = "lock"  # the name of the file that is locked, with the port of the server
 
 log = logging.getLogger("cllm.store")
-
-try:
-    import fcntl
-except ImportError:  # Windows has no fcntl; there the operator must give each server its own folder
-    fcntl = None  # type: ignore[assignment]
 
 
 class Store:
@@ -128,13 +124,13 @@ class Store:
         Raises BlockingIOError while an earlier server of the same port uses it.
         """
         assert self._database is not None
-        lock = lock_folder(own, self.port)
+        handle = lock_folder(own, self.port)
         try:
             move_records(own, self.folder, self._database)
         except OSError as error:
             log.warning("files and batches stay in %s: %s", own, error.strerror)
         finally:
-            os.close(lock)
+            os.close(handle)
 
     async def close(self) -> None:
         """Finish what the thread has to do, and unlock the folder."""
@@ -154,17 +150,17 @@ class Store:
 def lock_folder(folder: Path, port: int) -> int:
     """Create ``folder`` if necessary, and return the handle that locks it for the server at a port.
 
-    Raises OSError if another process has locked it.
+    Raises OSError if another process has locked it. On Windows, which has no such locks, the
+    operator must give each server a folder of its own.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(OSError):  # of a full disk
-                os.ftruncate(lock, 0)
-                os.write(lock, str(port).encode())
+        lock(handle)
+        with suppress(OSError):  # of a full disk
+            os.ftruncate(handle, 0)
+            os.write(handle, str(port).encode())
     except OSError:
-        os.close(lock)
+        os.close(handle)
         raise
-    return lock
+    return handle
