@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from cllm.config.settings import Adapter, Settings
 from cllm.errors import StartupError
@@ -172,21 +172,14 @@ async def in_daemon(work: Callable[[], T]) -> T:
     """Return the result of ``work``, computed in a thread that does not keep the process from
     ending: it may wait for another server.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def resolve(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error else done.set_result(cast("T", result))
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel the work
 
     def run() -> None:
-        outcome: tuple[T | None, BaseException | None]
         try:
-            outcome = work(), None
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(resolve, *outcome)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(future)
