@@ -23,7 +23,7 @@ from cllm.serving.batches import Batches
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.store import batches as store_module
-from cllm.store.answers import Answers
+from cllm.store.batch_answers import BatchAnswers
 from cllm.store.batches import BatchRecord
 from cllm.store.charges import UsageCounts
 from cllm.store.files import new_file
@@ -238,7 +238,7 @@ def test_interrupted_requests_are_charged_once(tmp_path):
 def test_answer_that_is_not_on_disk_yet_costs_nothing_yet(tmp_path, monkeypatch):
     ledger = UsageLedger()
     seen = []
-    flush = Answers.flush
+    flush = BatchAnswers.flush
 
     def look_and_flush(answers):
         seen.append(ledger.of_month("o").tokens)
@@ -249,7 +249,7 @@ def test_answer_that_is_not_on_disk_yet_costs_nothing_yet(tmp_path, monkeypatch)
         await server.ended()
         assert ledger.of_month("o").tokens == 3
 
-    monkeypatch.setattr(Answers, "flush", look_and_flush)
+    monkeypatch.setattr(BatchAnswers, "flush", look_and_flush)
     run(tmp_path, test, Charged(ledger))
     assert seen[0] == 0
 

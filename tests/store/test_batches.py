@@ -9,7 +9,7 @@ from store_parts import OWN, failing_deletion, full_disk, names, opened, put
 from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.store import batches
-from cllm.store.answers import Answers
+from cllm.store.batch_answers import BatchAnswers
 from cllm.store.batches import BatchRecord
 from cllm.store.files import insert_file, new_file
 
@@ -99,7 +99,7 @@ def test_batch_is_created_if_old_answers_cannot_be_deleted(store, monkeypatch):
     def fail(answers):
         raise PermissionError("not permitted")
 
-    monkeypatch.setattr(Answers, "delete", fail)
+    monkeypatch.setattr(BatchAnswers, "delete", fail)
     file = put(store, b"x")
     add(store, file, "batch_1", status="failed")
     add(store, file, "batch_2")

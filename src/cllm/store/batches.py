@@ -16,7 +16,7 @@ import msgspec
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
-from cllm.store.answers import Answers
+from cllm.store.batch_answers import BatchAnswers
 from cllm.store.database import Database
 from cllm.store.files import FileStore, Room, disk_fault, insert_file, new_file
 
@@ -91,7 +91,7 @@ class BatchStore:
         self._database = database
         self._files = files
         self._room = room
-        self._answers: dict[str, Answers] = {}
+        self._answers: dict[str, BatchAnswers] = {}
 
     def load(self) -> set[str]:
         """Take the room of the answers in the folder. Delete those that belong to no batch.
@@ -107,9 +107,9 @@ class BatchStore:
                     path.unlink()
         return {name.decode() for data in records.values() for name in FILE_ID.findall(data)}
 
-    def answers(self, batch_id: str) -> Answers:
+    def answers(self, batch_id: str) -> BatchAnswers:
         """Return the answers of a batch, always the same object while it runs."""
-        return self._answers.setdefault(batch_id, Answers(self._folder, batch_id))
+        return self._answers.setdefault(batch_id, BatchAnswers(self._folder, batch_id))
 
     def add(self, record: BatchRecord, account: Account) -> None:
         """Store a new batch of ``account``; from now on its input file cannot be deleted.

@@ -27,7 +27,7 @@ class AnsweredRequests(NamedTuple):
     usage: dict[str, int]
 
 
-class Answers:
+class BatchAnswers:
     """The answers of one batch.
 
     All methods except ``add`` block, and are called by one thread, one at a time.

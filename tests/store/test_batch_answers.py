@@ -7,7 +7,7 @@ import os
 import pytest
 from store_parts import full_disk
 
-from cllm.store.answers import Answers
+from cllm.store.batch_answers import BatchAnswers
 
 
 def line(request_id):
@@ -20,7 +20,7 @@ def identify(answer):
 
 def test_line_truncated_by_a_crash_is_removed(tmp_path):
     """Its request is computed again, and has one answer."""
-    answers = Answers(tmp_path, "batch_1")
+    answers = BatchAnswers(tmp_path, "batch_1")
     answers.add(line("a"), succeeded=True)
     answers.add(line("b"), succeeded=True)
     answers.add(line("c"), succeeded=False)
@@ -28,7 +28,11 @@ def test_line_truncated_by_a_crash_is_removed(tmp_path):
     whole = answers.output.read_bytes()
     for cut in range(len(line("a")), len(whole)):
         answers.output.write_bytes(whole[:cut])
-        assert Answers(tmp_path, "batch_1").read_answered(identify) == ({"a"}, {"c"}, {"output": 4})
+        assert BatchAnswers(tmp_path, "batch_1").read_answered(identify) == (
+            {"a"},
+            {"c"},
+            {"output": 4},
+        )
         assert answers.output.read_bytes() == line("a")
     answers.add(line("b"), succeeded=True)
     assert answers.read_answered(identify) == ({"a", "b"}, {"c"}, {"output": 6}), (
@@ -39,7 +43,7 @@ def test_line_truncated_by_a_crash_is_removed(tmp_path):
 
 def test_answers_that_a_full_disk_rejects_are_written_later(tmp_path):
     """No answer is written twice or in part."""
-    answers = Answers(tmp_path, "batch_1")
+    answers = BatchAnswers(tmp_path, "batch_1")
     answers.add(line("a"), succeeded=True)
     answers.add(line("b"), succeeded=False)
     answers.add(line("c"), succeeded=True)
@@ -54,7 +58,7 @@ def test_answers_that_a_full_disk_rejects_are_written_later(tmp_path):
 
 
 def test_part_that_cannot_be_undone_is_removed_by_the_next_flush(tmp_path, monkeypatch):
-    answers = Answers(tmp_path, "batch_1")
+    answers = BatchAnswers(tmp_path, "batch_1")
     answers.add(line("a"), succeeded=True)
     answers.flush()
     answers.add(line("b"), succeeded=True)
@@ -67,7 +71,9 @@ def test_part_that_cannot_be_undone_is_removed_by_the_next_flush(tmp_path, monke
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", fail)
-        broken.setattr("cllm.store.answers.open_private", lambda path, *_, **__: Stuck(path, "a"))
+        broken.setattr(
+            "cllm.store.batch_answers.open_private", lambda path, *_, **__: Stuck(path, "a")
+        )
         with pytest.raises(OSError, match="Input/output"):
             answers.flush()
     assert answers.output.read_bytes() == line("a") + line("b")
