@@ -238,8 +238,9 @@ def find_file(file: Path | None, config: Path | None) -> tuple[Path, Settings]:
 
 
 def is_new(path: Path) -> bool:
-    """Return whether there is no file yet, but its folder is there or can be made. Raises
-    StartupError, before a question that would be asked in vain.
+    """Return whether there is no file yet, but its folder is there or can be made.
+
+    Raises StartupError if it cannot be written, so that the user is not asked a useless question.
     """
     folder = next((one for one in path.parents if os.path.lexists(one)), path.parent)
     try:

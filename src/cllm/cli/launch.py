@@ -66,7 +66,7 @@ def launch_claude(url: str, model: ServerModel, key: str) -> Launch:
         "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
     }
     if model.context_length is not None:
-        output = min(32_000, model.context_length // 4)  # it reserves room for so many
+        output = min(32_000, model.context_length // 4)  # it reserves room for them
         variables |= {
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(model.context_length),
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(model.context_length),

@@ -222,8 +222,8 @@ def name_in_repo(file: Path) -> str:
 
 
 def verify(files: Iterable[Path]) -> None:
-    """Check the files of the cache whose SHA-256 the hub has told. Raises StartupError and removes
-    a file that has another one.
+    """Check the files of the cache whose SHA-256 is known from the hub. A file with another one is
+    removed; then this raises StartupError.
     """
     for file in files:
         stored = file.resolve()

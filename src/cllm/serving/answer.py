@@ -251,7 +251,7 @@ class Answer:
 
         A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a
         grammar that allows no further token, after all deltas that arrived before. Deltas that
-        nobody has taken when a time limit expires are dropped.
+        have not been taken when a time limit expires are dropped.
         """
         try:
             for limit in self._limits:  # what arrives later comes too late

@@ -366,7 +366,7 @@ def shutting_down() -> EngineError:
 
 
 def take_exception(task: asyncio.Task[object]) -> None:
-    """Take the exception of a task that nobody may wait for, so that asyncio does not report it."""
+    """Take the exception of a task without a caller, so that asyncio does not report it."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, CLLMError):
         log.error("a model could not be loaded or unloaded", exc_info=error)
