@@ -23,9 +23,9 @@ import msgspec
 from cllm.bench.distribution import jain_index
 from cllm.bench.load.answer import split_parts
 from cllm.bench.load.client import Outcome, run_stages
-from cllm.bench.load.workload import Group, Words, word_tasks
+from cllm.bench.load.workload import Group, WordPrompts, word_tasks
 from cllm.bench.make_adapter import write_adapter
-from cllm.bench.servers import Server, cllm, failures
+from cllm.bench.servers import RunningServer, cllm, failures
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.main import install_signal_handlers
 from cllm.models.catalog import BUILTIN
@@ -36,7 +36,7 @@ SEEDS = itertools.count()  # every prompt is new to its server
 
 
 @contextmanager
-def serve(folder: Path, lines: list[str]) -> Iterator[Server]:
+def serve(folder: Path, lines: list[str]) -> Iterator[RunningServer]:
     """Start a server with the lines of a configuration, and with its files in a folder."""
     config = folder / "cllm.yaml"
     config.write_text("\n".join(lines))
@@ -45,13 +45,13 @@ def serve(folder: Path, lines: list[str]) -> Iterator[Server]:
         yield server
 
 
-def send(server: Server, models: list[str], requests: int) -> Outcome:
+def send(server: RunningServer, models: list[str], requests: int) -> Outcome:
     """Send unique requests for some models at once, a number from each of CLIENTS clients. The part
     of each task is its model.
     """
     groups = []
     for model in models:
-        words = Words(model=model, prompt_words=10, max_tokens=MAX_TOKENS, seed=next(SEEDS))
+        words = WordPrompts(model=model, prompt_words=10, max_tokens=MAX_TOKENS, seed=next(SEEDS))
         tasks = word_tasks(CLIENTS * requests, words)
         named = [msgspec.structs.replace(task, part=model) for task in tasks]
         groups.append(Group(tasks=named, clients=CLIENTS))
@@ -95,7 +95,7 @@ def main() -> None:
             run_rounds(server, names, options.requests, options.rounds)
 
 
-def run_rounds(server: Server, names: list[str], requests: int, rounds: int) -> None:
+def run_rounds(server: RunningServer, names: list[str], requests: int, rounds: int) -> None:
     send(server, names[:1], 1)
     ratios, indexes = [], []
     for _ in range(rounds):

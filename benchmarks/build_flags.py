@@ -111,14 +111,14 @@ def main() -> None:
             libraries[name] = build(name, CANDIDATES[name], options)
     if options.build_only:
         return
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in libraries}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in libraries}
     for i in range(options.rounds):
         for name in libraries if i % 2 == 0 else reversed(libraries):
-            found[name].append(measured(libraries[name], options))
-    print(report(found))
+            runs[name].append(measured(libraries[name], options))
+    print(report(runs))
     if options.json:
         options.json.write_text(
-            json.dumps({"cpu": describe_cpu(), "found": found}, indent=2) + "\n"
+            json.dumps({"cpu": describe_cpu(), "results": runs}, indent=2) + "\n"
         )
 
 
@@ -230,8 +230,8 @@ def measured(libraries: Path, options: argparse.Namespace) -> dict[str, Any]:
     )
     if done.returncode:
         sys.exit(f"{libraries.parent.name} does not run ({done.returncode}): {done.stderr[-500:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def measure(model: Path, threads: int) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def measure(model: Path, threads: int) -> dict[str, Any]:
         options=Options(n_threads=threads).model_dump(),
     )
     backend = build_backend(params)
-    digest, found = hashlib.sha256(), {}
+    digest, result = hashlib.sha256(), {}
 
     def sequences(count: int, length: int) -> list[Sequence]:
         seqs = []
@@ -281,31 +281,31 @@ def measure(model: Path, threads: int) -> dict[str, Any]:
 
     long = sequences(1, PREFILL_TOKENS)
     forward(long, 0, PREFILL_TOKENS)  # touches the weights
-    found["prefill"] = 2 * PREFILL_TOKENS / sum(forward(long, 0, PREFILL_TOKENS) for _ in range(2))
+    result["prefill"] = 2 * PREFILL_TOKENS / sum(forward(long, 0, PREFILL_TOKENS) for _ in range(2))
     for count in DECODING:
         seqs = sequences(count, 16 + DECODE_STEPS)
         forward(seqs, 0, 16)
-        found[f"decode {count}"] = (
+        result[f"decode {count}"] = (
             count * DECODE_STEPS / sum(forward(seqs, 16 + i, 1) for i in range(DECODE_STEPS))
         )
-    return {**found, "logits": digest.hexdigest()[:12], "system": backend.info.system}
+    return {**result, "logits": digest.hexdigest()[:12], "system": backend.info.system}
 
 
-def report(found: dict[str, list[dict[str, Any]]]) -> str:
+def report(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table: ratios to the default build, as median (least to most), and whether
     the logits agree.
     """
     columns = ["prefill", *(f"decode {count}" for count in DECODING)]
-    lines = [f"CPU: {describe_cpu()}. llama.cpp uses: {found[BASE][0]['system']}", ""]
+    lines = [f"CPU: {describe_cpu()}. llama.cpp uses: {results[BASE][0]['system']}", ""]
     lines += [
         "| build | " + " | ".join(columns) + " | logits |",
         "| --- |" + " ---: |" * len(columns) + " --- |",
     ]
-    for name, runs in found.items():
+    for name, runs in results.items():
         cells = []
         for column in columns:
             ratios = [
-                run[column] / base[column] for run, base in zip(runs, found[BASE], strict=True)
+                run[column] / base[column] for run, base in zip(runs, results[BASE], strict=True)
             ]
             middle = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
             cells.append(
@@ -313,7 +313,7 @@ def report(found: dict[str, list[dict[str, Any]]]) -> str:
                 if name == BASE
                 else middle
             )
-        same = {run["logits"] for run in runs} == {found[BASE][0]["logits"]}
+        same = {run["logits"] for run in runs} == {results[BASE][0]["logits"]}
         lines.append(f"| {name} | {' | '.join(cells)} | {'the same' if same else 'other'} |")
     return "\n".join(lines)
 

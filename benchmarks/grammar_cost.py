@@ -211,15 +211,15 @@ def main() -> None:
     step_seconds(engine, params, options.sequences, 1, 20)  # compiles the grammar
     ratios = []
     for i in range(options.rounds):
-        found = {}
+        seconds = {}
         for num_bound in (0, 1) if i % 2 else (1, 0):
-            found[num_bound] = step_seconds(
+            seconds[num_bound] = step_seconds(
                 engine, params, options.sequences, num_bound, options.steps
             )
-        ratios.append(found[1] / found[0])
+        ratios.append(seconds[1] / seconds[0])
         print(
-            f"{options.sequences} sequences: {found[0] * 1e3:.2f} ms a step, "
-            f"{found[1] * 1e3:.2f} with one bound",
+            f"{options.sequences} sequences: {seconds[0] * 1e3:.2f} ms a step, "
+            f"{seconds[1] * 1e3:.2f} with one bound",
             flush=True,
         )
     share = statistics.median(ratios) - 1

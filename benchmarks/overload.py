@@ -27,8 +27,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.bench.load.connection import Connections, Response
-from cllm.bench.servers import MODEL, Server, cllm
+from cllm.bench.load.connection import HTTPClient, Response
+from cllm.bench.servers import MODEL, RunningServer, cllm
 from cllm.cli.main import install_signal_handlers
 
 TIMES = 10  # number of clients, as a multiple of those that can run and wait
@@ -102,7 +102,7 @@ class Crowd:
         client.num_tries += 1
         headers = {"Content-Type": "application/json", **headers}
         begun = time.perf_counter()
-        with closing(Connections(self._url, headers, keep_alive=False)) as server:
+        with closing(HTTPClient(self._url, headers, keep_alive=False)) as server:
             response = await server.request("/v1/completions", client.body)
         if response.status != 200:
             self.rejections.append(time.perf_counter() - begun)
@@ -171,7 +171,7 @@ async def one_round(url: str, options: argparse.Namespace, seed: int) -> dict[st
     return results
 
 
-def serve(options: argparse.Namespace) -> contextlib.AbstractContextManager[Server]:
+def serve(options: argparse.Namespace) -> contextlib.AbstractContextManager[RunningServer]:
     flags = ["--max-num-seqs", options.seqs, "--scheduler.max-queue-requests", options.queue]
     backend = ["--backend.name", "fake"] if options.mock else []
     return cllm(options.model, *flags, "--context", 1024, *backend)

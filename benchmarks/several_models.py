@@ -27,8 +27,8 @@ import httpx2
 
 from benchmarks.adapters import compute_rate, send
 from benchmarks.adapters import serve as start
-from cllm.bench.load.workload import Words, word_tasks
-from cllm.bench.servers import Server, load
+from cllm.bench.load.workload import WordPrompts, word_tasks
+from cllm.bench.servers import RunningServer, load
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.main import install_signal_handlers
 from cllm.environment import count_cpus
@@ -36,7 +36,7 @@ from cllm.models.catalog import BUILTIN
 
 
 @contextmanager
-def serve(folder: Path, model: Path, names: str, more: str = "") -> Iterator[Server]:
+def serve(folder: Path, model: Path, names: str, more: str = "") -> Iterator[RunningServer]:
     """Serve a model under each of ``names``."""
     models = [f"  {name}: {{path: {model}, preload: true}}" for name in names]
     with start(folder, ["models:", *models, "server.allow_model_changes: true", more]) as server:
@@ -59,7 +59,7 @@ def measure_idle(folder: Path, model: Path, requests: int, rounds: int) -> None:
     print(f"idle: {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) of alone")
 
 
-def count_loads(server: Server) -> int:
+def count_loads(server: RunningServer) -> int:
     page = httpx2.get(f"{server.url}/metrics").text.splitlines()
     return int(sum(float(x.split()[-1]) for x in page if x.startswith("cllm:model_loads_total{")))
 
@@ -82,9 +82,9 @@ def measure_both(folder: Path, model: Path, requests: int, rounds: int) -> None:
         print(f"both, {way}: {median:.0f} tokens/s together ({min(rates):.0f}-{max(rates):.0f})")
 
 
-def measure_ttft(server: Server, number: int) -> float:
+def measure_ttft(server: RunningServer, number: int) -> float:
     """Return the seconds until the first token of the long prompt with this number."""
-    words = Words(model="a", prompt_words=800, max_tokens=4, seed=-1 - number)
+    words = WordPrompts(model="a", prompt_words=800, max_tokens=4, seed=-1 - number)
     (answer,) = load(server, word_tasks(1, words), 1).answers
     return answer.first - answer.sent
 

@@ -83,18 +83,17 @@ def render_page() -> str:
 
 def sections() -> Iterator[str]:
     yield INTRODUCTION
-    found = [
-        route for route in routes() if route.tags
-    ]  # all routes except the OpenAPI document and its page
+    # without the OpenAPI document and its page
+    listed = [route for route in routes() if route.tags]
     shown: dict[type[Body], str] = {}
-    for dialect in dict.fromkeys(map(dialect_of, found)):
+    for dialect in dict.fromkeys(map(name_dialect, listed)):
         yield f"## {dialect}\n"
-        for route in found:
-            if dialect_of(route) == dialect:
+        for route in listed:
+            if name_dialect(route) == dialect:
                 yield route_section(route, shown)
 
 
-def dialect_of(route: APIRoute) -> str:
+def name_dialect(route: APIRoute) -> str:
     return str(route.tags[0])
 
 

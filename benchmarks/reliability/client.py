@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cllm.bench.load.connection import Connections, Response
-from cllm.bench.servers import Server, cllm
+from cllm.bench.load.connection import HTTPClient, Response
+from cllm.bench.servers import RunningServer, cllm
 
 FAKE = ("--backend.name", "fake", "--context", "8192")
 END, ANSWER_LENGTH = (
@@ -52,7 +52,7 @@ class Answer:
 
 
 @contextlib.contextmanager
-def serve(model: Path | None, *flags: object) -> Iterator[Server]:
+def serve(model: Path | None, *flags: object) -> Iterator[RunningServer]:
     """Start a server with its own files, so that it knows no keys of the user."""
     with tempfile.TemporaryDirectory() as folder:
         own = ["--storage.folder", folder]
@@ -63,7 +63,7 @@ def serve(model: Path | None, *flags: object) -> Iterator[Server]:
 
 
 @contextlib.asynccontextmanager
-async def connect(server: Server, key: str = "") -> AsyncIterator[Client]:
+async def connect(server: RunningServer, key: str = "") -> AsyncIterator[Client]:
     client = Client(server, key)
     try:
         yield client
@@ -74,12 +74,12 @@ async def connect(server: Server, key: str = "") -> AsyncIterator[Client]:
 class Client:
     """Sends requests to one server and reads their answers, streams included."""
 
-    def __init__(self, server: Server, key: str = "") -> None:
+    def __init__(self, server: RunningServer, key: str = "") -> None:
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         self.server, self.key = server, key
-        self._connections = Connections(server.url, headers)
+        self._connections = HTTPClient(server.url, headers)
 
     def close(self) -> None:
         self._connections.close()
@@ -198,24 +198,24 @@ def count_on(last: int, count: int) -> str:
     return text
 
 
-def children(pid: int, word: str) -> list[int]:
-    """Return the processes of ``pid`` that have ``word`` in their command (Linux)."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(one) for one in (task / "children").read_text().split()]
-    return [one for one in found if word.encode() in Path(f"/proc/{one}/cmdline").read_bytes()]
+def children(parent: int, word: str) -> list[int]:
+    """Return the processes of ``parent`` that have ``word`` in their command (Linux)."""
+    pids = []
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        pids += [int(one) for one in (task / "children").read_text().split()]
+    return [pid for pid in pids if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def engine_of(server: Server) -> int:
+def find_engine(server: RunningServer) -> int:
     (engine,) = children(server.pid or 0, "cllm.process.child")
     return engine
 
 
-def memory_of(pid: int) -> float:
+def measure_memory(pid: int) -> float:
     """Return the resident memory of a process in MB (Linux)."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def descriptors_of(pid: int) -> int:
+def count_descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))

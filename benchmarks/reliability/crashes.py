@@ -25,7 +25,7 @@ from benchmarks.reliability.client import (
     Client,
     Figure,
     connect,
-    engine_of,
+    find_engine,
     serve,
 )
 from cllm.bench.servers import MODEL
@@ -85,7 +85,7 @@ def mixed_requests(count: int, seed: int = 0) -> Requests:
     return [kind() for kind, _ in zip(itertools.cycle(kinds), range(count), strict=False)]
 
 
-def lines_of(count: int, seed: int) -> bytes:
+def make_batch_lines(count: int, seed: int) -> bytes:
     """Return the file of a batch with ``count`` requests."""
     long = held_out_questions(seed, ["stories"])
     bodies = [
@@ -127,7 +127,7 @@ async def measure_kill(rounds: int, count: int = 88, num_lines: int = 8) -> list
     same, total, longest, load = 0, 0, 0.0, 0.0
     flags = ("--max-num-seqs", NUM_SEQS, "--context", 1024, "--server.enable-faults")
     for number in range(rounds):
-        requests, lines = mixed_requests(count, number), lines_of(num_lines, 100 + number)
+        requests, lines = mixed_requests(count, number), make_batch_lines(num_lines, 100 + number)
         with serve(None, *flags) as server:
             async with connect(server) as client:
                 load = max(load, server.start_s)
@@ -142,9 +142,9 @@ async def measure_kill(rounds: int, count: int = 88, num_lines: int = 8) -> list
                 killed = time.perf_counter()
                 await client.wait_until_ready()
                 longest = max(longest, time.perf_counter() - killed)
-                found = await begun
+                answers = await begun
                 total += count + num_lines
-                same += sum(map(are_same, calm, found))
+                same += sum(map(are_same, calm, answers))
                 same += sum(map(str.__eq__, calm_batch, await batch))
                 assert await client.metric("engine_restarts_total") == 1
     return [
@@ -165,16 +165,16 @@ async def measure_kill(rounds: int, count: int = 88, num_lines: int = 8) -> list
     ]
 
 
-def are_same(calm: Answer, found: Answer) -> bool:
-    if calm.status != 200 or found.status != 200:
+def are_same(calm: Answer, disturbed: Answer) -> bool:
+    if calm.status != 200 or disturbed.status != 200:
         return False
     if isinstance(calm.content[0], list):  # embeddings: rounded differently in another batch
-        pairs = zip(calm.content, found.content, strict=True)
+        pairs = zip(calm.content, disturbed.content, strict=True)
         return all(
             abs(a - b) < 0.01 for one, other in pairs for a, b in zip(one, other, strict=True)
         )
-    same_usage = calm.usage.get("completion_tokens") == found.usage.get("completion_tokens")
-    return bool(calm.content == found.content) and same_usage
+    same_usage = calm.usage.get("completion_tokens") == disturbed.usage.get("completion_tokens")
+    return bool(calm.content == disturbed.content) and same_usage
 
 
 async def measure_hang() -> list[Figure]:
@@ -227,7 +227,7 @@ async def measure_deadline(rounds: int) -> list[Figure]:
     late = []
     with serve(None, *FAKE) as server:
         async with connect(server) as client:
-            engine = engine_of(server)
+            engine = find_engine(server)
             for number in range(rounds):
                 body = {"model": MODEL, "max_tokens": 4000, "ignore_eos": True, "deadline_ms": 1500}
                 begun = time.perf_counter()
@@ -267,14 +267,14 @@ async def measure_flips(total: int) -> list[Figure]:
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     output, _ = await process.communicate()
-    found = json.loads(output)
-    ends = ", ".join(f"{count} {end}" for end, count in sorted(found["ends"].items()))
+    result = json.loads(output)
+    ends = ", ".join(f"{count} {end}" for end, count in sorted(result["ends"].items()))
     return [
         Figure(
             f"crashes of the API process in {total:,} loads of a file with a flipped bit in its "
             "header",
             "0",
-            f"{len(found['broken'])} ({ends})",
-            process.returncode == 0 and not found["broken"],
+            f"{len(result['broken'])} ({ends})",
+            process.returncode == 0 and not result["broken"],
         )
     ]

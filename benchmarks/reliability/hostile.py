@@ -25,8 +25,8 @@ import hypothesis
 import schemathesis
 
 from benchmarks.reliability import watched_serve
-from benchmarks.reliability.client import CHAT, Figure, engine_of, serve
-from cllm.bench.servers import MODEL, Server, running
+from benchmarks.reliability.client import CHAT, Figure, find_engine, serve
+from cllm.bench.servers import MODEL, RunningServer, running
 
 NUM_WORKERS = 6
 # Seconds after which the server ends a request with 504, and after which a client gives up.
@@ -170,8 +170,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any, Any]]:
 class Attack:
     """Sends hostile inputs to one server until ``end``, seconds of time.monotonic."""
 
-    def __init__(self, server: Server, end: float) -> None:
-        self.found = Findings()
+    def __init__(self, server: RunningServer, end: float) -> None:
+        self.findings = Findings()
         self._server, self._end = server, end
         self._client = httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE)
 
@@ -196,11 +196,11 @@ class Attack:
                 answer = await self._client.post(path, content=content, headers=headers)
             except httpx2.HTTPError as error:
                 # Refused before the whole body was read: the connection is closed meanwhile.
-                self.found.statuses[type(error).__name__] += 1
+                self.findings.statuses[type(error).__name__] += 1
                 if isinstance(error, httpx2.TimeoutException):
-                    self.found.report(f"no answer in {PATIENCE} s for {path} {content[:200]!r}")
+                    self.findings.report(f"no answer in {PATIENCE} s for {path} {content[:200]!r}")
                 continue
-            self.found.judge(answer, f"{path} {content!r}")
+            self.findings.judge(answer, f"{path} {content!r}")
 
     def _generate(self, document: dict[str, Any]) -> None:
         """Send requests that follow the document, and some that break it."""
@@ -221,9 +221,9 @@ class Attack:
         try:
             answer = case.call(base_url=self._server.url, timeout=PATIENCE)
         except OSError as error:  # the exceptions of its HTTP client are that, too
-            self.found.report(f"{error} for {what[:300]}")
+            self.findings.report(f"{error} for {what[:300]}")
         else:
-            self.found.judge(answer, what)
+            self.findings.judge(answer, what)
 
     async def _send_bytes(self) -> None:
         """Send requests whose head is damaged, and close."""
@@ -244,25 +244,25 @@ class Attack:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 line = await asyncio.wait_for(reader.readline(), 0.5)
                 status = int(line.split()[1]) if line else 0
-                self.found.statuses[f"{status // 100}xx"] += 1
+                self.findings.statuses[f"{status // 100}xx"] += 1
                 if status >= 500 and status not in (501, 505):
-                    self.found.report(f"{status} for {bytes(damaged)!r}")
+                    self.findings.report(f"{status} for {bytes(damaged)!r}")
             writer.close()
 
     async def _ask(self) -> None:
         """A good request gets the right answer meanwhile, and the engine stays."""
-        engine = engine_of(self._server)
+        engine = find_engine(self._server)
         for _ in self._turns():
             body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
             answer = await self._client.post(CHAT, json=body)
             if answer.status_code != 200 or RIGHT not in answer.text:
-                self.found.report(f"a good request got {answer.text[:200]}")
+                self.findings.report(f"a good request got {answer.text[:200]}")
             page = (await self._client.get("/metrics")).content
             if odd := [line for line in page.split(b"\n") if re.search(rb"[\x00-\x1f\x7f]", line)]:
-                self.found.report(f"control characters in /metrics: {odd[0]!r}")
-            if engine_of(self._server) != engine:
-                engine = engine_of(self._server)
-                self.found.report("the engine was replaced")
+                self.findings.report(f"control characters in /metrics: {odd[0]!r}")
+            if find_engine(self._server) != engine:
+                engine = find_engine(self._server)
+                self.findings.report("the engine was replaced")
             await asyncio.sleep(1)
 
 
@@ -284,14 +284,14 @@ def try_out(cases: Any, seed: int, check: Callable[[Any], None], count: int = 10
     run()
 
 
-async def attack(server: Server, minutes: float) -> Findings:
+async def attack(server: RunningServer, minutes: float) -> Findings:
     one = Attack(server, time.monotonic() + minutes * 60)
     await one.run()
-    return one.found
+    return one.findings
 
 
 @contextlib.contextmanager
-def serve_watched() -> Iterator[tuple[Server, Path]]:
+def serve_watched() -> Iterator[tuple[RunningServer, Path]]:
     """Start a server that reports slow callbacks of its event loop into a file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report")
@@ -305,14 +305,14 @@ def serve_watched() -> Iterator[tuple[Server, Path]]:
 async def measure_hostile(minutes: float) -> list[Figure]:
     """Send hostile inputs to the built-in model, then a tenth as long to a watched event loop."""
     with serve(None, *LIMITS) as server:
-        found = await attack(server, minutes)
+        findings = await attack(server, minutes)
     with serve_watched() as (server, report):
         seen = len(report.read_text())  # what the start has taken is nobody's
-        watched_found = await attack(server, minutes / 10)
+        watched_findings = await attack(server, minutes / 10)
         lines = report.read_text()[seen:].splitlines()
     worst = max((float(line.split()[0]) for line in lines), default=0.0)
-    summary = ", ".join(f"{count:,} {name}" for name, count in sorted(found.statuses.items()))
-    faults = found.num_faults + watched_found.num_faults
+    summary = ", ".join(f"{count:,} {name}" for name, count in sorted(findings.statuses.items()))
+    faults = findings.num_faults + watched_findings.num_faults
     return [
         Figure(
             f"5xx, wrong answers and restarts in {minutes:g} minutes of hostile inputs ({summary})",
@@ -322,7 +322,7 @@ async def measure_hostile(minutes: float) -> list[Figure]:
         ),
         Figure(
             "CPU time of one callback on the event loop under "
-            f"{watched_found.num_inputs:,} hostile inputs",
+            f"{watched_findings.num_inputs:,} hostile inputs",
             "at most 0.2 s",
             f"at most {worst:.2f} s; {len(lines)} took more than {watched_serve.LEAST} s",
             worst <= 0.2,

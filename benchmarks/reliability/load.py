@@ -25,9 +25,9 @@ from benchmarks.reliability.client import (
     Figure,
     children,
     connect,
+    count_descriptors,
     count_on,
-    descriptors_of,
-    memory_of,
+    measure_memory,
     serve,
 )
 from cllm.bench.servers import MODEL
@@ -160,9 +160,9 @@ async def measure_ledger(total: int) -> list[Figure]:
                 await asyncio.gather(*(work(i % 5, last) for i in range(NUM_SEQS)))
 
             await run(total // 5)  # caches fill, buffers grow
-            before = memory_of(server.pid or 0)
+            before = measure_memory(server.pid or 0)
             await run(total)
-            growth = memory_of(server.pid or 0) - before
+            growth = measure_memory(server.pid or 0) - before
             counted: Counter[str] = Counter()
             for day in (await clients[0].get("/usage"))["days"]:
                 for name in ("requests", "prompt_tokens", "completion_tokens"):
@@ -190,7 +190,7 @@ async def measure_aborts(total: int) -> list[Figure]:
     with serve(None, *FAKE, "--max-num-seqs", NUM_SEQS) as server:
         async with connect(server) as client:
             await client.send(COMPLETE, {"model": MODEL, "prompt": "a", "max_tokens": 2})
-            before = descriptors_of(server.pid or 0)
+            before = count_descriptors(server.pid or 0)
 
             async def abort(number: int) -> None:
                 async with connect(server) as own:
@@ -217,7 +217,7 @@ async def measure_aborts(total: int) -> list[Figure]:
                 "ids": stats["num_seq_ids_in_use"],
                 "cells": stats["num_cells_held"],
                 "requests": len(page["running"]) + page["num_waiting"],
-                "descriptors": max(0, descriptors_of(server.pid or 0) - before - 2),
+                "descriptors": max(0, count_descriptors(server.pid or 0) - before - 2),
                 "processes": max(0, len(children(server.pid or 0, "cllm")) - 2),
             }
     measured = ", ".join(f"{count} {name}" for name, count in left.items())

@@ -20,13 +20,13 @@ from benchmarks.reliability.client import (
     Client,
     Figure,
     connect,
-    descriptors_of,
-    engine_of,
-    memory_of,
+    count_descriptors,
+    find_engine,
+    measure_memory,
     serve,
 )
 from benchmarks.reliability.load import accounts, is_right
-from cllm.bench.servers import MODEL, Server
+from cllm.bench.servers import MODEL, RunningServer
 
 NUM_CLIENTS = 24  # 80 % of the sequences
 ABORTS, HOSTILE = 0.10, 0.05  # shares of all requests
@@ -61,7 +61,7 @@ class Seen:
 class Soak:
     """All clients of one server."""
 
-    def __init__(self, server: Server, clients: list[Client], end: float) -> None:
+    def __init__(self, server: RunningServer, clients: list[Client], end: float) -> None:
         self._server, self._clients, self._end = server, clients, end
         self._numbers = itertools.count()
         self._random = random.Random(7)
@@ -163,7 +163,7 @@ class Soak:
         while time.monotonic() + pause < self._end:
             await asyncio.sleep(pause)
             with contextlib.suppress(ValueError, ProcessLookupError):  # no engine just now
-                os.kill(engine_of(self._server), signal.SIGKILL)
+                os.kill(find_engine(self._server), signal.SIGKILL)
                 self.seen.counts["kills"] += 1
 
 
@@ -172,7 +172,7 @@ async def measure_soak(minutes: float) -> list[Figure]:
     with accounts(6) as (path, keys), serve(None, *FAKE, "--server.keys-file", path) as server:
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(connect(server, key)) for key in keys]
-            before = memory_of(server.pid or 0)
+            before = measure_memory(server.pid or 0)
             soak = Soak(server, clients, time.monotonic() + minutes * 60)
             await soak.run()
             await clients[0].wait_until_ready()
@@ -186,8 +186,8 @@ async def measure_soak(minutes: float) -> list[Figure]:
             differences = sum((counted - seen.tokens).values())
             differences += sum((seen.tokens - counted).values())
             left = stats["num_seq_ids_in_use"] + stats["num_cells_held"]
-            growth = memory_of(server.pid or 0) - before
-            descriptors = descriptors_of(server.pid or 0)
+            growth = measure_memory(server.pid or 0) - before
+            descriptors = count_descriptors(server.pid or 0)
     summary = ", ".join(f"{count:,} {name}" for name, count in sorted(seen.counts.items()))
     errors = sum(seen.errors.values())
     for error, count in seen.errors.most_common(10):

@@ -6,7 +6,7 @@ import pytest
 
 from cllm.bench.bare_engine import PARTS
 from cllm.bench.stages import STAGES, SizeResult, StageResult, losses, run_stages
-from cllm.bench.work import Size
+from cllm.bench.work import WorkSize
 
 
 def result(*medians: float) -> SizeResult:
@@ -22,7 +22,7 @@ def test_loss_is_computed_between_stages() -> None:
 @pytest.mark.slow
 def test_every_stage_is_measured(builtin_path, caplog) -> None:
     told = []
-    sizes = [Size(1, 4, 6, 0.0, 0), Size(3, 4, 6, 0.8, 0)]
+    sizes = [WorkSize(1, 4, 6, 0.0, 0), WorkSize(3, 4, 6, 0.8, 0)]
     results = run_stages(builtin_path, sizes, 1, lambda share, what: told.append((share, what)))
     assert [found.num_seqs for found in results] == [1, 3]
     for found in results:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.bench.load.client import Outcome, Target, run_stages
+from cllm.bench.load.client import Endpoint, Outcome, run_stages
 from cllm.bench.load.dialects import Api
 from cllm.bench.load.workload import Group, Task
 from cllm.bench.programs import last_line, run_program
@@ -30,7 +30,7 @@ REQUEST_TIMEOUT = 14400.0  # seconds; a very long prompt beside others takes an 
 MODEL = "m"  # the model's name in all requests
 
 
-class Server(Target, frozen=True):
+class RunningServer(Endpoint, frozen=True):
     """A running server, and the seconds from its start until it was ready."""
 
     start_s: float = 0.0
@@ -51,7 +51,7 @@ def running(
     keep_alive: bool = True,
     api: Api = "openai",
     environment: Mapping[str, str] = {},
-) -> Iterator[Server]:
+) -> Iterator[RunningServer]:
     """Start ``command`` with its "PORT" replaced, and yield the server when ``health`` answers 200.
 
     SIGTERM ends it afterwards. Raises StartupError if it does not start.
@@ -82,7 +82,7 @@ def running(
                     raise StartupError(f"{Path(words[0]).name} does not start: {reason}")
                 time.sleep(0.01)
             start_s = time.perf_counter() - begun
-            yield Server(
+            yield RunningServer(
                 url,
                 timeout=REQUEST_TIMEOUT,
                 keep_alive=keep_alive,
@@ -112,7 +112,7 @@ def answers(url: str) -> bool:
 
 def cllm(
     model: Path | None, *flags: object, name: str | None = MODEL
-) -> contextlib.AbstractContextManager[Server]:
+) -> contextlib.AbstractContextManager[RunningServer]:
     """Start cLLM with ``flags`` of ``cllm serve``. Without a model, it serves the built-in one.
 
     name: of the model in requests; None: the one that cLLM derives from the file.
@@ -125,7 +125,7 @@ def cllm(
 
 def llama_server(
     model: Path, *flags: object, program: Path
-) -> contextlib.AbstractContextManager[Server]:
+) -> contextlib.AbstractContextManager[RunningServer]:
     """Start llama-server with ``flags``.
 
     Each request opens a connection, because it drops some kept-alive ones.
@@ -140,7 +140,7 @@ def llama_server(
 @contextlib.contextmanager
 def ollama(
     program: Path, model: Path, threads: int, num_seqs: int, context: int
-) -> Iterator[Server]:
+) -> Iterator[RunningServer]:
     """Start a separate ``ollama serve`` that knows only this model, as MODEL in a temporary folder.
 
     Raises StartupError.
@@ -169,7 +169,7 @@ def ollama(
 @contextlib.contextmanager
 def example_server(
     script: Path, model: Path, threads: int, unified: bool, num_seqs: int, context: int
-) -> Iterator[Server]:
+) -> Iterator[RunningServer]:
     """Start llama-cpp-python's example server with the libraries in the folder of ``script``."""
     port = free_port()
     options = {
@@ -211,7 +211,7 @@ def memory_mb(pid: int) -> float | None:
 
 
 def load(
-    target: Target, tasks: Sequence[Task], concurrency: int, *, may_fail: bool = False
+    target: Endpoint, tasks: Sequence[Task], concurrency: int, *, may_fail: bool = False
 ) -> Outcome:
     """Send ``tasks``, ``concurrency`` at a time, without warm-up.
 

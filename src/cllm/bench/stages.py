@@ -25,10 +25,10 @@ from cllm.backends.base import Backend, Vocabulary
 from cllm.bench.bare_engine import forget, make_sequences, prefill, step_parts
 from cllm.bench.console import number_table
 from cllm.bench.load.answer import printable
-from cllm.bench.load.client import Target, connections
+from cllm.bench.load.client import Endpoint, connections
 from cllm.bench.load.workload import Task
 from cllm.bench.servers import MODEL, cllm, load
-from cllm.bench.work import Size, Work
+from cllm.bench.work import Work, WorkSize
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.request import Request
 from cllm.engine.build import build_backend, build_engine, build_vocabulary
@@ -83,7 +83,9 @@ class SizeResult(msgspec.Struct, frozen=True):
     step_us: dict[str, float]
 
 
-def run_stages(path: Path, sizes: list[Size], rounds: int, progress: Progress) -> list[SizeResult]:
+def run_stages(
+    path: Path, sizes: list[WorkSize], rounds: int, progress: Progress
+) -> list[SizeResult]:
     """Measure all stages of each size, in turn, ``rounds`` times.
 
     Raises StartupError if the model cannot be loaded.
@@ -92,7 +94,7 @@ def run_stages(path: Path, sizes: list[Size], rounds: int, progress: Progress) -
     results = []
     for i, size in enumerate(sizes):
 
-        def told(share: float, i: int = i, size: Size = size) -> None:
+        def told(share: float, i: int = i, size: WorkSize = size) -> None:
             progress((i + share) / len(sizes), sequences(size.num_seqs))
 
         results.append(run_size(path, size, vocabulary, rounds, told))
@@ -100,7 +102,11 @@ def run_stages(path: Path, sizes: list[Size], rounds: int, progress: Progress) -
 
 
 def run_size(
-    path: Path, size: Size, vocabulary: Vocabulary, rounds: int, progress: Callable[[float], None]
+    path: Path,
+    size: WorkSize,
+    vocabulary: Vocabulary,
+    rounds: int,
+    progress: Callable[[float], None],
 ) -> SizeResult:
     measured: dict[str, list[float]] = {stage: [] for stage in STAGES}
     with ExitStack() as stack:
@@ -277,7 +283,7 @@ async def read_answers(service: Service, work: Work) -> None:
     await asyncio.gather(*map(read, work.requests()))
 
 
-async def post_all(target: Target, work: Work) -> None:
+async def post_all(target: Endpoint, work: Work) -> None:
     with closing(connections(target)) as server:
 
         async def post(task: Task) -> None:

@@ -21,7 +21,7 @@ from cllm.text.templates.fences import Fences
 SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")
 
 
-class Size(msgspec.Struct, frozen=True):
+class WorkSize(msgspec.Struct, frozen=True):
     """How much work to make.
 
     ``temperature`` 0 is greedy; other temperatures use top-k 40 and top-p 0.95.
@@ -37,7 +37,7 @@ class Size(msgspec.Struct, frozen=True):
 class Work:
     """The prompts of one size: as messages, as request bodies and as token ids."""
 
-    def __init__(self, size: Size, vocabulary: Vocabulary, number: int = 0) -> None:
+    def __init__(self, size: WorkSize, vocabulary: Vocabulary, number: int = 0) -> None:
         """Works with different numbers share no prompt."""
         self.size = size
         self.number = number

@@ -23,15 +23,15 @@ from cllm.bench.compare.rounds import (
     ENGINE,
     LLAMA_SERVER,
     Rounds,
-    Run,
+    StoredRun,
 )
 from cllm.bench.compare.rows import MEMORY, OUTPUT, OUTSIDE, PER_CPU, ROWS, START, SUCCEEDED, TTFT
-from cllm.bench.compare.runs import Measured, accept_without_usage, collect_values
+from cllm.bench.compare.runs import RunResult, accept_without_usage, collect_values
 from cllm.bench.compare.systems import Purpose, llama_server_openers
 from cllm.bench.compare.targets import find_figures
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
-from cllm.bench.load.dialects import Usage
+from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.report import summarize
 from cllm.bench.load.workload import Task
 from cllm.bench.peers import FOLDER, find
@@ -45,8 +45,10 @@ SETTINGS = ["default", "-np 8", "-np 8 -kvu"]
 # --- stored rounds ------------------------------------------------------------------------------
 
 
-def run(**changes: Any) -> Run:
-    made = Run(row="shared", system=CLLM, round=0, machine=HERE, at="2026-01-01", values={"a": 1.0})
+def run(**changes: Any) -> StoredRun:
+    made = StoredRun(
+        row="shared", system=CLLM, round=0, machine=HERE, at="2026-01-01", values={"a": 1.0}
+    )
     return msgspec.structs.replace(made, **changes)
 
 
@@ -123,19 +125,19 @@ def test_own_processes_are_not_noise() -> None:
 class Machine:
     """Pretends to measure: speeds by system and settings, and the noise of each attempt."""
 
-    def __init__(self, noise: Callable[[Run], float] = lambda run: 0.0) -> None:
+    def __init__(self, noise: Callable[[StoredRun], float] = lambda run: 0.0) -> None:
         self.measured: list[tuple[str, str, int]] = []
         self.noise = noise
 
-    def speed(self, run: Run) -> float:
+    def speed(self, run: StoredRun) -> float:
         theirs = {"default": 40.0, "-np 8": 95.0, "-np 8 -kvu": 100.0 + run.round}
         return 200.0 if run.system == CLLM else theirs[run.settings]
 
-    def measure(self, run: Run) -> Run:
+    def measure(self, run: StoredRun) -> StoredRun:
         self.measured.append((run.system, run.settings, run.round))
         speed = self.speed(run)
         values = {OUTPUT: speed, TTFT: 1e4 / speed, PER_CPU: speed / 2, SUCCEEDED: 1.0}
-        found = Measured(values, 24, 24, {}, self.noise(run))
+        found = RunResult(values, 24, 24, {}, self.noise(run))
         at = f"2026-01-01T00:{len(self.measured):04}"
         return msgspec.structs.replace(run, at=at, **found._asdict())
 
@@ -178,7 +180,7 @@ def test_noisy_run_is_repeated_up_to_limit(machine: Machine) -> None:
     """A quiet attempt ends the repetition; without one, the figure is marked."""
     attempts = Counter[tuple[str, str]]()
 
-    def noise(run: Run) -> float:
+    def noise(run: StoredRun) -> float:
         attempts[run.system, run.settings] += 1
         if run.system == CLLM:
             return 0.5
@@ -236,8 +238,8 @@ def test_setting_that_fails_requests_is_not_judged(machine: Machine) -> None:
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def answer(finish_reason: str | None, usage: Usage | None, part: str = "") -> Answer:
-    answer = Answer(Task(b"", num_tokens=4, part=part), 0.0)
+def answer(finish_reason: str | None, usage: TokenCounts | None, part: str = "") -> TimedAnswer:
+    answer = TimedAnswer(Task(b"", num_tokens=4, part=part), 0.0)
     answer.content_times = [1.0, 1.5, 2.5]
     answer.ended, answer.finish_reason, answer.usage = 3.0, finish_reason, usage
     answer.judge()
@@ -247,7 +249,7 @@ def answer(finish_reason: str | None, usage: Usage | None, part: str = "") -> An
 def test_load_results_are_summarized() -> None:
     """A stream without token counts counts as complete if it ended with the reason length."""
     answers = [
-        answer("length", Usage(4, 9, 0)),
+        answer("length", TokenCounts(4, 9, 0)),
         answer("length", None, "streams"),
         answer("stop", None, "streams"),
         answer(None, None),

@@ -18,7 +18,7 @@ from cllm.bench.compare.rounds import (
     FIXED,
     LLAMA_SERVER,
     Rounds,
-    Run,
+    StoredRun,
 )
 from cllm.bench.compare.rows import (
     DECODE,
@@ -39,8 +39,8 @@ from cllm.errors import StartupError
 MACHINE = {"CPU": "a | b", "build": "abc"}
 
 
-def run(row: str, system: str, i: int = 0, settings: str = "", **values: float) -> Run:
-    return Run(
+def run(row: str, system: str, i: int = 0, settings: str = "", **values: float) -> StoredRun:
+    return StoredRun(
         row=row,
         system=system,
         settings=settings,
@@ -192,7 +192,9 @@ def test_page_shows_figures_and_rows(tmp_path: Path) -> None:
     rounds = made_up()
     failed: dict[str, Any] = {"num_succeeded": 4, "failures": {"connection lost | reset": 12}}
     rounds.add(
-        Run(row="rag", system=LLAMA_SERVER, round=0, machine=MACHINE, at="2026-01-03", **failed)
+        StoredRun(
+            row="rag", system=LLAMA_SERVER, round=0, machine=MACHINE, at="2026-01-03", **failed
+        )
     )
     written = write_page(rounds, path, {"Ollama": "not installed"})
     assert written[0] == path

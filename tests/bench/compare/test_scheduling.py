@@ -13,9 +13,9 @@ import pytest
 
 from cllm.bench.compare import scheduler_jobs
 from cllm.bench.compare.measure import is_served
-from cllm.bench.compare.rounds import BACKEND, CLLM, ENGINE, LLAMA_SERVER, RESTARTED, Run
+from cllm.bench.compare.rounds import BACKEND, CLLM, ENGINE, LLAMA_SERVER, RESTARTED, StoredRun
 from cllm.bench.compare.rows import COMPUTED, OUTPUT, QUEUED, RESTORED, ROWS, TTFT, UNUSUAL
-from cllm.bench.compare.runs import Measured, Runner
+from cllm.bench.compare.runs import Runner, RunResult
 from cllm.bench.compare.scheduler_jobs import (
     QueueJob,
     RestoreJob,
@@ -32,10 +32,10 @@ from cllm.bench.compare.workloads import (
     SLOWER,
     account_figures,
 )
-from cllm.bench.load.answer import Answer
-from cllm.bench.load.workload import Stage, Task, Words
+from cllm.bench.load.answer import TimedAnswer
+from cllm.bench.load.workload import Stage, Task, WordPrompts
 
-WORDS = Words(model="m", prompt_words=1, max_tokens=16, options={"top_k": 40})
+WORDS = WordPrompts(model="m", prompt_words=1, max_tokens=16, options={"top_k": 40})
 
 
 def make(name: str) -> list[Stage]:
@@ -68,8 +68,8 @@ def test_long_answers_are_long_and_edits_have_a_part_for_each_load() -> None:
     assert len({*bodies}) == len(bodies)
 
 
-def answer(part: str, sent: float, times: list[float]) -> Answer:
-    made = Answer(Task(b"", part=part), sent)
+def answer(part: str, sent: float, times: list[float]) -> TimedAnswer:
+    made = TimedAnswer(Task(b"", part=part), sent)
     made.content_times, made.ended = times, times[-1]
     return made
 
@@ -111,15 +111,17 @@ def test_requests_are_sent_before_and_after_restart(monkeypatch: pytest.MonkeyPa
         yield
         events.append("stop")
 
-    def send(self: Runner, server: object, row: object, run: Run) -> Measured:
+    def send(self: Runner, server: object, row: object, run: StoredRun) -> RunResult:
         events.append("send")
-        return Measured({})
+        return RunResult({})
 
     monkeypatch.setattr(Runner, "_send", send)
     runner = Runner(None, Path(), Path(), 1.0)
     for system, starts in ((CLLM, 1), (RESTARTED, 2)):
         events.clear()
-        runner.measure_server(ROWS["restart"], Run(row="restart", system=system, round=0), opener)
+        runner.measure_server(
+            ROWS["restart"], StoredRun(row="restart", system=system, round=0), opener
+        )
         assert events == ["start", "send", "stop"] * starts
 
 

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from cllm.bench.distribution import LatencySummary
-from cllm.bench.load.answer import Answer
-from cllm.bench.load.client import Outcome, Target, find_model, run_stages
+from cllm.bench.load.answer import TimedAnswer
+from cllm.bench.load.client import Endpoint, Outcome, find_model, run_stages
 from cllm.bench.load.report import Report, remarks, results, summarize
 from cllm.bench.load.workload import (
     QUESTION_KINDS,
@@ -23,7 +23,7 @@ from cllm.bench.load.workload import (
     WORKLOADS,
     Group,
     Task,
-    Words,
+    WordPrompts,
     arrival_times,
     num_requests,
     question_tasks,
@@ -36,7 +36,8 @@ MAX_TOKENS = 4
 
 def words(count: int, *, model: str = "m", **options: int) -> list[Task]:
     return word_tasks(
-        count, Words(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options})
+        count,
+        WordPrompts(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options}),
     )
 
 
@@ -48,7 +49,7 @@ def measure(
     url: str, tasks: list[Task], *, timeout: float = 60.0, concurrency: int = 4, warmup: int = 0
 ) -> Report:
     seen: list[int] = []
-    target = Target(url, timeout=timeout)
+    target = Endpoint(url, timeout=timeout)
     first = Group(tasks=tasks[:warmup], clients=concurrency)
     group = Group(tasks=tasks[warmup:], clients=concurrency)
     outcome = run_stages(target, [[group]], warmup=first, progress=seen.append)
@@ -159,7 +160,7 @@ def serving(handler: Callable, models: object = None) -> Iterator[str]:
 
 def test_load_against_real_server_succeeds(fake_server: str) -> None:
     """Every request gets exactly its number of tokens, and the figures of the report agree."""
-    model = find_model(Target(fake_server))
+    model = find_model(Endpoint(fake_server))
     assert model == "fake"
     report = measure(fake_server, words(14, model=model, max_tokens=16), warmup=4)
     assert report.failures == {}
@@ -256,7 +257,7 @@ def test_load_beside_an_endless_group_ends_if_all_requests_fail() -> None:
     endless = Group(tasks=repeat(words(1)[0]), clients=2, background=True)
     waiting = Group(tasks=words(3), clients=1, start_after=100)
     with serving(breaks_down) as url:
-        outcome = run_stages(Target(url), [[endless, waiting]])
+        outcome = run_stages(Endpoint(url), [[endless, waiting]])
     assert len(outcome.answers) == 5
 
 
@@ -298,7 +299,7 @@ def test_concurrency_and_connection_reuse_are_respected() -> None:
 
     with serving(handler) as url:
         warmup, group = (Group(tasks=words(count), clients=3) for count in (5, 15))
-        outcome = run_stages(Target(url, "secret"), [[group]], warmup=warmup)
+        outcome = run_stages(Endpoint(url, "secret"), [[group]], warmup=warmup)
     assert (most, len(connections), keys) == (3, 3, {"Bearer secret"})
     assert Counter(answer.failure for answer in outcome.answers) == {"": 15}
 
@@ -310,21 +311,21 @@ def test_unreachable_server_raises() -> None:
     with pytest.raises(
         StartupError, match=r"^http://127.0.0.1:\d+ cannot be measured: .*[Cc]onnect"
     ):
-        find_model(Target(url), "m")
+        find_model(Endpoint(url), "m")
 
 
 @pytest.mark.parametrize("models", [{"data": []}, {}, [1]])
 def test_server_without_models_raises(models: object) -> None:
     with serving(sends(), models) as url:
-        assert find_model(Target(url), "mine") == "mine"
+        assert find_model(Endpoint(url), "mine") == "mine"
         with pytest.raises(StartupError, match="name it with --model"):
-            find_model(Target(url))
+            find_model(Endpoint(url))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "ftp://host", "http://", "nonsense"])
 def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(StartupError, match="cannot be measured"):
-        find_model(Target(url))
+        find_model(Endpoint(url))
 
 
 # Reading and counting.
@@ -338,7 +339,7 @@ def test_stream_split_anywhere_is_read(size: int, newline: bytes, compact: bool)
     if compact:
         stream = stream.replace(b'": ', b'":').replace(b"data: ", b"data:", 1)
     stream = stream.replace(b"\n", newline)
-    answer = Answer(Task(b"", MAX_TOKENS, "any"), 0.0)
+    answer = TimedAnswer(Task(b"", MAX_TOKENS, "any"), 0.0)
     for at in range(0, len(stream), size):
         answer.feed(stream[at : at + size], float(at))
     assert (answer.finish_reason, answer.output_tokens, answer.failure) == (
@@ -350,8 +351,8 @@ def test_stream_split_anywhere_is_read(size: int, newline: bytes, compact: bool)
     assert answer.text().endswith("data: ü" if not compact else "ü")
 
 
-def timed(sent: float, content_times: list[float], ended: float, tokens: int) -> Answer:
-    answer = Answer(Task(b"", tokens), sent)
+def timed(sent: float, content_times: list[float], ended: float, tokens: int) -> TimedAnswer:
+    answer = TimedAnswer(Task(b"", tokens), sent)
     for now in content_times:
         answer.feed(content("x"), now)
     answer.feed(finish("length") + usage(tokens) + DONE, ended)
@@ -425,14 +426,14 @@ def test_every_workload_makes_given_number_of_requests() -> None:
     for make, _ in WORKLOADS.values():
         for count in (1, 7, 8):
             tasks, again = (
-                make(count, Words(model="m", prompt_words=5, max_tokens=6)) for _ in range(2)
+                make(count, WordPrompts(model="m", prompt_words=5, max_tokens=6)) for _ in range(2)
             )
             assert num_requests(tasks) == count
             assert [task.body for task in tasks] == [task.body for task in again]
 
 
 def test_chat_workload_varies_lengths() -> None:
-    tasks = WORKLOADS["chat"][0](200, Words(model="m", prompt_words=50, max_tokens=30))
+    tasks = WORKLOADS["chat"][0](200, WordPrompts(model="m", prompt_words=50, max_tokens=30))
     lengths = sorted(len(prompt_of(task)) for task in tasks)
     assert lengths[0] < 20
     assert 35 < lengths[100] < 70
@@ -444,7 +445,7 @@ def test_chat_workload_varies_lengths() -> None:
 
 
 def test_long_prefill_mixes_prompt_lengths() -> None:
-    tasks = WORKLOADS["long-prefill"][0](10, Words(model="m", prompt_words=4, max_tokens=6))
+    tasks = WORKLOADS["long-prefill"][0](10, WordPrompts(model="m", prompt_words=4, max_tokens=6))
     assert [len(prompt_of(task)) for task in tasks] == [4, 4, 4, 4, 100, 4, 4, 4, 4, 100]
 
 
@@ -470,9 +471,11 @@ def test_conversations_repeat_the_answers() -> None:
             request, [OPENING, content("so "), content("it is"), finish("length"), usage(4), DONE]
         )
 
-    tasks = WORKLOADS["multi-turn"][0](2 * TURNS, Words(model="m", prompt_words=3, max_tokens=4))
+    tasks = WORKLOADS["multi-turn"][0](
+        2 * TURNS, WordPrompts(model="m", prompt_words=3, max_tokens=4)
+    )
     with serving(handler) as url:
-        outcome = run_stages(Target(url), [[Group(tasks=tasks, clients=2)]])
+        outcome = run_stages(Endpoint(url), [[Group(tasks=tasks, clients=2)]])
     assert [answer.failure for answer in outcome.answers] == [""] * 2 * TURNS
     longest = max(bodies, key=lambda body: len(body["messages"]))["messages"]
     assert [message["role"] for message in longest] == ["user", "assistant"] * (TURNS - 1) + [
@@ -482,7 +485,7 @@ def test_conversations_repeat_the_answers() -> None:
 
 
 def test_shared_prefix_has_given_number_of_words() -> None:
-    options = Words(model="m", prompt_words=8, shared_words=6, max_tokens=6)
+    options = WordPrompts(model="m", prompt_words=8, shared_words=6, max_tokens=6)
     prompts = [prompt_of(task) for task in WORKLOADS["shared-prefix"][0](10, options)]
     assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
     assert len({prompt[6] for prompt in prompts}) > 5
@@ -509,7 +512,9 @@ def test_rejections_with_retry_after_are_expected(
             return web.json_response({"error": "full"}, status=429, headers=headers)
         return await send(request, GOOD)
 
-    tasks = WORKLOADS["overload"][0](4, Words(model="m", prompt_words=3, max_tokens=MAX_TOKENS))
+    tasks = WORKLOADS["overload"][0](
+        4, WordPrompts(model="m", prompt_words=3, max_tokens=MAX_TOKENS)
+    )
     with serving(handler) as url:
         report = measure(url, tasks)
     assert (report.num_succeeded, report.num_refused, report.failures) == (2, 2, failures)
@@ -528,9 +533,9 @@ def test_report_remarks_on_missing_overload() -> None:
 
 
 def test_conversation_ends_after_failure() -> None:
-    tasks = WORKLOADS["multi-turn"][0](TURNS, Words(model="m", prompt_words=3, max_tokens=4))
+    tasks = WORKLOADS["multi-turn"][0](TURNS, WordPrompts(model="m", prompt_words=3, max_tokens=4))
     with serving(breaks_down) as url:
-        outcome = run_stages(Target(url), [[Group(tasks=tasks, clients=1)]])
+        outcome = run_stages(Endpoint(url), [[Group(tasks=tasks, clients=1)]])
     assert [answer.failure for answer in outcome.answers] == ["HTTP 500"]
 
 
@@ -549,7 +554,7 @@ def test_disconnecting_clients_are_counted() -> None:
             gone.append(True)
             raise
 
-    tasks = WORKLOADS["cancel-storm"][0](6, Words(model="m", prompt_words=3, max_tokens=40))
+    tasks = WORKLOADS["cancel-storm"][0](6, WordPrompts(model="m", prompt_words=3, max_tokens=40))
     with serving(handler) as url:
         report = measure(url, tasks)
     assert (report.num_succeeded, report.num_cancelled, report.num_failed, len(gone)) == (
@@ -575,7 +580,7 @@ def test_open_loop_sends_without_waiting() -> None:
 
     with serving(handler) as url:
         group = Group(tasks=words(6), clients=1, arrivals=[0.0, 0, 0, 0, 0.3, 0.3])
-        outcome = run_stages(Target(url), [[group]])
+        outcome = run_stages(Endpoint(url), [[group]])
     assert at[3] - at[0] < 0.2 < at[4] - at[0]
     report = summarize(outcome, url=url, model="m", settings={})
     assert (report.num_succeeded, report.num_refused, report.num_failed) == (4, 2, 2)

@@ -16,9 +16,9 @@ from conftest import PATIENCE, repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.bench.load.answer import Answer
-from cllm.bench.load.client import Client, Target, connections, find_model
-from cllm.bench.load.connection import Connection, Connections, Response
+from cllm.bench.load.answer import TimedAnswer
+from cllm.bench.load.client import Client, Endpoint, connections, find_model
+from cllm.bench.load.connection import Connection, HTTPClient, Response
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
 
@@ -117,18 +117,18 @@ def sends(*pieces: bytes, then: float = 0.0) -> Script:
     return script
 
 
-async def ask(url: str, task: Task | None = None, **options: float) -> Answer:
-    target = Target(url, **options)
+async def ask(url: str, task: Task | None = None, **options: float) -> TimedAnswer:
+    target = Endpoint(url, **options)
     with closing(connections(target)) as server:
-        answer = Answer(task or Task(b"{}", 2, "ab"), 0.0)
+        answer = TimedAnswer(task or Task(b"{}", 2, "ab"), 0.0)
         await Client(server, target).read(answer)
         return answer
 
 
 def asked(
     runner: asyncio.Runner, script: Script, task: Task | None = None, **options: float
-) -> Answer:
-    async def test() -> Answer:
+) -> TimedAnswer:
+    async def test() -> TimedAnswer:
         async with serving(script) as url:
             return await ask(url, task, **options)
 
@@ -259,7 +259,7 @@ def test_refused_connection_is_reported(runner: asyncio.Runner) -> None:
 )
 def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(ValueError):
-        Connections(url, {})
+        HTTPClient(url, {})
 
 
 def test_other_protocol_is_reported() -> None:
@@ -267,7 +267,7 @@ def test_other_protocol_is_reported() -> None:
 
     async def test() -> None:
         async with serving(sends(b"SSH-2.0-OpenSSH\r\n")) as url:
-            await asyncio.to_thread(find_model, Target(url))
+            await asyncio.to_thread(find_model, Endpoint(url))
 
     with pytest.raises(StartupError, match=r"cannot be measured: broken HTTP: .*SSH-2.0-OpenSSH"):
         asyncio.run(test())
@@ -279,7 +279,7 @@ def test_client_bug_is_raised(runner: asyncio.Runner) -> None:
 
     async def test() -> None:
         async with serving(sends(with_length(BODY))) as url:
-            with closing(Connections(url, {})) as server:
+            with closing(HTTPClient(url, {})) as server:
                 await server.request("/", b"{}", feed)
 
     with pytest.raises(ZeroDivisionError):
@@ -316,7 +316,7 @@ def requested(
 ) -> None:
     async def test() -> None:
         async with serving(script) as url:
-            with closing(Connections(url, {}, **options)) as server:
+            with closing(HTTPClient(url, {}, **options)) as server:
                 for _ in range(count):
                     assert (await server.request("/v1", b"{}")).body == b"good"
                     await asyncio.sleep(pause)
@@ -367,7 +367,7 @@ def test_request_is_never_sent_twice(runner: asyncio.Runner) -> None:
 
     async def test() -> None:
         async with serving(script) as url:
-            with closing(Connections(url, {})) as server:
+            with closing(HTTPClient(url, {})) as server:
                 await server.request("/", b"{}")
                 with pytest.raises(ConnectionError):
                     await server.request("/", b"{}")
@@ -387,7 +387,7 @@ def test_server_sees_client_disconnect(runner: asyncio.Runner, seconds: float) -
         assert await reader.read() == b""
         gone.set()
 
-    async def test() -> Answer:
+    async def test() -> TimedAnswer:
         async with serving(script) as url:
             answer = await ask(
                 url, Task(b"{}", 2, cancel_after=1 if seconds > 1 else None), timeout=seconds
@@ -413,7 +413,7 @@ def test_request_has_expected_bytes(runner: asyncio.Runner) -> None:
 
     async def test() -> Response:
         async with serving(script) as url:
-            with closing(connections(Target(f"{url}/a b/", "kéy"))) as server:
+            with closing(connections(Endpoint(f"{url}/a b/", "kéy"))) as server:
                 await server.request("/v1/models")
                 return await server.request("/v1/chat", b"{}")
 
@@ -436,7 +436,7 @@ def test_request_has_expected_bytes(runner: asyncio.Runner) -> None:
 def test_ipv6_address_is_supported(runner: asyncio.Runner) -> None:
     script = Counting(with_length(BODY))
 
-    async def test() -> Answer:
+    async def test() -> TimedAnswer:
         async with serving(script, host="::1") as url:
             assert "[::1]:" in url
             return await ask(url)
@@ -473,7 +473,7 @@ def test_tls_connection_works(
 
     async def test() -> None:
         async with serving(script, tls_with(certificate)) as url:
-            with closing(Connections(url, {})) as server:
+            with closing(HTTPClient(url, {})) as server:
                 assert (await server.request("/")).body == b"good"
                 assert (await server.request("/")).body == BODY
 
@@ -482,7 +482,7 @@ def test_tls_connection_works(
 
 
 def test_untrusted_certificate_is_rejected(runner: asyncio.Runner, certificate: Path) -> None:
-    async def test() -> Answer:
+    async def test() -> TimedAnswer:
         async with serving(sends(with_length(BODY)), tls_with(certificate)) as url:
             return await ask(url)
 
@@ -496,7 +496,7 @@ def test_https_to_plain_server_is_reported(runner: asyncio.Runner) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await reader.read(1)
 
-    async def test() -> Answer:
+    async def test() -> TimedAnswer:
         async with serving(script) as url:
             return await ask(url.replace("http:", "https:"))
 

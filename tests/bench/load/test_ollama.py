@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from ollama_server import MODEL, OllamaServer, chunk, last, serving_ollama
 
-from cllm.bench.load.client import Target, find_model, run_stages
+from cllm.bench.load.client import Endpoint, find_model, run_stages
 from cllm.bench.load.dialects import DIALECTS
 from cllm.bench.load.report import Report, results, summarize
-from cllm.bench.load.workload import WORKLOADS, Group, Task, Words, question_tasks
+from cllm.bench.load.workload import WORKLOADS, Group, Task, WordPrompts, question_tasks
 
 MAX_TOKENS = 4
 TEXT = [
@@ -32,11 +32,11 @@ def server() -> Iterator[OllamaServer]:
 def measure(
     server: OllamaServer, tasks: list[Task] | None = None, *, workload: str = "words"
 ) -> Report:
-    words = Words(
+    words = WordPrompts(
         api="ollama", model=MODEL, prompt_words=5, max_tokens=MAX_TOKENS, temperature=0.5, seed=3
     )
     tasks = WORKLOADS[workload][0](4, words) if tasks is None else tasks
-    target = Target(server.url, api="ollama")
+    target = Endpoint(server.url, api="ollama")
     outcome = run_stages(target, [[Group(tasks=tasks, clients=2)]])
     return summarize(outcome, url=server.url, model=MODEL, settings={})
 
@@ -45,7 +45,7 @@ def test_load_against_ollama_succeeds(server: OllamaServer) -> None:
     """The client finds the model, sends options under Ollama's names, and uses the server's token
     counts.
     """
-    assert find_model(Target(server.url, api="ollama")) == MODEL
+    assert find_model(Endpoint(server.url, api="ollama")) == MODEL
     report = measure(server)
     assert (report.failures, report.num_succeeded, report.num_short) == ({}, 4, 0)
     assert (report.output_tokens, report.prompt_tokens, report.tokens_per_chunk) == (16, 36, 1.0)
@@ -119,7 +119,7 @@ def test_rejected_requests_are_failures(server: OllamaServer) -> None:
 
 
 def test_unknown_model_is_a_failure(server: OllamaServer) -> None:
-    words = Words(api="ollama", model="other", prompt_words=5, max_tokens=4)
+    words = WordPrompts(api="ollama", model="other", prompt_words=5, max_tokens=4)
     report = measure(server, WORKLOADS["words"][0](2, words))
     assert report.failures == {"HTTP 404": 2}
     assert "model 'other' not found" in report.examples["HTTP 404"]

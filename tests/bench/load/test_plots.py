@@ -12,9 +12,9 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
-from cllm.bench.load.dialects import Usage
+from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.page import diff_page, report_page
 from cllm.bench.load.plots import bars, checked_picture, curves, load_figure, picture
 from cllm.bench.load.report import Report, summarize
@@ -27,12 +27,12 @@ EVIL = '<script>alert(1)</script>"&$x_1$'
 def report(*, slow: int = 1, model: str = "m") -> Report:
     answers = []
     for i in range(20):
-        answer = Answer(Task(b""), i / 10)
+        answer = TimedAnswer(Task(b""), i / 10)
         answer.content_times = [i / 10 + slow * (j + i / 30) for j in range(1, 5)]
         answer.ended, answer.finish_reason, answer.usage = (
             answer.content_times[-1],
             "length",
-            Usage(4, 9, 0),
+            TokenCounts(4, 9, 0),
         )
         answers.append(answer)
     answers[0].fail(EVIL, EVIL)

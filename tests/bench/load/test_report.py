@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
-from cllm.bench.load.dialects import Usage
+from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.report import BINS, Report, Timeline, differences, read_report, summarize
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
 
 
-def answered(sent: float, gaps: list[float], tokens: int) -> Answer:
-    answer = Answer(Task(b""), sent)
+def answered(sent: float, gaps: list[float], tokens: int) -> TimedAnswer:
+    answer = TimedAnswer(Task(b""), sent)
     for gap in gaps:
         answer.ended += gap
         answer.content_times.append(answer.ended)
-    answer.finish_reason, answer.usage = "length", Usage(tokens, 1, 0)
+    answer.finish_reason, answer.usage = "length", TokenCounts(tokens, 1, 0)
     return answer
 
 
-def report_of(answers: list[Answer]) -> Report:
+def report_of(answers: list[TimedAnswer]) -> Report:
     return summarize(Outcome(answers, wall=2.0, cpu=0.1), url="u", model="m", settings={"seed": 0})
 
 
@@ -37,7 +37,7 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS)
-def test_timeline_counts_every_token(answers: list[Answer]) -> None:
+def test_timeline_counts_every_token(answers: list[TimedAnswer]) -> None:
     """The bins contain all tokens, and all the time in which requests ran."""
     timeline = Timeline.of(answers, answers)
     waited = sum(answer.ended - answer.sent for answer in answers)

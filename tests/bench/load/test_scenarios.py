@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cllm.bench.load.answer import Answer
-from cllm.bench.load.client import Outcome, Target, measure_tokens_per_word, run_stages
+from cllm.bench.load.answer import TimedAnswer
+from cllm.bench.load.client import Endpoint, Outcome, measure_tokens_per_word, run_stages
 from cllm.bench.load.report import Report, figures, remarks, summarize
 from cllm.bench.load.scenario_figures import find_figures
 from cllm.bench.load.scenarios import (
@@ -34,16 +34,23 @@ from cllm.bench.load.scenarios import (
     Sizes,
     mixed_lengths,
 )
-from cllm.bench.load.workload import FIRST_TURNS, LATER_TURNS, Group, Task, Words, num_requests
+from cllm.bench.load.workload import (
+    FIRST_TURNS,
+    LATER_TURNS,
+    Group,
+    Task,
+    WordPrompts,
+    num_requests,
+)
 from cllm.bench.servers import cllm
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import read_tree_cpu_seconds
 
-WORDS = Words(model="fake", prompt_words=4, max_tokens=4, tokens_per_word=6)
+WORDS = WordPrompts(model="fake", prompt_words=4, max_tokens=4, tokens_per_word=6)
 SMALL = {"scale": 0.03, "long_tokens": 3000}
 
 
-def make_stages(name: str, words: Words = WORDS, **changes: Any) -> list[list[Group]]:
+def make_stages(name: str, words: WordPrompts = WORDS, **changes: Any) -> list[list[Group]]:
     sizes = msgspec.structs.replace(SCENARIOS[name].sizes, **SMALL | changes)
     return SCENARIOS[name].make(words, sizes)
 
@@ -57,8 +64,8 @@ def sent_by(name: str, seed: int = 0) -> list[list[dict]]:
     ]
 
 
-def run(url: str, name: str, words: Words = WORDS, pid: int = 0, **changes: Any) -> Report:
-    outcome = run_stages(Target(url, pid=pid), make_stages(name, words, **changes))
+def run(url: str, name: str, words: WordPrompts = WORDS, pid: int = 0, **changes: Any) -> Report:
+    outcome = run_stages(Endpoint(url, pid=pid), make_stages(name, words, **changes))
     return summarize(outcome, url=url, model="fake", settings={"workload": name})
 
 
@@ -124,7 +131,7 @@ def test_batch_work_has_lowest_priority() -> None:
 
 def test_tokens_per_word_are_measured(fake_server: str) -> None:
     """The fake backend's tokens are bytes, so a word has as many as letters and its space."""
-    found = measure_tokens_per_word(Target(fake_server), WORDS)
+    found = measure_tokens_per_word(Endpoint(fake_server), WORDS)
     assert 3 < found < 9
 
 
@@ -132,7 +139,7 @@ def test_a_refused_probe_is_named(fake_server: str) -> None:
     """As while a model loads: the answer's own reason, not that tokens are not counted."""
     words = msgspec.structs.replace(WORDS, model="other")
     with pytest.raises(StartupError, match=r"HTTP 404: .*other"):
-        measure_tokens_per_word(Target(fake_server), words)
+        measure_tokens_per_word(Endpoint(fake_server), words)
 
 
 # --- against a server ---------------------------------------------------------------------------
@@ -209,8 +216,8 @@ def test_built_in_model_serves_long_context_and_edits() -> None:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def answer(part: str, sent: float, times: list[float]) -> Answer:
-    made = Answer(Task(b"", part=part), sent)
+def answer(part: str, sent: float, times: list[float]) -> TimedAnswer:
+    made = TimedAnswer(Task(b"", part=part), sent)
     made.content_times, made.ended = times, times[-1]
     return made
 

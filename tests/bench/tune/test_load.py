@@ -7,20 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenarios import SCENARIOS
-from cllm.bench.load.workload import Task, Words
+from cllm.bench.load.workload import Task, WordPrompts
 from cllm.bench.tune.load import WORKLOADS, ServerBench, compute_rate, make_stages
 from cllm.bench.tune.measure import CandidateError
 from cllm.bench.tune.search import Traffic
 
-WORDS = Words(model="m", prompt_words=1, max_tokens=8)
+WORDS = WordPrompts(model="m", prompt_words=1, max_tokens=8)
 
 
 def report(**figures: float) -> Report:
-    answer = Answer(Task(b""), 0.0)
+    answer = TimedAnswer(Task(b""), 0.0)
     answer.content_times, answer.ended = [1.0, 2.0], 2.0
     made = summarize(Outcome([answer], wall=2.0, cpu=0.1), url="u", model="m", settings={})
     return msgspec.structs.replace(made, output_tokens_per_s=7.0, workload_figures=figures)

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from cllm.backends.llama_cpp.options import Options
-from cllm.bench.tune.measure import Bench, CandidateError, Work
+from cllm.bench.tune.measure import Bench, CandidateError, SpeedWork
 from cllm.engine.params import EngineParams
 
 pytestmark = [pytest.mark.llama, pytest.mark.slow]
 
-WORK = Work(2, 16, 2)
+WORK = SpeedWork(2, 16, 2)
 
 
 @pytest.fixture

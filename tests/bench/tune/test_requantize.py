@@ -10,7 +10,7 @@ import pytest
 from cllm.backends.llama_cpp.options import Options
 from cllm.backends.llama_cpp.quantize import quantize
 from cllm.bench.make_model import make_model
-from cllm.bench.tune.measure import Bench, Work
+from cllm.bench.tune.measure import Bench, SpeedWork
 from cllm.bench.tune.quality import Quality
 from cllm.bench.tune.requantize import (
     KL_LIMIT,
@@ -32,7 +32,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import GgufHeader, read_header
 
-FIGURES = [SpeedFigure("prompt", Work(2, 16, 2)), SpeedFigure("decode", Work(2, 16, 2))]
+FIGURES = [SpeedFigure("prompt", SpeedWork(2, 16, 2)), SpeedFigure("decode", SpeedWork(2, 16, 2))]
 
 
 def header_of(tmp_path: Path, quant: str) -> GgufHeader:

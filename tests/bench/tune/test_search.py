@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backends.llama_cpp.options import Options
-from cllm.bench.tune.measure import CandidateError, Speeds, Work
+from cllm.bench.tune.measure import CandidateError, Speeds, SpeedWork
 from cllm.bench.tune.search import (
     BATCH_THREADS,
     KV_TYPE,
@@ -39,7 +39,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
 PARAMS = EngineParams(options=Options().model_dump())
-ONE, MANY = Work(1, 16, 8), Work(8, 64, 8)
+ONE, MANY = SpeedWork(1, 16, 8), SpeedWork(8, 64, 8)
 FIGURES = [SpeedFigure("prompt", MANY), SpeedFigure("decode", MANY)]
 FINAL = [*FIGURES, SpeedFigure("decode", ONE)]
 START: Choice = {THREADS: 4, UBATCH: 512}
@@ -56,7 +56,7 @@ class Machine:
         self.now = 0.0
         self.choices: list[Choice] = []
 
-    def measure(self, choice: Choice, work: Work) -> Speeds:
+    def measure(self, choice: Choice, work: SpeedWork) -> Speeds:
         self.now += 1
         self.choices.append(choice)
         speed = 100 * self.speed(choice)
@@ -240,7 +240,7 @@ def test_candidates_depend_on_cores(cores: int) -> None:
     assert all(1 <= cast(int, threads) < cores for threads in tries[0].values)
     assert tries[2].values == [256, 128]
     for prompt_tokens, passes in ((64, []), (100, [128]), (128, [128])):
-        short = Works(ONE, MANY, Work(2, prompt_tokens, 8), MANY)
+        short = Works(ONE, MANY, SpeedWork(2, prompt_tokens, 8), MANY)
         assert knobs(start, short, cores, 512)[2].values == passes
 
 

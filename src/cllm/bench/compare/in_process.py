@@ -17,7 +17,7 @@ from cllm.bench.bare_engine import closed_loop, forget, step_parts
 from cllm.bench.compare.rows import DECODE, OUTPUT, PREFILL, START, TTFT
 from cllm.bench.compare.scheduler_jobs import QueueJob, RestoreJob, SharedPrefixJob
 from cllm.bench.programs import run_program
-from cllm.bench.work import Size, Work
+from cllm.bench.work import Work, WorkSize
 from cllm.config.settings import Settings
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -40,7 +40,7 @@ class EngineJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     model: str
     num_seqs: int
-    size: Size
+    size: WorkSize
     number: int
     parts: bool = False
     depth: int = 0

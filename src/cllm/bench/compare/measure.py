@@ -28,10 +28,10 @@ from cllm.bench.compare.rounds import (
     LLAMA_SERVER,
     MOST_OTHERS,
     Rounds,
-    Run,
+    StoredRun,
 )
-from cllm.bench.compare.rows import HOST_SEQS, Row
-from cllm.bench.compare.runs import CONTEXTS, ComparedModel, Measured, Runner, make_words
+from cllm.bench.compare.rows import HOST_SEQS, ComparisonRow
+from cllm.bench.compare.runs import CONTEXTS, ComparedModel, Runner, RunResult, make_words
 from cllm.bench.compare.systems import OPENERS, Openers, Purpose
 from cllm.bench.compare.targets import best_settings, close_settings
 from cllm.bench.load.workload import Stage
@@ -56,7 +56,7 @@ class ComparisonPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: Path | None
     peers: Path
     default_peers: Path = DEFAULT_FOLDER
-    rows: list[Row]
+    rows: list[ComparisonRow]
     rounds: int | None = None
     scale: float = 1.0
     seconds: float | None = None
@@ -107,7 +107,7 @@ class Comparison:
                 done += 1
         progress(1.0, "done")
 
-    def _missing(self, row: Row, i: int) -> Iterator[Run]:
+    def _missing(self, row: ComparisonRow, i: int) -> Iterator[StoredRun]:
         """Yield the runs of a round that are not stored, without their results; a noisy one again,
         up to a limit.
         """
@@ -115,7 +115,7 @@ class Comparison:
         for system in systems if i % 2 == 0 else reversed(systems):
             settings = self._settings(row, system, i, work)
             for which in settings if i % 2 == 0 else reversed(settings):
-                run = Run(
+                run = StoredRun(
                     row=row.name,
                     system=system,
                     settings=which,
@@ -126,11 +126,11 @@ class Comparison:
                 while self._is_missing(self.rounds.attempts(run)):
                     yield run
 
-    def _is_missing(self, attempts: list[Run]) -> bool:
+    def _is_missing(self, attempts: list[StoredRun]) -> bool:
         quiet = any(run.others <= self.options.most_others for run in attempts)
         return not quiet and len(attempts) <= REPEATS
 
-    def _settings(self, row: Row, system: str, i: int, work: str) -> list[str]:
+    def _settings(self, row: ComparisonRow, system: str, i: int, work: str) -> list[str]:
         """Return the settings to measure: all in the first round, and then those that may be the
         best ones; for llama-server's default build, in some rounds, the best ones of the other
         build.
@@ -153,7 +153,7 @@ class Comparison:
         close = close_settings([run for run in first if run.system == system], row)
         return [which for which in openers if which in close]
 
-    def _openers(self, row: Row, system: str, folder: Path = Path()) -> Openers:
+    def _openers(self, row: ComparisonRow, system: str, folder: Path = Path()) -> Openers:
         options, model = self.options, self._model(row)
         if system in self.skipped:
             return {}
@@ -175,13 +175,13 @@ class Comparison:
             self.skipped[system] = str(error)
             return {}
 
-    def _model(self, row: Row) -> ComparedModel:
+    def _model(self, row: ComparisonRow) -> ComparedModel:
         path = BUILTIN if row.builtin or self.options.model is None else self.options.model
         if path not in self._models:
             self._models[path] = ComparedModel(path)
         return self._models[path]
 
-    def _work(self, row: Row) -> str:
+    def _work(self, row: ComparisonRow) -> str:
         """Return what identifies the work of a row: the model, and what is sent."""
         model = self._model(row)
         sent: dict[str, Any] = {"clients": row.clients, "max_tokens": row.max_tokens}
@@ -190,7 +190,7 @@ class Comparison:
             sent |= {"scale": self.options.scale, "sent": fingerprint(stages)}
         return msgspec.json.encode({"model": model.description} | sent).decode()
 
-    def _measure(self, row: Row, run: Run) -> Run:
+    def _measure(self, row: ComparisonRow, run: StoredRun) -> StoredRun:
         """Return ``run`` with its results. A peer that fails has failures instead."""
         options, watch = self.options, Watch()
         runner = Runner(self._model(row), options.peers, options.default_peers, options.scale)
@@ -204,14 +204,14 @@ class Comparison:
         except StartupError as error:
             if run.system in CLLM_SYSTEMS or not is_served(row, run.system):
                 raise
-            measured = Measured({}, 1, 0, {str(error): 1})
+            measured = RunResult({}, 1, 0, {str(error): 1})
         if measured.others is None:
             measured = measured._replace(others=watch.others())
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return msgspec.structs.replace(run, at=now, **measured._asdict())
 
 
-def is_served(row: Row, system: str) -> bool:
+def is_served(row: ComparisonRow, system: str) -> bool:
     """Return whether a row is sent to a server of this system."""
     return row.make is not None and system in OPENERS
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.bench.compare.intervals import Median
-from cllm.bench.compare.rounds import CLLM, LLAMA_SERVER, MACHINE, Rounds, Run
+from cllm.bench.compare.rounds import CLLM, LLAMA_SERVER, MACHINE, Rounds, StoredRun
 from cllm.bench.compare.rows import (
     CLIENTS,
     DECODE,
@@ -21,7 +21,7 @@ from cllm.bench.compare.rows import (
     ROWS,
     START,
     TTFT,
-    Row,
+    ComparisonRow,
 )
 from cllm.bench.compare.targets import Figure, best_settings, find_figures
 from cllm.errors import StartupError
@@ -159,7 +159,7 @@ def measurement_section(rounds: Rounds, skipped: dict[str, str]) -> Iterator[str
         yield "\n".join(f"* {name}: {reason}" for name, reason in reasons.items())
 
 
-def row_section(row: Row, runs: Sequence[Run]) -> Iterator[str]:
+def row_section(row: ComparisonRow, runs: Sequence[StoredRun]) -> Iterator[str]:
     """Yield the tables of a row; nothing if it was not measured."""
     if not runs:
         return
@@ -209,20 +209,20 @@ def row_section(row: Row, runs: Sequence[Run]) -> Iterator[str]:
         yield table(("", "failures"), [*dict.fromkeys(failures)], "ll")
 
 
-def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
+def grouped(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
     """Return system and settings -> runs, in the order of the systems."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         name = f"{run.system} ({run.settings})" if run.settings else run.system
         groups.setdefault(name, []).append(run)
     return groups
 
 
-def collect_values(runs: Iterable[Run], value: str) -> list[float]:
+def collect_values(runs: Iterable[StoredRun], value: str) -> list[float]:
     return [run.values[value] for run in runs if value in run.values]
 
 
-def succeeded(runs: Sequence[Run]) -> str:
+def succeeded(runs: Sequence[StoredRun]) -> str:
     total = sum(run.num_requests for run in runs)
     return f"{sum(run.num_succeeded for run in runs)}/{total}" if total else ""
 

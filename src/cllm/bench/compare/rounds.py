@@ -28,7 +28,7 @@ MACHINE = ("host", "CPU", "build")
 MOST_OTHERS = 0.02  # share of the CPU that other processes may take
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """One system with one setting on one row in one round.
 
     work: everything that is sent, and the model; only runs with the same work are compared. at: the
@@ -68,16 +68,16 @@ class Rounds:
         """Raises StartupError if the file cannot be read or contains something else."""
         self._path = path
         runs, self._num_bytes = (
-            read_runs(path) if path is not None and path.exists() else (list[Run](), 0)
+            read_runs(path) if path is not None and path.exists() else (list[StoredRun](), 0)
         )
         self.machine = machine if machine is not None else runs[-1].machine if runs else {}
         own = [run for run in runs if identity(run.machine) == identity(self.machine)]
         self.num_foreign = len(runs) - len(own)
-        self._runs: dict[tuple[str, str, str, int, str], list[Run]] = {}
+        self._runs: dict[tuple[str, str, str, int, str], list[StoredRun]] = {}
         for run in own:
             self._runs.setdefault(run.key, []).append(run)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: StoredRun) -> None:
         """Raises StartupError if the file cannot be written."""
         self._runs.setdefault(run.key, []).append(run)
         if self._path is None:
@@ -89,11 +89,11 @@ class Rounds:
         except OSError as error:
             raise StartupError(f"cannot write {self._path}: {error.strerror}") from None
 
-    def attempts(self, run: Run) -> list[Run]:
+    def attempts(self, run: StoredRun) -> list[StoredRun]:
         """Return the runs with the same key."""
         return self._runs.get(run.key, [])
 
-    def of(self, row: str, work: str | None = None) -> list[Run]:
+    def of(self, row: str, work: str | None = None) -> list[StoredRun]:
         """Return the runs of a row in order of rounds, of several attempts the quietest one.
 
         work: None means the work of the last run.
@@ -111,7 +111,7 @@ def identity(machine: dict[str, str]) -> list[str]:
     return [machine.get(name, "") for name in MACHINE]
 
 
-def read_runs(path: Path) -> tuple[list[Run], int]:
+def read_runs(path: Path) -> tuple[list[StoredRun], int]:
     """Return the runs in a file, without a last line that was not written completely, and the size
     of these runs in bytes.
 
@@ -123,6 +123,6 @@ def read_runs(path: Path) -> tuple[list[Run], int]:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
     size = data.rfind(b"\n") + 1
     try:
-        return msgspec.json.Decoder(Run).decode_lines(data[:size]), size
+        return msgspec.json.Decoder(StoredRun).decode_lines(data[:size]), size
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"{path} holds no rounds of cllm bench compare: {error}") from None

@@ -41,10 +41,10 @@ from cllm.bench.compare.workloads import (
     shared_prefix,
     unrelated,
 )
-from cllm.bench.load.answer import Answer
+from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.scenario_figures import BESIDE
 from cllm.bench.load.scenarios import BATCH, PHASES, SCENARIOS
-from cllm.bench.load.workload import FIRST_TURNS, LATER_TURNS, Stage, Words
+from cllm.bench.load.workload import FIRST_TURNS, LATER_TURNS, Stage, WordPrompts
 
 HEADLINE, FEW, ONCE = 9, 3, 1  # rounds
 OUTPUT, PER_CPU, TTFT = "output tokens/s", "output tokens/CPU s", "TTFT mean ms"
@@ -81,7 +81,7 @@ class Target(NamedTuple):
     part: str = ""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured in one way on several systems.
 
     primary: the value that says which setting of a peer is the best one, and whether more is
@@ -99,7 +99,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal[
         "load", "engine", "context", "host", "llama-bench", "bound", "queue", "restart"
     ] = "load"
-    make: Callable[[Words, float], list[Stage]] | None = None
+    make: Callable[[WordPrompts, float], list[Stage]] | None = None
     systems: tuple[str, ...] = (CLLM, LLAMA_SERVER, DEFAULT_SERVER)
     targets: list[Target] = []
     primary: tuple[str, bool] = (OUTPUT, True)
@@ -107,18 +107,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive: bool = False
     builtin: bool = False
     settings: Mapping[str, Sequence[str]] = {}
-    figures: Callable[[list[Answer]], dict[str, float]] | None = None
+    figures: Callable[[list[TimedAnswer]], dict[str, float]] | None = None
 
 
 # --- the rows -----------------------------------------------------------------------------------
 
 
-def unrelated_row(clients: int) -> Row:
+def unrelated_row(clients: int) -> ComparisonRow:
     speed = {1: 1.00, 8: 1.05, 32: 1.05, 64: 1.05}.get(clients)
     ttft = {1: 1.0, 8: 0.8, 32: 0.6, 64: 0.6}.get(clients)
     memory = 100.0 if clients in (1, 8, 32) else None
     host = 0.03 if clients == 32 else None
-    return Row(
+    return ComparisonRow(
         name=f"unrelated-{clients}",
         text=f"unrelated requests of about 50 tokens and answers of about 50, {clients} at a time",
         clients=clients,
@@ -137,9 +137,9 @@ def unrelated_row(clients: int) -> Row:
     )
 
 
-def scenario_row(name: str, targets: Iterable[Target], rounds: int = HEADLINE) -> Row:
+def scenario_row(name: str, targets: Iterable[Target], rounds: int = HEADLINE) -> ComparisonRow:
     chosen = SCENARIOS[name]
-    return Row(
+    return ComparisonRow(
         name=name,
         text=chosen.text.replace("--long-tokens", f"{chosen.sizes.long_tokens:,} tokens"),
         clients=chosen.sizes.clients,
@@ -150,8 +150,8 @@ def scenario_row(name: str, targets: Iterable[Target], rounds: int = HEADLINE) -
     )
 
 
-def engine_row(num_seqs: int) -> Row:
-    return Row(
+def engine_row(num_seqs: int) -> ComparisonRow:
+    return ComparisonRow(
         name=f"engine-{num_seqs}",
         text=f"the engine without a server, {num_seqs} at a time",
         clients=num_seqs,
@@ -237,7 +237,7 @@ SMALL_POOL = "--kv.layout unified --kv.max-memory-mb 1 --context 256"
 SLOTS = f"-np {LONG_ANSWERS} -kvu -t {os.cpu_count() or 1} --jinja"
 
 SCHEDULING = [
-    Row(
+    ComparisonRow(
         name="shared-bound",
         text="the requests of shared, compared with the least work that they need",
         clients=SHARERS,
@@ -252,7 +252,7 @@ SCHEDULING = [
         ],
         max_tokens=30,
     ),
-    Row(
+    ComparisonRow(
         name="small-pool",
         text=f"{LONG_ANSWERS} requests at once, with cells for about four of them",
         clients=LONG_ANSWERS,
@@ -265,7 +265,7 @@ SCHEDULING = [
         targets=[Target("right answers", SUCCEEDED, 1.0, against="")],
         builtin=True,
     ),
-    Row(
+    ComparisonRow(
         name="accounts",
         text="an account with 200 requests beside one with 10, then two with 60 each",
         clients=ACCOUNT_SEQS,
@@ -279,14 +279,14 @@ SCHEDULING = [
         max_tokens=16,
         figures=account_figures,
     ),
-    Row(
+    ComparisonRow(
         name="queue",
         text="the scheduler alone, with few and with many waiting requests",
         kind="queue",
         systems=(ENGINE,),
         targets=[Target(QUEUED, QUEUED, 1.1, at_least=False, against="", of=ENGINE)],
     ),
-    Row(
+    ComparisonRow(
         name="speculation",
         text="the built-in model repeats texts with a change, with and without speculation",
         clients=max(EDITORS.values()),
@@ -299,7 +299,7 @@ SCHEDULING = [
         ],
         builtin=True,
     ),
-    Row(
+    ComparisonRow(
         name="restart",
         text="a prompt of 2,000 tokens, new and after a restart of the server",
         make=partial(one_prompt, 2000),
@@ -318,7 +318,7 @@ ROWS = {
     row.name: row
     for row in (
         *map(unrelated_row, CLIENTS),
-        Row(
+        ComparisonRow(
             name="shared",
             text="24 requests that share 1,000 words, 8 at a time",
             clients=8,
@@ -348,7 +348,7 @@ ROWS = {
         ),
         msgspec.structs.replace(scenario_row("long-context", BESIDE_CHATS, ONCE), systems=(CLLM,)),
         *map(engine_row, (1, 8, 32)),
-        Row(
+        ComparisonRow(
             name="kept-alive",
             text="short answers, 8 clients, each with one connection for all its requests",
             clients=8,
@@ -357,7 +357,7 @@ ROWS = {
             max_tokens=4,
             keep_alive=True,
         ),
-        Row(
+        ComparisonRow(
             name="llama-bench",
             text="the benchmark of llama.cpp itself, with both builds",
             kind="llama-bench",
@@ -368,7 +368,7 @@ ROWS = {
                 for test in ("pp512", "tg64")
             ],
         ),
-        Row(
+        ComparisonRow(
             name="context",
             text="speed over the length of the context",
             clients=8,
@@ -376,7 +376,7 @@ ROWS = {
             kind="context",
             systems=(ENGINE, BOUND),
         ),
-        Row(
+        ComparisonRow(
             name="host",
             text="microseconds of a decoding step, by part",
             rounds=ONCE,

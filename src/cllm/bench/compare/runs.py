@@ -14,7 +14,7 @@ import msgspec
 from cllm.bench.compare.in_process import EngineJob, at_a_time, measure
 from cllm.bench.compare.llama_bench import batched_bench, llama_bench
 from cllm.bench.compare.noise import Watch
-from cllm.bench.compare.rounds import BUILD, CLLM, CLLM_SYSTEMS, ENGINE, RESTARTED, Run
+from cllm.bench.compare.rounds import BUILD, CLLM, CLLM_SYSTEMS, ENGINE, RESTARTED, StoredRun
 from cllm.bench.compare.rows import (
     API_CPU,
     COMPUTED,
@@ -26,17 +26,17 @@ from cllm.bench.compare.rows import (
     PREFILL,
     START,
     SUCCEEDED,
-    Row,
+    ComparisonRow,
 )
 from cllm.bench.compare.scheduler_jobs import QueueJob, RestoreJob, SharedPrefixJob
 from cllm.bench.compare.systems import Opener
 from cllm.bench.load.client import Outcome, find_model, run_stages
-from cllm.bench.load.dialects import Usage
+from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.report import Report, figures, summarize
-from cllm.bench.load.workload import Group, Stage, Words, WordSource, word_tasks
+from cllm.bench.load.workload import Group, Stage, WordPrompts, WordSource, word_tasks
 from cllm.bench.peers import needed
-from cllm.bench.servers import Server, cllm, load, memory_mb
-from cllm.bench.work import Size, Work
+from cllm.bench.servers import RunningServer, cllm, load, memory_mb
+from cllm.bench.work import Work, WorkSize
 from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams
 from cllm.http_client import read_local
@@ -57,7 +57,7 @@ METRICS = ("decode_cpu_seconds", "prefill_tokens_computed", "parked")
 CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of this
 
 
-class Measured(NamedTuple):
+class RunResult(NamedTuple):
     """What one run found. ``others``: share of the CPU that other processes took; None: it was not
     measured apart from the start of the system.
     """
@@ -86,7 +86,7 @@ class ComparedModel:
 
     @cached_property
     def tokens_per_word(self) -> float:
-        text = WordSource(Words(model="", prompt_words=1, max_tokens=1)).text(1000)
+        text = WordSource(WordPrompts(model="", prompt_words=1, max_tokens=1)).text(1000)
         return len(self.vocabulary.tokenize(text, add_special=False, parse_special=False)) / 1000
 
     @cached_property
@@ -95,7 +95,7 @@ class ComparedModel:
         with cllm(self.served, name=None) as server:
             return int(msgspec.json.decode(read(server, "/model/info"))["num_cells"])
 
-    def fits(self, context: int, row: Row) -> bool:
+    def fits(self, context: int, row: ComparisonRow) -> bool:
         """Return whether the model was trained for a context, and the memory suffices for it."""
         most = CONTEXTS[-1] if self._trained is None else self._trained - 2 * CURVE_TOKENS
         room = (measure_available_bytes() or 1 << 62) / 2
@@ -103,9 +103,9 @@ class ComparedModel:
         return context <= most and tokens * (compute_kv_bytes_per_token(self._header) or 1) <= room
 
 
-def make_words(row: Row, model: ComparedModel, name: str, i: int) -> Words:
+def make_words(row: ComparisonRow, model: ComparedModel, name: str, i: int) -> WordPrompts:
     """Return the words of a row in round ``i``. name: of the model in the requests."""
-    return Words(
+    return WordPrompts(
         model=name,
         prompt_words=1,
         max_tokens=row.max_tokens,
@@ -127,7 +127,7 @@ class Runner:
         self._scale = scale
         self._threads = os.cpu_count() or 1
 
-    def measure(self, row: Row, run: Run) -> Measured:
+    def measure(self, row: ComparisonRow, run: StoredRun) -> RunResult:
         """Measure what is not a load on a server. Raises StartupError if a program fails."""
         match row.kind:
             case "engine":
@@ -135,23 +135,23 @@ class Runner:
             case "context":
                 return self._measure_context(row, run)
             case "host":
-                size = Size(int(run.settings), ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
-                return Measured(measure(self._job(size.num_seqs, size, parts=True)))
+                size = WorkSize(int(run.settings), ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
+                return RunResult(measure(self._job(size.num_seqs, size, parts=True)))
             case "bound":
-                return Measured(measure(self._make_bound(row, run)))
+                return RunResult(measure(self._make_bound(row, run)))
             case "queue":
-                return Measured(measure(QueueJob()))
+                return RunResult(measure(QueueJob()))
             case "restart":
-                return Measured(measure(RestoreJob(model=str(self._model.path))))
+                return RunResult(measure(RestoreJob(model=str(self._model.path))))
             case _:
                 folder = self._peers if run.system == BUILD else self._default_peers
                 program = needed("llama-bench", folder)
                 measured = llama_bench(
                     program, self._model.path, threads=self._threads, num_tokens=64
                 )
-                return Measured({name: rates[0] for name, rates in measured.items()})
+                return RunResult({name: rates[0] for name, rates in measured.items()})
 
-    def measure_server(self, row: Row, run: Run, opener: Opener) -> Measured:
+    def measure_server(self, row: ComparisonRow, run: StoredRun, opener: Opener) -> RunResult:
         """Start a server and send it the requests of a row; to RESTARTED, the first time before its
         restart.
 
@@ -163,7 +163,7 @@ class Runner:
         with opener() as server:
             return self._send(server, row, run)
 
-    def _send(self, server: Server, row: Row, run: Run) -> Measured:
+    def _send(self, server: RunningServer, row: ComparisonRow, run: StoredRun) -> RunResult:
         assert row.make is not None
         if row.keep_alive:
             server = msgspec.structs.replace(server, keep_alive=True)
@@ -172,8 +172,13 @@ class Runner:
         return self._load(server, row, run, words, row.make(words, self._scale))
 
     def _load(
-        self, server: Server, row: Row, run: Run, words: Words, stages: list[Stage]
-    ) -> Measured:
+        self,
+        server: RunningServer,
+        row: ComparisonRow,
+        run: StoredRun,
+        words: WordPrompts,
+        stages: list[Stage],
+    ) -> RunResult:
         """Warm the server up, send it the requests and return the measurements."""
         strangers = msgspec.structs.replace(
             words,
@@ -205,11 +210,11 @@ class Runner:
             api = read_cpu_seconds(server.pid) - api
             values[API_CPU] = 1e6 * api / report.output_tokens
         succeeded = report.num_requests - report.num_failed
-        return Measured(values, report.num_requests, succeeded, report.failures, others)
+        return RunResult(values, report.num_requests, succeeded, report.failures, others)
 
-    def _measure_engine(self, row: Row, run: Run) -> Measured:
+    def _measure_engine(self, row: ComparisonRow, run: StoredRun) -> RunResult:
         count = max(FEWEST, WAVES * row.clients)
-        size = Size(count, ENGINE_WORDS, row.max_tokens, TEMPERATURE, seed=0)
+        size = WorkSize(count, ENGINE_WORDS, row.max_tokens, TEMPERATURE, seed=0)
         work = Work(size, self._model.vocabulary, run.round + 1)
         if run.system == CLLM:
             with cllm(self._model.served, name=None) as server:
@@ -218,7 +223,7 @@ class Runner:
                 words = make_words(row, self._model, name, run.round)
                 return self._load(server, row, run, words, [[group]])
         if run.system == ENGINE:
-            return Measured(measure(self._job(row.clients, size, number=run.round + 1)))
+            return RunResult(measure(self._job(row.clients, size, number=run.round + 1)))
         (line,) = self._batched_bench(
             context=row.clients * round_up(work.context),
             prompt_tokens=round(sum(map(len, work.prompts)) / len(work.prompts)),
@@ -226,15 +231,15 @@ class Runner:
             num_seqs=[row.clients],
         )
         speed = row.clients * row.max_tokens / line["t"]
-        return Measured({OUTPUT: speed, DECODE: line["speed_tg"]})
+        return RunResult({OUTPUT: speed, DECODE: line["speed_tg"]})
 
-    def _measure_context(self, row: Row, run: Run) -> Measured:
+    def _measure_context(self, row: ComparisonRow, run: StoredRun) -> RunResult:
         """Measure prefill, and decoding after a prompt that is computed once and copied."""
         context = int(run.settings)
         room = round_up(context + 2 * CURVE_TOKENS)
         if run.system == ENGINE:
-            size = Size(1, ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
-            return Measured(measure(self._job(row.clients, size, depth=context, context=room)))
+            size = WorkSize(1, ENGINE_WORDS, CURVE_TOKENS, TEMPERATURE, seed=0)
+            return RunResult(measure(self._job(row.clients, size, depth=context, context=room)))
         lines = self._batched_bench(
             context=row.clients * room,
             prompt_tokens=context,
@@ -243,13 +248,13 @@ class Runner:
             shared_prompt=True,
         )
         decoding = {at_a_time(line["pl"]): line["speed_tg"] for line in lines if line["speed_tg"]}
-        return Measured({PREFILL: lines[0]["speed_pp"], **decoding})
+        return RunResult({PREFILL: lines[0]["speed_pp"], **decoding})
 
-    def _job(self, num_seqs: int, size: Size, *, number: int = 1, **changes: Any) -> EngineJob:
+    def _job(self, num_seqs: int, size: WorkSize, *, number: int = 1, **changes: Any) -> EngineJob:
         path = str(self._model.path)
         return EngineJob(model=path, num_seqs=num_seqs, size=size, number=number, **changes)
 
-    def _make_bound(self, row: Row, run: Run) -> SharedPrefixJob:
+    def _make_bound(self, row: ComparisonRow, run: StoredRun) -> SharedPrefixJob:
         """Return the least work for the texts of a row's requests."""
         assert row.make is not None
         words = make_words(row, self._model, "", run.round)
@@ -286,7 +291,7 @@ def accept_without_usage(outcome: Outcome) -> None:
     """
     for answer in outcome.answers:
         if answer.failure == "no usage" and answer.finish_reason == "length":
-            answer.failure, answer.usage = "", Usage(answer.task.num_tokens or 0, 0, 0)
+            answer.failure, answer.usage = "", TokenCounts(answer.task.num_tokens or 0, 0, 0)
 
 
 def collect_values(report: Report) -> dict[str, float]:
@@ -298,11 +303,11 @@ def collect_values(report: Report) -> dict[str, float]:
     return values
 
 
-def read(server: Server, path: str) -> bytes:
+def read(server: RunningServer, path: str) -> bytes:
     return read_local(server.url + path)
 
 
-def read_metrics(server: Server) -> dict[str, float]:
+def read_metrics(server: RunningServer) -> dict[str, float]:
     """Return what cLLM has counted since its start, by the names of METRICS."""
     lines = read(server, "/metrics").decode().splitlines()
     return {

@@ -20,11 +20,11 @@ from cllm.bench.compare.rounds import (
     RESTARTED,
 )
 from cllm.bench.peers import find, find_example_server, needed
-from cllm.bench.servers import Server, cllm, example_server, llama_server, ollama
+from cllm.bench.servers import RunningServer, cllm, example_server, llama_server, ollama
 from cllm.errors import StartupError
 from cllm.models.catalog import BUILTIN
 
-Opener = Callable[[], AbstractContextManager[Server]]
+Opener = Callable[[], AbstractContextManager[RunningServer]]
 """Returns a context manager that yields a running server."""
 
 Openers = dict[str, Opener]

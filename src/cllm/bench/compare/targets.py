@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from cllm.bench.compare.intervals import Median
-from cllm.bench.compare.rounds import CLLM, DEFAULT_SERVER, LLAMA_SERVER, Rounds, Run
-from cllm.bench.compare.rows import ROWS, SUCCEEDED, Row, Target
+from cllm.bench.compare.rounds import CLLM, DEFAULT_SERVER, LLAMA_SERVER, Rounds, StoredRun
+from cllm.bench.compare.rows import ROWS, SUCCEEDED, ComparisonRow, Target
 
 CLOSE = 0.1  # settings that were worse by less in the first round may be the best ones
 
@@ -84,11 +84,11 @@ def find_figures(rounds: Rounds) -> list[Figure]:
     return [figure for figure in figures if figure.values]
 
 
-def is_load(run: Run) -> bool:
+def is_load(run: StoredRun) -> bool:
     return run.system == CLLM and bool(run.num_requests)
 
 
-def make_figure(runs: Sequence[Run], row: Row, target: Target) -> Figure:
+def make_figure(runs: Sequence[StoredRun], row: ComparisonRow, target: Target) -> Figure:
     own = {run.round: run for run in runs if run.system == target.of}
     settings = best_settings(runs, row, target.against, target) if target.against else ""
     theirs = {
@@ -115,13 +115,15 @@ def make_figure(runs: Sequence[Run], row: Row, target: Target) -> Figure:
     )
 
 
-def name_figure(row: Row, target: Target) -> str:
+def name_figure(row: ComparisonRow, target: Target) -> str:
     sign = "-" if target.unit else "/"
     systems = f", {target.of} {sign} {target.against}" if target.against else ""
     return f"{row.name}: {target.name}{systems}"
 
 
-def compared(own: dict[int, Run], theirs: dict[int, Run] | None, target: Target) -> Iterator[float]:
+def compared(
+    own: dict[int, StoredRun], theirs: dict[int, StoredRun] | None, target: Target
+) -> Iterator[float]:
     """Yield the ratio, or the difference, of the values of each round in which both have one;
     without a peer, the values.
     """
@@ -138,7 +140,9 @@ def compared(own: dict[int, Run], theirs: dict[int, Run] | None, target: Target)
 # --- the best settings of a peer ----------------------------------------------------------------
 
 
-def best_settings(runs: Iterable[Run], row: Row, system: str, target: Target) -> str | None:
+def best_settings(
+    runs: Iterable[StoredRun], row: ComparisonRow, system: str, target: Target
+) -> str | None:
     """Return the settings that served every request and had the best median, of those that were
     measured in the most rounds; None if there are none.
     """
@@ -154,7 +158,7 @@ def best_settings(runs: Iterable[Run], row: Row, system: str, target: Target) ->
     return (max if more_is_better(row, target) else min)(medians, key=medians.__getitem__)
 
 
-def close_settings(runs: Sequence[Run], row: Row) -> set[str]:
+def close_settings(runs: Sequence[StoredRun], row: ComparisonRow) -> set[str]:
     """Return the settings of one system that are the best ones of a round, or nearly so, for any
     target.
     """
@@ -173,7 +177,9 @@ def close_settings(runs: Sequence[Run], row: Row) -> set[str]:
     return close
 
 
-def by_settings(runs: Iterable[Run], row: Row, target: Target) -> dict[str, list[float]]:
+def by_settings(
+    runs: Iterable[StoredRun], row: ComparisonRow, target: Target
+) -> dict[str, list[float]]:
     """Return settings -> the values that say which ones are best, of settings that served every
     request.
     """
@@ -189,5 +195,5 @@ def by_settings(runs: Iterable[Run], row: Row, target: Target) -> dict[str, list
     return {settings: values for settings, values in groups.items() if settings not in failed}
 
 
-def more_is_better(row: Row, target: Target) -> bool:
+def more_is_better(row: ComparisonRow, target: Target) -> bool:
     return row.primary[1] if row.primary[0] else target.at_least

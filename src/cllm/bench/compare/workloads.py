@@ -9,12 +9,12 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from cllm.bench.distribution import jain_index
-from cllm.bench.load.answer import Answer, split_parts
+from cllm.bench.load.answer import TimedAnswer, split_parts
 from cllm.bench.load.scenarios import ALONE, SCENARIOS, Sizes, Writer, edits
 from cllm.bench.load.workload import (
     Group,
     Stage,
-    Words,
+    WordPrompts,
     chat_tasks,
     question_tasks,
     word_tasks,
@@ -31,26 +31,26 @@ EDITS = 48
 EDITORS = {"1 client": 1, "16 clients": 16}  # name of the part -> clients
 
 
-def unrelated(clients: int, words: Words, scale: float) -> list[Stage]:
+def unrelated(clients: int, words: WordPrompts, scale: float) -> list[Stage]:
     words = with_prompt(words, 50 * scale)
     return [[Group(tasks=chat_tasks(max(8, 2 * clients), words), clients=clients)]]
 
 
-def shared_prefix(words: Words, scale: float) -> list[Stage]:
+def shared_prefix(words: WordPrompts, scale: float) -> list[Stage]:
     shared = round(1000 * scale)
     words = replace(words, prompt_words=shared + 20, shared_words=shared)
     return [[Group(tasks=word_tasks(24, words), clients=SHARERS)]]
 
 
-def kept_alive(words: Words, scale: float) -> list[Stage]:
+def kept_alive(words: WordPrompts, scale: float) -> list[Stage]:
     return [[Group(tasks=word_tasks(64, with_prompt(words, 50 * scale)), clients=8)]]
 
 
-def one_prompt(tokens: float, words: Words, scale: float) -> list[Stage]:
+def one_prompt(tokens: float, words: WordPrompts, scale: float) -> list[Stage]:
     return [[Group(tasks=word_tasks(1, with_prompt(words, tokens * scale)), clients=1)]]
 
 
-def long_answers(words: Words, _: float) -> list[Stage]:
+def long_answers(words: WordPrompts, _: float) -> list[Stage]:
     """Questions for the built-in model, all at once. Each answer is checked."""
     tasks = question_tasks(
         LONG_ANSWERS,
@@ -63,7 +63,7 @@ def long_answers(words: Words, _: float) -> list[Stage]:
     return [[Group(tasks=tasks, clients=LONG_ANSWERS)]]
 
 
-def edits_by_clients(words: Words, _: float) -> list[Stage]:
+def edits_by_clients(words: WordPrompts, _: float) -> list[Stage]:
     """Texts that the built-in model repeats with a change, for one client and for many."""
     ((group,),) = edits(words, Sizes(requests=EDITS * len(EDITORS), clients=1))
     tasks = iter(group.tasks)
@@ -73,7 +73,7 @@ def edits_by_clients(words: Words, _: float) -> list[Stage]:
     ]
 
 
-def accounts(words: Words, scale: float) -> list[Stage]:
+def accounts(words: WordPrompts, scale: float) -> list[Stage]:
     """A small account alone, then beside a large one; then two accounts that send as much as each
     other.
     """
@@ -95,7 +95,7 @@ def accounts(words: Words, scale: float) -> list[Stage]:
     ]
 
 
-def account_figures(answers: Sequence[Answer]) -> dict[str, float]:
+def account_figures(answers: Sequence[TimedAnswer]) -> dict[str, float]:
     """How much longer the small account waits beside the large one, and how equally the equal ones
     are served while both of them have waiting requests.
     """
@@ -113,10 +113,10 @@ def account_figures(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def scenario(name: str, words: Words, scale: float) -> list[Stage]:
+def scenario(name: str, words: WordPrompts, scale: float) -> list[Stage]:
     sizes = replace(SCENARIOS[name].sizes, scale=scale)
     return SCENARIOS[name].make(words, sizes)
 
 
-def with_prompt(words: Words, tokens: float) -> Words:
+def with_prompt(words: WordPrompts, tokens: float) -> WordPrompts:
     return replace(words, prompt_words=max(1, round(tokens / words.tokens_per_word)), spread=SPREAD)

@@ -9,24 +9,26 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cllm.bench.load.dialects import DIALECTS, Dialect, Event, Usage
+from cllm.bench.load.dialects import DIALECTS, ClientDialect, Event, TokenCounts
 from cllm.bench.load.workload import Task
 
 FINISH_REASONS = {"stop", "length"}
 DETAIL = 200  # characters kept of a server's message
 
 
-class Answer:
+class TimedAnswer:
     """The answer to one task."""
 
-    def __init__(self, task: Task, sent: float, dialect: Dialect = DIALECTS["openai"]) -> None:
+    def __init__(
+        self, task: Task, sent: float, dialect: ClientDialect = DIALECTS["openai"]
+    ) -> None:
         self.task = task
         self.dialect = dialect
         self.sent = self.ended = sent
         self.content_times: list[float] = []
         """The arrival time of each chunk that contains text."""
         self.finish_reason: str | None = None
-        self.usage: Usage | None = None
+        self.usage: TokenCounts | None = None
         self.cancelled = False
         """The client disconnected, as the task required."""
         self.refused = False
@@ -136,9 +138,9 @@ class Answer:
         return self.content_times[0] if self.content_times else self.ended
 
 
-def split_parts(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
+def split_parts(answers: Iterable[TimedAnswer]) -> dict[str, list[TimedAnswer]]:
     """Return the answers of each part of the workload."""
-    parts: dict[str, list[Answer]] = {}
+    parts: dict[str, list[TimedAnswer]] = {}
     for answer in answers:
         parts.setdefault(answer.task.part, []).append(answer)
     return parts

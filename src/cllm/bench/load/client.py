@@ -3,8 +3,8 @@
 Closed loop: a fixed number of requests at a time; each finished request starts the next one. Open
 loop: requests are sent at given times, even if earlier ones have not finished.
 
-The client knows the server only through HTTP, and the API only through its ``Dialect``. On small
-machines it shares the cores with the server, so reading a chunk must cost little.
+The client knows the server only through HTTP, and the API only through its ``ClientDialect``. On
+small machines it shares the cores with the server, so reading a chunk must cost little.
 
 Times are seconds of ``time.perf_counter``, taken when bytes are read. Events that arrive in one
 packet have the same time.
@@ -22,10 +22,10 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from cllm.bench.load.answer import DETAIL, Answer, printable
-from cllm.bench.load.connection import BrokenHTTP, CannotConnect, Connections
-from cllm.bench.load.dialects import DIALECTS, Api, Dialect
-from cllm.bench.load.workload import Group, Stage, Task, Words, word_tasks
+from cllm.bench.load.answer import DETAIL, TimedAnswer, printable
+from cllm.bench.load.connection import BrokenHTTP, CannotConnect, HTTPClient
+from cllm.bench.load.dialects import DIALECTS, Api, ClientDialect
+from cllm.bench.load.workload import Group, Stage, Task, WordPrompts, word_tasks
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import read_tree_cpu_seconds
 
@@ -41,7 +41,7 @@ POLL, WATCH = 0.02, 1.0  # seconds between looks at the stage, and at the server
 COMPUTED = re.compile(r" (\d+)/(\d+) seq_id=")  # computed and all tokens, in a list of cLLM
 
 
-class Target(msgspec.Struct, frozen=True):
+class Endpoint(msgspec.Struct, frozen=True):
     """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each
     request, from sending to the last byte. Without ``keep_alive``, each request has a connection of
     its own. ``pid``: the server's first process, if it runs on this machine and its CPU time shall
@@ -56,7 +56,7 @@ class Target(msgspec.Struct, frozen=True):
     pid: int = 0
 
     @property
-    def dialect(self) -> Dialect:
+    def dialect(self) -> ClientDialect:
         return DIALECTS[self.api]
 
 
@@ -73,14 +73,14 @@ class Outcome(msgspec.Struct, frozen=True):
     request, and their number.
     """
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     wall: float
     cpu: float
     server_cpu: float | None = None
     progress: list[tuple[float, int]] = []
 
 
-def find_model(target: Target, wanted: str | None = None) -> str:
+def find_model(target: Endpoint, wanted: str | None = None) -> str:
     """Return the model to request: ``wanted``, or the first one that the server lists.
 
     Raises StartupError if the server cannot be reached or, without ``wanted``, lists none.
@@ -88,7 +88,7 @@ def find_model(target: Target, wanted: str | None = None) -> str:
     return _run(_find_model(target, wanted))
 
 
-def measure_tokens_per_word(target: Target, words: Words) -> float:
+def measure_tokens_per_word(target: Endpoint, words: WordPrompts) -> float:
     """Return how many tokens of the server's model a word of a prompt has.
 
     Raises StartupError if a request fails or the server does not count prompt tokens.
@@ -109,7 +109,7 @@ def measure_tokens_per_word(target: Target, words: Words) -> float:
 
 
 def run_stages(
-    target: Target,
+    target: Endpoint,
     stages: Sequence[Stage],
     *,
     warmup: Group = NOTHING,
@@ -124,12 +124,12 @@ def run_stages(
 
 
 async def _run_stages(
-    target: Target, stages: Sequence[Stage], warmup: Group, progress: Progress
+    target: Endpoint, stages: Sequence[Stage], warmup: Group, progress: Progress
 ) -> Outcome:
     with closing(connections(target)) as server:
         client = Client(server, target, progress)
         await client.run_stage([warmup])
-        answers: list[Answer] = []
+        answers: list[TimedAnswer] = []
         wall, cpu, server_cpu = time.perf_counter(), time.process_time(), server_seconds(target)
         for stage in stages:
             answers += await client.run_stage(stage)
@@ -138,16 +138,16 @@ async def _run_stages(
     return Outcome(answers, wall, cpu, server_cpu if target.pid else None, client.progress)
 
 
-def server_seconds(target: Target) -> float:
+def server_seconds(target: Endpoint) -> float:
     return read_tree_cpu_seconds(target.pid) if target.pid else 0.0
 
 
-class Running:
+class StageAnswers:
     """The answers of a stage: those that have begun, and those that have ended."""
 
     def __init__(self) -> None:
-        self.begun: list[Answer] = []
-        self.ended: list[Answer] = []
+        self.begun: list[TimedAnswer] = []
+        self.ended: list[TimedAnswer] = []
         self.num_groups = 0  # that send requests
 
     @property
@@ -159,7 +159,7 @@ class Client:
     """Sends tasks to one server. ``progress``: see Outcome."""
 
     def __init__(
-        self, server: Connections, target: Target, report: Progress = lambda _: None
+        self, server: HTTPClient, target: Endpoint, report: Progress = lambda _: None
     ) -> None:
         self.progress: list[tuple[float, int]] = []
         self._server = server
@@ -168,9 +168,9 @@ class Client:
         self._report = report
         self._num_ended = 0
 
-    async def run_stage(self, stage: Stage) -> list[Answer]:
+    async def run_stage(self, stage: Stage) -> list[TimedAnswer]:
         """Run the groups of a stage. Return the answers in the order in which they ended."""
-        running = Running()
+        running = StageAnswers()
         async with asyncio.TaskGroup() as groups:
             background = [
                 groups.create_task(self._run_group(group, running))
@@ -187,7 +187,7 @@ class Client:
                 task.cancel()
         return running.ended
 
-    async def _run_group(self, group: Group, running: Running) -> None:
+    async def _run_group(self, group: Group, running: StageAnswers) -> None:
         await received(running, group.start_after)
         running.num_groups += 1
         watcher = asyncio.ensure_future(self._watch()) if group.watched else None
@@ -201,7 +201,7 @@ class Client:
             if watcher is not None:
                 watcher.cancel()
 
-    async def _closed_loop(self, group: Group, running: Running) -> None:
+    async def _closed_loop(self, group: Group, running: StageAnswers) -> None:
         waiting = iter(group.tasks)
 
         async def take_turns() -> None:
@@ -215,7 +215,7 @@ class Client:
                 clients.create_task(take_turns())
 
     async def _open_loop(
-        self, tasks: Iterable[Task], arrivals: Sequence[float], running: Running
+        self, tasks: Iterable[Task], arrivals: Sequence[float], running: StageAnswers
     ) -> None:
         begun = time.perf_counter()
         async with asyncio.TaskGroup() as clients:
@@ -233,11 +233,11 @@ class Client:
                 self.progress.append((time.perf_counter(), computed))
             await asyncio.sleep(WATCH)
 
-    async def _talk(self, task: Task, running: Running) -> bool:
+    async def _talk(self, task: Task, running: StageAnswers) -> bool:
         """Send ``task`` and the tasks that follow it, until one fails. Return whether none has."""
         following: Task | None = task
         while following is not None:
-            answer = Answer(following, time.perf_counter(), self._dialect)
+            answer = TimedAnswer(following, time.perf_counter(), self._dialect)
             running.begun.append(answer)
             try:
                 await self.read(answer)
@@ -250,7 +250,7 @@ class Client:
             following = following.follow(answer.text()) if following.follow else None
         return True
 
-    async def read(self, answer: Answer) -> None:
+    async def read(self, answer: TimedAnswer) -> None:
         """Send the answer's task and read the answer. If cancelled, the client disconnects."""
         try:
             async with asyncio.timeout(self._timeout):
@@ -271,7 +271,7 @@ class Client:
                 answer.ended = time.perf_counter()
             answer.judge()
 
-    async def _read(self, answer: Answer) -> None:
+    async def _read(self, answer: TimedAnswer) -> None:
         response = await self._server.request(
             self._dialect.chat_path, answer.task.body, answer.feed
         )
@@ -286,14 +286,14 @@ class Client:
             answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
 
 
-async def received(running: Running, num_chunks: int) -> None:
+async def received(running: StageAnswers, num_chunks: int) -> None:
     """Wait until a stage has received a number of chunks, or none of its groups is running."""
     # an event would cost time at every chunk
     while running.num_chunks < num_chunks and running.num_groups:  # noqa: ASYNC110
         await asyncio.sleep(POLL)
 
 
-async def count_computed_tokens(server: Connections) -> int:
+async def count_computed_tokens(server: HTTPClient) -> int:
     """Return how many tokens cLLM has computed of its longest running sequence; -1 if unknown."""
     try:
         response = await server.request("/scheduler?steps=1")
@@ -311,7 +311,7 @@ def says_when(retry_after: str) -> bool:
     return retry_after.isdecimal() or parsedate(retry_after) is not None
 
 
-async def _find_model(target: Target, wanted: str | None) -> str:
+async def _find_model(target: Endpoint, wanted: str | None) -> str:
     path = target.dialect.models_path
     try:
         with closing(connections(target)) as server:
@@ -334,11 +334,11 @@ async def _find_model(target: Target, wanted: str | None) -> str:
         _refuse(target, f"{path} names no model; name it with --model")
 
 
-def _refuse(target: Target, reason: str) -> NoReturn:
+def _refuse(target: Endpoint, reason: str) -> NoReturn:
     raise StartupError(f"{printable(target.url)} cannot be measured: {printable(reason)}")
 
 
-def connections(target: Target) -> Connections:
+def connections(target: Endpoint) -> HTTPClient:
     """Return connections, which the caller closes.
 
     Raises StartupError if the target's URL is not an HTTP URL.
@@ -347,7 +347,7 @@ def connections(target: Target) -> Connections:
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
     try:
-        return Connections(target.url, headers, keep_alive=target.keep_alive)
+        return HTTPClient(target.url, headers, keep_alive=target.keep_alive)
     except ValueError as error:
         _refuse(target, str(error))
 

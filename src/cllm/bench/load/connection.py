@@ -68,7 +68,7 @@ class Response:
         )
 
 
-class Connections:
+class HTTPClient:
     """Connections to one server. Each serves one request at a time.
 
     ``url`` may contain a prefix for all paths. ``headers`` are sent with every request. Raises

@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 Api = Literal["openai", "ollama"]
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenCounts(msgspec.Struct, frozen=True):
     """Numbers of tokens, as the server counts them."""
 
     output: int
@@ -30,11 +30,11 @@ class Event(msgspec.Struct, frozen=True):
 
     text: str = ""
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
     error: Any = None
 
 
-class Dialect(msgspec.Struct, frozen=True):
+class ClientDialect(msgspec.Struct, frozen=True):
     """One API.
 
     ``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError for invalid
@@ -66,12 +66,12 @@ class Dialect(msgspec.Struct, frozen=True):
 # --- OpenAI -------------------------------------------------------------------------------------
 
 
-class Delta(msgspec.Struct):
+class MessagePart(msgspec.Struct):
     content: str | None = None
 
 
-class Choice(msgspec.Struct):
-    delta: Delta | None = None
+class OpenAIChoice(msgspec.Struct):
+    delta: MessagePart | None = None
     finish_reason: str | None = None
 
 
@@ -84,9 +84,9 @@ class OpenAIUsage(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_details: TokenDetails | None = None
 
-    def neutral(self) -> Usage:
+    def neutral(self) -> TokenCounts:
         details = self.prompt_tokens_details
-        return Usage(
+        return TokenCounts(
             self.completion_tokens,
             self.prompt_tokens,
             (details.cached_tokens or 0) if details else 0,
@@ -94,7 +94,7 @@ class OpenAIUsage(msgspec.Struct):
 
 
 class OpenAIChunk(msgspec.Struct):
-    choices: list[Choice] = []
+    choices: list[OpenAIChoice] = []
     usage: OpenAIUsage | None = None
     error: Any = None
 
@@ -134,7 +134,7 @@ def openai_body(model: str, messages: Messages, options: dict[str, Any]) -> byte
 class OllamaChunk(msgspec.Struct):
     """A chunk of the stream. The server omits counts that are 0."""
 
-    message: Delta | None = None
+    message: MessagePart | None = None
     done: bool = False
     done_reason: str | None = None
     eval_count: int = 0
@@ -157,7 +157,7 @@ def decode_ollama(line: bytes) -> Event:
     return Event(
         (chunk.message and chunk.message.content) or "",
         chunk.done_reason if chunk.done else None,
-        Usage(chunk.eval_count, chunk.prompt_eval_count, 0) if chunk.done else None,
+        TokenCounts(chunk.eval_count, chunk.prompt_eval_count, 0) if chunk.done else None,
         chunk.error,
     )
 
@@ -180,8 +180,8 @@ def ollama_body(model: str, messages: Messages, options: dict[str, Any]) -> byte
     )
 
 
-DIALECTS: dict[Api, Dialect] = {
-    "openai": Dialect(
+DIALECTS: dict[Api, ClientDialect] = {
+    "openai": ClientDialect(
         chat_path="/v1/chat/completions",
         models_path="/v1/models",
         content=re.compile(rb'content": ?"(?!")'),  # reasoning_content is text too
@@ -191,7 +191,7 @@ DIALECTS: dict[Api, Dialect] = {
         body=openai_body,
         exact_lengths=True,
     ),
-    "ollama": Dialect(
+    "ollama": ClientDialect(
         chat_path="/api/chat",
         models_path="/api/tags",
         content=re.compile(rb'"(?:content|thinking)": ?"(?!")'),

@@ -26,7 +26,7 @@ import numpy as np
 
 from cllm.bench.console import latency_table, number_table, print_lines
 from cllm.bench.distribution import HasLatencies, LatencyLimits, LatencySummary
-from cllm.bench.load.answer import Answer, printable, split_parts
+from cllm.bench.load.answer import TimedAnswer, printable, split_parts
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.scenario_figures import find_figures
 from cllm.errors import StartupError
@@ -60,7 +60,7 @@ class Timeline(msgspec.Struct, frozen=True):
     """Requests that were sent and had not ended, as the mean over the bin."""
 
     @classmethod
-    def of(cls, answers: list[Answer], good: list[Answer]) -> Timeline | None:
+    def of(cls, answers: list[TimedAnswer], good: list[TimedAnswer]) -> Timeline | None:
         """Return the timeline of ``answers``, or None if it has no duration.
 
         ``good``: the successful answers.
@@ -103,7 +103,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: LatencySummary | None
 
     @classmethod
-    def of(cls, answers: list[Answer]) -> PartReport:
+    def of(cls, answers: list[TimedAnswer]) -> PartReport:
         good = [answer for answer in answers if answer.succeeded]
         begun, ended = (min(a.sent for a in answers), max(a.ended for a in answers))
         latencies = collect_latencies(good)
@@ -224,7 +224,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
     )
 
 
-def collect_latencies(answers: list[Answer]) -> dict[str, list[float]]:
+def collect_latencies(answers: list[TimedAnswer]) -> dict[str, list[float]]:
     """Return the latencies of ``answers`` in seconds, by name."""
     return {
         "ttft": [answer.first - answer.sent for answer in answers],
@@ -234,7 +234,7 @@ def collect_latencies(answers: list[Answer]) -> dict[str, list[float]]:
     }
 
 
-def goodput(answers: list[Answer], wall: float, settings: dict[str, Any]) -> float | None:
+def goodput(answers: list[TimedAnswer], wall: float, settings: dict[str, Any]) -> float | None:
     limits = LatencyLimits(settings.get("ttft"), settings.get("tpot"))
     if limits == LatencyLimits():
         return None
@@ -247,7 +247,7 @@ def goodput(answers: list[Answer], wall: float, settings: dict[str, Any]) -> flo
     return round(good / wall, 3)
 
 
-def time_per_token(answer: Answer) -> float:
+def time_per_token(answer: TimedAnswer) -> float:
     """Return the seconds per token after the first. 0 if the first text arrived with the last."""
     return (answer.ended - answer.first) / (answer.output_tokens - 1)
 

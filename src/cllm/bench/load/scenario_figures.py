@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cllm.bench.load.answer import Answer, split_parts
+from cllm.bench.load.answer import TimedAnswer, split_parts
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.scenarios import ALONE, CHATS, LONG, STREAMS
 
@@ -25,7 +25,7 @@ def find_figures(workload: str | None, outcome: Outcome) -> dict[str, float]:
     return find(parts, outcome) if find and LONG in parts else {}
 
 
-def long_beside_short(parts: dict[str, list[Answer]], _: Outcome) -> dict[str, float]:
+def long_beside_short(parts: dict[str, list[TimedAnswer]], _: Outcome) -> dict[str, float]:
     """The gaps between the tokens of the streams, before the long prompt is sent and from then to
     its first token, and its time to first token with the streams and alone.
     """
@@ -53,7 +53,7 @@ def percentile(seconds: Sequence[float], share: int) -> float:
     return 1e3 * float(np.percentile(seconds, share))
 
 
-def long_context(parts: dict[str, list[Answer]], outcome: Outcome) -> dict[str, float]:
+def long_context(parts: dict[str, list[TimedAnswer]], outcome: Outcome) -> dict[str, float]:
     """What the chats receive before, during and after the long request, and the longest time in
     which the server did not advance it.
     """
@@ -79,19 +79,19 @@ def long_context(parts: dict[str, list[Answer]], outcome: Outcome) -> dict[str, 
     }
 
 
-def max_running(answers: Sequence[Answer]) -> int:
+def max_running(answers: Sequence[TimedAnswer]) -> int:
     """Return how many requests were sent before the first one ended."""
     end = min(answer.ended for answer in answers)
     return sum(answer.sent < end for answer in answers)
 
 
-def rate(answers: Iterable[Answer], begin: float, end: float) -> float:
+def rate(answers: Iterable[TimedAnswer], begin: float, end: float) -> float:
     """Return the chunks per second in a span; 0 if it is empty."""
     count = sum(begin < at <= end for answer in answers for at in answer.content_times)
     return count / (end - begin) if end > begin else 0.0
 
 
-FIGURES: dict[str, Callable[[dict[str, list[Answer]], Outcome], dict[str, float]]] = {
+FIGURES: dict[str, Callable[[dict[str, list[TimedAnswer]], Outcome], dict[str, float]]] = {
     "long-beside-short": long_beside_short,
     "long-context": long_context,
 }

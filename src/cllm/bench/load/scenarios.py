@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.bench.load.dialects import DIALECTS
-from cllm.bench.load.workload import Group, Stage, Task, Words, WordSource, conversations, make_task
+from cllm.bench.load.workload import (
+    Group,
+    Stage,
+    Task,
+    WordPrompts,
+    WordSource,
+    conversations,
+    make_task,
+)
 from cllm.models.builtin.questions import NAMES, stories
 
 AGENT_TURNS = 6
@@ -54,7 +62,7 @@ class Sizes(msgspec.Struct, frozen=True):
 class Writer(WordSource):
     """A source of prompts whose lengths are in tokens."""
 
-    def __init__(self, words: Words, sizes: Sizes) -> None:
+    def __init__(self, words: WordPrompts, sizes: Sizes) -> None:
         self.words = msgspec.structs.replace(words, shared_words=0)
         super().__init__(self.words)
         self._scale = sizes.scale
@@ -73,7 +81,7 @@ class Writer(WordSource):
             yield self.ask(self.tokens(length), part, **changes)
 
 
-def agents(words: Words, sizes: Sizes) -> list[Stage]:
+def agents(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """All agents have the same system prompt, tools included, and take turns of their own."""
     writer = Writer(words, sizes)
     system = [{"role": "system", "content": writer.tokens(2000)}]
@@ -81,7 +89,7 @@ def agents(words: Words, sizes: Sizes) -> list[Stage]:
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
 
-def documents(words: Words, sizes: Sizes) -> list[Stage]:
+def documents(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """Each request has the same instructions, one of the documents and a question of its own."""
     writer = Writer(words, sizes)
     system = {"role": "system", "content": writer.tokens(500)}
@@ -93,7 +101,7 @@ def documents(words: Words, sizes: Sizes) -> list[Stage]:
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
 
-def edits(words: Words, sizes: Sizes) -> list[Stage]:
+def edits(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """The built-in model repeats a story for another name. Each answer is checked."""
     make_body, options = DIALECTS[words.api].body, {"max_tokens": 320, "temperature": 0}
     rng, bodies = random.Random(words.seed), dict[bytes, str]()
@@ -117,7 +125,7 @@ def renamed(text: str, name: str, other: str) -> str:
     return re.sub(rf"\b{name}\b", other, text)
 
 
-def long_beside_short(words: Words, sizes: Sizes) -> list[Stage]:
+def long_beside_short(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """A long prompt alone; then another one, sent while streams are decoding."""
     writer = Writer(words, sizes)
     lone, other = (writer.ask(writer.tokens(sizes.long_tokens), part) for part in (ALONE, LONG))
@@ -131,7 +139,7 @@ def long_beside_short(words: Words, sizes: Sizes) -> list[Stage]:
     ]
 
 
-def batch_beside_chat(words: Words, sizes: Sizes) -> list[Stage]:
+def batch_beside_chat(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """Chats of a few clients while batch work with low priority fills the server."""
     writer = Writer(words, sizes)
     low, high = (words.options | {"priority": name} for name in ("batch", "interactive"))
@@ -145,7 +153,7 @@ def batch_beside_chat(words: Words, sizes: Sizes) -> list[Stage]:
     ]
 
 
-def phases(words: Words, sizes: Sizes) -> list[Stage]:
+def phases(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """A load that changes without notice."""
     writer, clients = Writer(words, sizes), sizes.clients
 
@@ -173,7 +181,7 @@ def mixed_lengths(count: int) -> list[float]:
     return [(low + share * (high - low)) ** (1 / (1 - ZIPF)) for share in shares]
 
 
-def long_context(words: Words, sizes: Sizes) -> list[Stage]:
+def long_context(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     """A very long prompt beside chats that go on before, during and after it."""
     writer, clients = Writer(words, sizes), sizes.clients
     wave = clients * words.max_tokens
@@ -189,7 +197,7 @@ def long_context(words: Words, sizes: Sizes) -> list[Stage]:
 class Scenario(NamedTuple):
     """A workload of users, with the sizes that it has by default."""
 
-    make: Callable[[Words, Sizes], list[Stage]]
+    make: Callable[[WordPrompts, Sizes], list[Stage]]
     text: str
     sizes: Sizes
     max_tokens: int = 32

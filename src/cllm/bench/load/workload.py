@@ -78,7 +78,7 @@ Stage = list[Group]
 """Groups that run at the same time."""
 
 
-class Words(msgspec.Struct, frozen=True, kw_only=True):
+class WordPrompts(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of random words. Lengths of prompts are in words, those of answers in tokens. The
     first ``shared_words`` are the same in all prompts. Each answer must have ``max_tokens``, so the
     server must support ``ignore_eos``.
@@ -99,13 +99,13 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
 
 
-def word_tasks(count: int, words: Words) -> list[Task]:
+def word_tasks(count: int, words: WordPrompts) -> list[Task]:
     """Return tasks that all have the same size."""
     source = WordSource(words)
     return [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
 
 
-def chat_tasks(count: int, words: Words) -> list[Task]:
+def chat_tasks(count: int, words: WordPrompts) -> list[Task]:
     """Return tasks with lognormal lengths of prompts and answers.
 
     The lengths in ``words`` are the medians. All seeds give the same lengths, in another order.
@@ -117,7 +117,7 @@ def chat_tasks(count: int, words: Words) -> list[Task]:
     return [source.task(*sizes) for sizes in zip(prompts, answers, strict=True)]
 
 
-def long_prefill_tasks(count: int, words: Words) -> list[Task]:
+def long_prefill_tasks(count: int, words: WordPrompts) -> list[Task]:
     """Return tasks in which every fifth prompt is very long."""
     source = WordSource(words)
     sizes = [
@@ -127,7 +127,7 @@ def long_prefill_tasks(count: int, words: Words) -> list[Task]:
     return [source.task(size, words.max_tokens) for size in sizes]
 
 
-def cancel_tasks(count: int, words: Words) -> list[Task]:
+def cancel_tasks(count: int, words: WordPrompts) -> list[Task]:
     """Return tasks in which every second client disconnects at a random point in the first half of
     its answer.
     """
@@ -142,12 +142,12 @@ def cancel_tasks(count: int, words: Words) -> list[Task]:
     ]
 
 
-def overload_tasks(count: int, words: Words) -> list[Task]:
+def overload_tasks(count: int, words: WordPrompts) -> list[Task]:
     """Return tasks to send all at the same time. The server may reject some of them."""
     return [msgspec.structs.replace(task, may_be_refused=True) for task in word_tasks(count, words)]
 
 
-def multi_turn_tasks(count: int, words: Words) -> list[Task]:
+def multi_turn_tasks(count: int, words: WordPrompts) -> list[Task]:
     """Return conversations of a few turns, ``count`` turns in all.
 
     Each prompt contains all earlier messages.
@@ -157,7 +157,7 @@ def multi_turn_tasks(count: int, words: Words) -> list[Task]:
 
 
 def conversations(
-    words: Words, count: int, num_turns: int, messages: Messages, text: Callable[[], str]
+    words: WordPrompts, count: int, num_turns: int, messages: Messages, text: Callable[[], str]
 ) -> list[Task]:
     """Return conversations of ``num_turns`` turns, ``count`` turns in all.
 
@@ -168,7 +168,7 @@ def conversations(
     return [turn(words, messages, texts, FIRST_TURNS) for texts in talks]
 
 
-def turn(words: Words, messages: Messages, texts: list[str], part: str) -> Task:
+def turn(words: WordPrompts, messages: Messages, texts: list[str], part: str) -> Task:
     """Return the next request of a conversation. ``texts``: the user's remaining messages."""
     asked = [*messages, {"role": "user", "content": texts[0]}]
 
@@ -180,7 +180,7 @@ def turn(words: Words, messages: Messages, texts: list[str], part: str) -> Task:
     return msgspec.structs.replace(task, follow=follow) if len(texts) > 1 else task
 
 
-WORKLOADS: dict[str, tuple[Callable[[int, Words], list[Task]], str]] = {
+WORKLOADS: dict[str, tuple[Callable[[int, WordPrompts], list[Task]], str]] = {
     "words": (word_tasks, "random words, all of one size"),
     "chat": (chat_tasks, "the same with lognormal lengths around the given ones"),
     "shared-prefix": (
@@ -251,7 +251,7 @@ def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[fl
 class WordSource:
     """A source of words and sizes."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: WordPrompts) -> None:
         """Raises StartupError if ``shared_words`` is more than ``prompt_words``."""
         if words.shared_words > words.prompt_words:
             raise StartupError(
@@ -289,7 +289,7 @@ class WordSource:
         )
 
 
-def make_task(words: Words, messages: Messages, num_tokens: int, part: str = "") -> Task:
+def make_task(words: WordPrompts, messages: Messages, num_tokens: int, part: str = "") -> Task:
     options = {
         "max_tokens": num_tokens,
         "ignore_eos": True,

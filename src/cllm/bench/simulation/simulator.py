@@ -227,8 +227,8 @@ def simulate(
     requests have ended.
     """
     courses = [Course(entry) for entry in entries]
-    events = Events()
-    models = Models(entries, setup, events)
+    events = EventQueue()
+    models = SimulatedModels(entries, setup, events)
     num_arrived = num_ended = 0
     while num_arrived < len(courses) or events:
         if num_arrived < len(courses) and entries[num_arrived].arrived <= events.next_time:
@@ -256,7 +256,7 @@ def simulate(
     return courses, models.replicas
 
 
-class Events:
+class EventQueue:
     """What happens next, in the order of times and then of numbers: the end of a replica's step or
     of a model's load, or None for a look at what may be unloaded.
     """
@@ -299,12 +299,12 @@ class SimulatedModel:
         return any(replica.courses for replica in self.replicas)
 
 
-class Models:
+class SimulatedModels:
     """The models of a trace. They are loaded when a request names them, one after the other, if not
     all fit; see routing/residency.py. A model that is unloaded loses its cached prefixes.
     """
 
-    def __init__(self, entries: list[Entry], setup: Setup, events: Events) -> None:
+    def __init__(self, entries: list[Entry], setup: Setup, events: EventQueue) -> None:
         self.replicas: list[Replica] = []  # of all times
         self._setup = setup
         self._events = events

@@ -16,7 +16,7 @@ from cllm.bench.load.client import find_model, measure_tokens_per_word, run_stag
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenario_figures import BESIDE
 from cllm.bench.load.scenarios import SCENARIOS
-from cllm.bench.load.workload import Stage, Words
+from cllm.bench.load.workload import Stage, WordPrompts
 from cllm.bench.servers import cllm
 from cllm.bench.tune.measure import CandidateError
 from cllm.bench.tune.search import Choice, Traffic
@@ -47,7 +47,7 @@ class ServerBench:
             config.write_text(yaml.safe_dump(self._settings(choice)), "utf-8")
             try:
                 with cllm(None, "--config", config, name=None) as server:
-                    words = Words(
+                    words = WordPrompts(
                         model=find_model(server),
                         prompt_words=1,
                         max_tokens=ROWS[choose_row(traffic.workload)].max_tokens,
@@ -69,7 +69,7 @@ def choose_row(workload: str) -> str:
     return f"unrelated-{CHAT_CLIENTS}" if workload == "chat" else workload
 
 
-def make_stages(traffic: Traffic, words: Words, tokens_per_word: float) -> list[Stage]:
+def make_stages(traffic: Traffic, words: WordPrompts, tokens_per_word: float) -> list[Stage]:
     words = msgspec.structs.replace(words, tokens_per_word=tokens_per_word)
     if traffic.workload == "chat":
         return unrelated(CHAT_CLIENTS, words, traffic.scale)

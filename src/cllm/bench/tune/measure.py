@@ -48,7 +48,7 @@ class CandidateError(Exception):
     """The candidate cannot be measured. The message gives the reason on one line."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class SpeedWork(msgspec.Struct, frozen=True):
     """``num_seqs`` unrelated prompts of ``prompt_tokens`` tokens, then ``steps`` steps in which all
     of them decode.
     """
@@ -69,7 +69,7 @@ class Measure(msgspec.Struct, tag=True, frozen=True):
     """A job that the child answers with Speeds."""
 
     params: EngineParams
-    work: Work
+    work: SpeedWork
 
 
 class Judge(msgspec.Struct, tag=True, frozen=True):
@@ -100,7 +100,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def measure(self, params: EngineParams, work: Work) -> Speeds:
+    def measure(self, params: EngineParams, work: SpeedWork) -> Speeds:
         """Return the speeds of ``work``. Raises CandidateError."""
         return msgspec.json.decode(self._ask(Measure(params, work)), type=Speeds)
 
@@ -215,7 +215,7 @@ def sized(job: Measure | Judge) -> EngineParams:
     )
 
 
-def run(backend: Backend, work: Work) -> Speeds:
+def run(backend: Backend, work: SpeedWork) -> Speeds:
     info, words = backend.info, random.Random(0)
     seqs = []
     for seq_id in range(work.num_seqs):

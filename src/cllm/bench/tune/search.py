@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from cllm.bench.tune.measure import CandidateError, Speeds, Work
+from cllm.bench.tune.measure import CandidateError, Speeds, SpeedWork
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
@@ -105,7 +105,7 @@ class SpeedFigure(NamedTuple):
     """
 
     part: str
-    work: Work | Traffic
+    work: SpeedWork | Traffic
 
     @property
     def label(self) -> str:
@@ -119,10 +119,10 @@ class Works(NamedTuple):
     run, up to 32.
     """
 
-    one: Work
-    many: Work
-    long: Work
-    all: Work
+    one: SpeedWork
+    many: SpeedWork
+    long: SpeedWork
+    all: SpeedWork
 
 
 class Knob(NamedTuple):
@@ -200,7 +200,7 @@ def search(
     knobs: list[Knob],
     final: list[SpeedFigure],
     start: Choice,
-    measure: Callable[[Choice, Work | Traffic], Any],
+    measure: Callable[[Choice, SpeedWork | Traffic], Any],
     refuse: Callable[[str, Choice], str],
     seconds: float,
     clock: Clock = time.monotonic,
@@ -309,13 +309,13 @@ def applied(params: EngineParams, choice: Choice) -> EngineParams:
     )
 
 
-def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) -> Works:
+def works(measure: Callable[[SpeedWork], Speeds], max_num_seqs: int, seconds: float) -> Works:
     """Return works that take as long as one measurement may.
 
     They are smaller on a slower machine.
     """
     several = min(8, max_num_seqs)
-    one, many = measure(Work(1, 16, 8)), measure(Work(several, 16, 4))
+    one, many = measure(SpeedWork(1, 16, 8)), measure(SpeedWork(several, 16, 4))
     time_each = seconds / MEASUREMENTS
 
     def steps(tokens_per_s: float, num_seqs: int) -> int:
@@ -324,10 +324,10 @@ def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) 
     prompt = 2 ** int(math.log2(max(16, min(256, many.prompt * time_each / 2 / several))))
     num_steps = steps(many.decode, several)
     return Works(
-        Work(1, 16, steps(one.decode, 1)),
-        Work(several, prompt, num_steps),
-        Work(several, 2 * prompt, num_steps),
-        Work(min(32, max_num_seqs), 16, max(4, num_steps // 2)),
+        SpeedWork(1, 16, steps(one.decode, 1)),
+        SpeedWork(several, prompt, num_steps),
+        SpeedWork(several, 2 * prompt, num_steps),
+        SpeedWork(min(32, max_num_seqs), 16, max(4, num_steps // 2)),
     )
 
 

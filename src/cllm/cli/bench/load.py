@@ -19,7 +19,7 @@ from cllm.bench.load.workload import (
     Arrivals,
     Group,
     Stage,
-    Words,
+    WordPrompts,
     arrival_times,
     num_requests,
     question_tasks,
@@ -36,7 +36,7 @@ from cllm.errors import StartupError
 PRESETS = {"seed-40x8x50": (40, 8, 50), "seed-160x5x50": (160, 5, 50)}
 
 if TYPE_CHECKING:
-    from cllm.bench.load.client import Outcome, Target
+    from cllm.bench.load.client import Endpoint, Outcome
     from cllm.bench.load.report import Report
 
     Workload = str
@@ -221,12 +221,12 @@ def load(
     Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of
     overload do not count.
     """
-    from cllm.bench.load.client import Target, find_model, measure_tokens_per_word
+    from cllm.bench.load.client import Endpoint, find_model, measure_tokens_per_word
     from cllm.bench.load.report import summarize
 
     check_files(options.out, options.pictures.plot, options.pictures.html)
     size = LoadSize.of(options)
-    target = Target(
+    target = Endpoint(
         server_url(url),
         checked_key(options.api_key),
         options.timeout,
@@ -255,12 +255,12 @@ def checked_key(key: str | None) -> str | None:
     return key
 
 
-def make_words(options: LoadOptions, size: LoadSize, model: str) -> Words:
+def make_words(options: LoadOptions, size: LoadSize, model: str) -> WordPrompts:
     shared_words = options.shared_words
     if shared_words is None:
         is_shared = options.workload == "shared-prefix"
         shared_words = int(SHARED * options.prompt_words) if is_shared else 0
-    return Words(
+    return WordPrompts(
         api=options.api,
         model=model,
         prompt_words=options.prompt_words,
@@ -271,7 +271,9 @@ def make_words(options: LoadOptions, size: LoadSize, model: str) -> Words:
     )
 
 
-def make_groups(options: LoadOptions, size: LoadSize, words: Words) -> tuple[Group, list[Stage]]:
+def make_groups(
+    options: LoadOptions, size: LoadSize, words: WordPrompts
+) -> tuple[Group, list[Stage]]:
     """Return the warm-up and the stages to measure.
 
     Raises StartupError for inconsistent options.
@@ -309,7 +311,7 @@ def make_sizes(options: LoadOptions, size: LoadSize) -> Sizes:
     return Sizes(size.requests, size.concurrency, long_tokens, options.scale)
 
 
-def send(target: Target, warmup: Group, stages: list[Stage]) -> Outcome:
+def send(target: Endpoint, warmup: Group, stages: list[Stage]) -> Outcome:
     """Send the tasks, with progress on stderr."""
     from cllm.bench.load.client import run_stages
 
@@ -326,7 +328,7 @@ def send(target: Target, warmup: Group, stages: list[Stage]) -> Outcome:
         )
 
 
-def collect_settings(options: LoadOptions, size: LoadSize, words: Words) -> dict[str, Any]:
+def collect_settings(options: LoadOptions, size: LoadSize, words: WordPrompts) -> dict[str, Any]:
     """Return the settings of a report: those that have an effect."""
     settings: dict[str, Any] = {
         "api": options.api,

@@ -79,11 +79,11 @@ def stages(model: ModelFile = None, /, *, options: StagesOptions = StagesOptions
     """
     begin_like_an_engine()
     from cllm.bench.stages import losses, print_stages, run_stages, shares
-    from cllm.bench.work import Size
+    from cllm.bench.work import WorkSize
 
     check_files(None, options.plot, None)
     sizes = [
-        Size(count, options.prompt_words, options.max_tokens, options.temperature, options.seed)
+        WorkSize(count, options.prompt_words, options.max_tokens, options.temperature, options.seed)
         for count in options.sequences
     ]
     with closing(open_bar("measuring stages")) as bar:

@@ -59,7 +59,7 @@ from cllm.models.gguf import GgufHeader, check_kv_type, format_size, read_header
 
 if TYPE_CHECKING:
     from cllm.bench.tune.load import Served
-    from cllm.bench.tune.measure import Speeds, Work
+    from cllm.bench.tune.measure import Speeds, SpeedWork
 
     Workload = str
 else:
@@ -229,7 +229,7 @@ class Tuning:
         self.forms: list[Requantized] | None = None
         self.begun = time.monotonic()
 
-    def measure(self, choice: Choice, work: Work | Traffic) -> Speeds | Served:
+    def measure(self, choice: Choice, work: SpeedWork | Traffic) -> Speeds | Served:
         changes = [f"{key} {value}" for key, value in choice.items() if value != self.start[key]]
         self.bar.update(
             min(1.0, (time.monotonic() - self.begun) / self.seconds),
