@@ -64,21 +64,10 @@ class FakePool:
     def is_separating_texts(self, member):
         return member.number in self.separating
 
-    def take(self, member, message):
-        self.calls.append(("take", member.number, message))
-
-    def on_loading(self, member, share):
-        self.calls.append(("loading", member.number, share))
-
-    def on_ready(self, member):
-        self.calls.append(("ready", member.number))
-        member.resume_all()
-
-    def on_death(self, member, death):
-        self.calls.append(("death", member.number, death))
-
-    def on_failure(self, member):
-        self.calls.append(("failure", member.number))
+    def take(self, member, event):
+        self.calls.append(("take", member.number, event))
+        if isinstance(event, Ready):
+            member.resume_all()
 
     def fail(self, member, request_ids, error):
         self.calls.append(("fail", member.number, [*request_ids], str(error)))
@@ -100,11 +89,10 @@ class FakeMember(Member):
         self.start()
 
     def start(self, fingerprint: str = "fake") -> None:
-        self.supervisor.info = msgspec.structs.replace(
-            INFO, fingerprint=fingerprint, max_num_seqs=2
-        )
+        info = msgspec.structs.replace(INFO, fingerprint=fingerprint, max_num_seqs=2)
+        self.supervisor.info = info
         self.supervisor.ready = True
-        self.on_ready()
+        self.take(msgspec.structs.replace(READY, info=info))
 
     def die(self) -> None:
         self.supervisor.ready = False

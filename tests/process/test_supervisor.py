@@ -16,9 +16,9 @@ from cllm.errors import KilledWhileLoading, StartupError
 from cllm.process import supervisor as module
 from cllm.process.launch import EngineSpec, Place
 from cllm.process.liveness import Hang
-from cllm.process.messages import Failed, Loading, Start, Stepped
+from cllm.process.messages import Failed, Loading, Ready, Start, Stepped
 from cllm.process.step_record import StepRecord
-from cllm.process.supervisor import Supervisor
+from cllm.process.supervisor import Death, Supervisor
 
 ONLY = EngineSpec()
 _decode_start = msgspec.msgpack.Decoder(Start).decode
@@ -80,26 +80,20 @@ class Engines:
         self.processes.append(FakeProcess(self, take, launched, place))
         return self.processes[-1]
 
-    def take(self, message):
-        self.taken.append(message)
+    def take(self, event):
+        match event:
+            case Loading(share):
+                self.shares.append(share)
+            case Ready() | Death() | Failed():
+                self.events.put_nowait(event)
+            case _:
+                self.taken.append(event)
 
     def has_work(self):
         return self.works
 
     def owes_answers(self):
         return self.owes
-
-    def on_loading(self, share):
-        self.shares.append(share)
-
-    def on_ready(self):
-        self.events.put_nowait("ready")
-
-    def on_death(self, death):
-        self.events.put_nowait(death)
-
-    def on_failure(self):
-        self.events.put_nowait("failure")
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +124,7 @@ def test_loaded_engine_is_ready_and_its_messages_reach_the_client(monkeypatch):
         await supervisor.start(max_bytes=1000)
         assert supervisor.ready
         assert supervisor.pid == 7
-        assert engines.events.get_nowait() == "ready"
+        assert engines.events.get_nowait() == READY
         assert engines.shares == [0.5]
         assert engines.taken == [Stepped([], Stats())]
         assert (supervisor.info, supervisor.vocabulary) == (READY.info, READY.vocabulary)
@@ -162,13 +156,13 @@ def test_first_engine_may_have_been_launched_before(monkeypatch):
 def test_death_is_reported_with_the_requests_in_the_step_and_the_next_engine_starts(monkeypatch):
     async def test(supervisor, engines):
         await supervisor.start()
-        assert await engines.events.get() == "ready"
+        assert await engines.events.get() == READY
         engines.processes[0].record.begin(["a", "b"], 0.1)
         engines.processes[0].end()
         death = await engines.events.get()
         assert (death.cause, death.in_step, death.is_own_fault) == ("SIGABRT", ["a", "b"], True)
         assert death.retry_after > 0
-        assert await engines.events.get() == "ready"
+        assert await engines.events.get() == READY
         assert supervisor.ready
         assert supervisor.num_restarts == 1
 
@@ -211,9 +205,9 @@ def test_failed_restarts_are_reported_and_repeated_until_one_succeeds(monkeypatc
         await engines.events.get()
         assert not supervisor.ready
         for count in (1, 2):
-            assert await engines.events.get() == "failure"
+            assert isinstance(await engines.events.get(), Failed)
             assert supervisor.num_failed == count
-        assert await engines.events.get() == "ready"
+        assert await engines.events.get() == READY
         assert supervisor.num_failed == 0
 
     run(test, monkeypatch)
@@ -234,7 +228,7 @@ def test_each_failed_restart_doubles_the_wait(monkeypatch):
         engines.answers = [[Failed("no memory")]] * 4
         monkeypatch.setattr(module.asyncio, "sleep", note)
         engines.processes[0].end()
-        while await engines.events.get() != "ready":
+        while await engines.events.get() != READY:
             pass
         monkeypatch.setattr(module.asyncio, "sleep", sleep)
         assert waits == [0.0, 0.5, 1.0, 2.0, 3.0]
@@ -290,7 +284,7 @@ def test_unloaded_engine_is_not_replaced_until_it_is_started(monkeypatch):
         assert not supervisor.ready
         assert engines.events.empty(), "nothing has died"
         await supervisor.start()
-        assert await engines.events.get() == "ready"
+        assert await engines.events.get() == READY
         assert not supervisor.unloaded
         assert supervisor.num_restarts == 0
 
@@ -320,7 +314,7 @@ def test_engine_that_hangs_is_killed(monkeypatch, is_stopped):
             death = await engines.events.get()
         assert death.cause == "it hung"
         assert death.is_own_fault is not is_stopped
-        assert await engines.events.get() == "ready"
+        assert await engines.events.get() == READY
 
     run(test, monkeypatch)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import Priority
 from cllm.engine.commands import Abort, Command, Explain, LoadAdapter
@@ -20,20 +21,16 @@ from cllm.process.launch import EngineSpec
 from cllm.process.messages import (
     AdapterLoaded,
     Explained,
-    FromChild,
+    Ready,
     Stepped,
-    Tokenized,
-    Withdrawn,
     frame,
 )
-from cllm.process.supervisor import HEALTHY_AFTER, Death, Supervisor
+from cllm.process.supervisor import HEALTHY_AFTER, Death, Event, Supervisor
 from cllm.process.suspects import Suspects
 from cllm.routing.router import Booking, Candidate, is_crowded
 from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
-
-Result = Stepped | EmbeddingOutput | Tokenized | Withdrawn
 
 
 class Owner(Protocol):
@@ -57,24 +54,10 @@ class Owner(Protocol):
         """Return whether an engine has to tokenize texts before it computes requests."""
         ...
 
-    def take(self, member: Member, message: Result) -> None:
-        """Handle results of an engine."""
-        ...
-
-    def on_loading(self, member: Member, share: float) -> None:
-        """Handle the loaded share of the model, 0 to 1."""
-        ...
-
-    def on_ready(self, member: Member) -> None:
-        """Give work to an engine that has become ready."""
-        ...
-
-    def on_death(self, member: Member, death: Death) -> None:
-        """Prepare to continue the requests of an engine that has died."""
-        ...
-
-    def on_failure(self, member: Member) -> None:
-        """Handle that a restart has failed."""
+    def take(self, member: Member, event: Event) -> None:
+        """Handle what an engine has sent, or its death. It is ready after Ready, and a restart has
+        failed after Failed.
+        """
         ...
 
     def fail(self, member: Member, request_ids: Iterable[str], error: EngineError) -> None:
@@ -292,31 +275,34 @@ class Member:
 
     # --- messages of the engine ------------------------------------------------------------------
 
-    def take(self, message: FromChild) -> None:
+    def take(self, event: Event) -> None:
         """See EngineClient."""
-        match message:
+        match event:
             case Stepped():
-                self.stats = message.stats
-                self._owner.take(self, message)
+                self.stats = event.stats
+                self._owner.take(self, event)
                 if self._ends:
-                    for output in message.outputs:
+                    for output in event.outputs:
                         if output.token >= 0:
                             del self._ends[output.request_id]
                 if self._has_suspects:
-                    self._release_suspects({output.request_id for output in message.outputs})
+                    self._release_suspects({output.request_id for output in event.outputs})
             case EmbeddingOutput():
-                self._owner.take(self, message)
-                if self._has_suspects and (message.vectors or message.error):
-                    self._release_suspects({message.request_id})
-            case Tokenized() | Withdrawn():
-                self._owner.take(self, message)
+                self._owner.take(self, event)
+                if self._has_suspects and (event.vectors or event.error):
+                    self._release_suspects({event.request_id})
             case AdapterLoaded(name, error):
                 if error:
                     log.warning("%s", error)
                 for future in self._pending_adapters.pop(name, ()):
                     resolve(future, error)
             case Explained():
-                resolve(self._pending_explanations.popleft(), message.explanation)
+                resolve(self._pending_explanations.popleft(), event.explanation)
+            case Ready(info):
+                self._begin(info)
+                self._owner.take(self, event)
+            case _:
+                self._owner.take(self, event)
 
     def find_fatal_request(self, death: Death, *, is_certain: bool) -> str | None:
         """Note which requests may have been the cause of a death; only the others may continue in
@@ -333,22 +319,8 @@ class Member:
             log.error("the engine died twice because of %s alone; it gets an error", fatal)
         return fatal
 
-    def on_loading(self, share: float) -> None:
-        """See EngineClient."""
-        self._owner.on_loading(self, share)
-
-    def on_death(self, death: Death) -> None:
-        """See EngineClient."""
-        self._owner.on_death(self, death)
-
-    def on_failure(self) -> None:
-        """See EngineClient."""
-        self._owner.on_failure(self)
-
-    def on_ready(self) -> None:
-        """See EngineClient."""
-        info = self.supervisor.info
-        assert info is not None
+    def _begin(self, info: ModelInfo) -> None:
+        """Forget what only the last engine process knew, because the next one is ready."""
         file = info.fingerprint.partition(" ")[0]
         if self._file not in ("", file):
             log.error("the model's file has changed; requests that had begun get an error")
@@ -361,7 +333,6 @@ class Member:
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=info.max_num_seqs, num_cells=info.num_cells)
         self._ready_since = self._clock()
-        self._owner.on_ready(self)
 
     def resume_all(self) -> None:
         """Send all requests to an engine that has none yet, except those that must wait for

@@ -35,12 +35,12 @@ from cllm.process.balancer import Balancer
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import ANYWHERE, EngineSpec, Place, Popen
-from cllm.process.member import Member, Result
-from cllm.process.messages import Stepped, Tokenized, Withdrawn, frame
+from cllm.process.member import Member
+from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, Withdrawn, frame
 from cllm.process.pending_tokens import Texts
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
-from cllm.process.supervisor import Death
+from cllm.process.supervisor import Death, Event
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.trace import Explanation
 
@@ -237,20 +237,30 @@ class Pool:
 
     # --- messages of the engines -----------------------------------------------------------------
 
-    def take(self, member: Member, message: Result) -> None:
+    def take(self, member: Member, event: Event) -> None:
         """See Owner."""
-        match message:
+        match event:
             case Stepped():
                 self._in_flight.backlog.observe(self.stats)
-                self._in_flight.put(message.outputs)
+                self._in_flight.put(event.outputs)
                 if len(self.members) > 1:
                     self._balancer.balance()
             case EmbeddingOutput():
-                self._embeddings.put(message)
+                self._embeddings.put(event)
             case Tokenized():
-                self._texts.put(message)
+                self._texts.put(event)
             case Withdrawn():
-                self._balancer.take(message)
+                self._balancer.take(event)
+            case Loading(share):
+                self._shares[member.number] = share
+                if self._on_loading is not None:
+                    self._on_loading(sum(self._shares) / len(self._shares))
+            case Ready():
+                self._give_work(member)
+            case Death():
+                self._continue_requests(member, event)
+            case Failed():
+                self._handle_failed_start(member)
 
     def knows(self, request_id: str) -> bool:
         """See Owner."""
@@ -272,14 +282,8 @@ class Pool:
         """See Owner."""
         return self._texts.is_separating(member)
 
-    def on_loading(self, member: Member, share: float) -> None:
-        """See Owner."""
-        self._shares[member.number] = share
-        if self._on_loading is not None:
-            self._on_loading(sum(self._shares) / len(self._shares))
-
-    def on_ready(self, member: Member) -> None:
-        """See Owner."""
+    def _give_work(self, member: Member) -> None:
+        """Give an engine that has become ready its own requests, and those that wait for others."""
         self._assignments.measure_caches()
         self._in_flight.backlog.observe(self.stats)
         if self._faults:
@@ -294,8 +298,10 @@ class Pool:
                 self._balancer.move_all(other)
         self._balancer.relieve_others(member)
 
-    def on_death(self, member: Member, death: Death) -> None:
-        """See Owner. A request that is known to kill engines gets an error instead."""
+    def _continue_requests(self, member: Member, death: Death) -> None:
+        """Let the requests of an engine that has died continue, in others or in the next one. One
+        that is known to kill engines gets an error instead.
+        """
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
         member.forget_step(error)
         self._balancer.cancel(member)
@@ -314,8 +320,8 @@ class Pool:
             self._embeddings.fail_one(fatal, fault)
         self._balancer.move_all(member)
 
-    def on_failure(self, member: Member) -> None:
-        """See Owner."""
+    def _handle_failed_start(self, member: Member) -> None:
+        """End the requests that wait for an engine that has failed to start too often."""
         if member.supervisor.num_failed < MAX_FAILED_STARTS:
             return
         error = EngineError("The engine cannot be started.", self.seconds_until_ready())

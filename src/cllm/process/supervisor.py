@@ -56,11 +56,17 @@ class Death(NamedTuple):
     retry_after: float
 
 
-class EngineClient(Protocol):
-    """What a supervisor tells and asks about the work of its engine."""
+Event = FromChild | Death
 
-    def take(self, message: FromChild) -> None:
-        """Handle a message of an engine that is loaded."""
+
+class EngineClient(Protocol):
+    """Handles the events of a supervisor, and knows the work of its engine."""
+
+    def take(self, event: Event) -> None:
+        """Handle a message of the engine, or its death.
+
+        Loading comes only from the first engine, and Failed only from later ones.
+        """
         ...
 
     def has_work(self) -> bool:
@@ -69,22 +75,6 @@ class EngineClient(Protocol):
 
     def owes_answers(self) -> bool:
         """Return whether anything waits for the engine process."""
-        ...
-
-    def on_loading(self, share: float) -> None:
-        """Handle the loaded share of the model, 0 to 1, of the first engine."""
-        ...
-
-    def on_ready(self) -> None:
-        """Handle that an engine has become ready."""
-        ...
-
-    def on_death(self, death: Death) -> None:
-        """Handle the death of an engine."""
-        ...
-
-    def on_failure(self) -> None:
-        """Handle that a restart has failed."""
         ...
 
 
@@ -214,16 +204,16 @@ class Supervisor:
         path = create_file()
         try:
             self._record = StepRecord(path)
-            await self._load(str(path))
+            ready = await self._load(str(path))
         finally:
             remove_file(path)
         self._ready_since = self._clock()
         self._load_seconds = self._ready_since - self._started
         self.ready, self.num_failed = True, 0
-        self._client.on_ready()
+        self._client.take(ready)
 
-    async def _load(self, step_record: str) -> None:
-        """Start a process and wait until it is ready, or raise StartupError."""
+    async def _load(self, step_record: str) -> Ready:
+        """Start a process, and return its message that it is ready, or raise StartupError."""
         launched, self._launched = self._launched, None
         process = self.process = await spawn(self._take, launched, self._place)
         self.pid = process.pid
@@ -253,6 +243,7 @@ class Supervisor:
                 max_bytes=ready.params.max_bytes,
                 resident_bytes=ready.params.resident_bytes,
             )
+            return ready
         except BaseException:
             await process.stop()
             raise
@@ -290,7 +281,7 @@ class Supervisor:
         match message:
             case Loading():
                 if self.info is None:  # nobody watches a restart
-                    self._client.on_loading(message.share)
+                    self._client.take(message)
             case Ready():
                 resolve(self._loaded, message)
             case Failed():
@@ -337,7 +328,7 @@ class Supervisor:
             self.ready = False
             if self.closing or self.unloaded:
                 return
-            self._client.on_death(self._record_death(process, entry))
+            self._client.take(self._record_death(process, entry))
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -354,7 +345,7 @@ class Supervisor:
                         self._backoff,
                         exc_info=None if is_expected else error,
                     )
-                    self._client.on_failure()
+                    self._client.take(Failed(str(error)))
             self.num_restarts += 1
             log.warning("%s is ready again", self._label)
 
