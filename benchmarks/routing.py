@@ -22,7 +22,7 @@ from cllm.bench.simulation.simulator import SMALL_MODEL, Course, Setup, simulate
 from cllm.bench.simulation.synthetic import synthesize
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.observe.trace_file import Entry
+from cllm.observe.trace_file import TraceEntry
 from cllm.process.assignments import BLOCK, describe
 from cllm.routing.router import Candidate, Router
 
@@ -41,7 +41,7 @@ def hit_rate(courses: list[Course]) -> float:
     return cached / sum(one.entry.input_length for one in courses)
 
 
-def make_setup(entries: list[Entry], engines: int, routing: str, seed: int) -> Setup:
+def make_setup(entries: list[TraceEntry], engines: int, routing: str, seed: int) -> Setup:
     context = max(entry.input_length + entry.output_length for entry in entries) + 16
     return Setup(
         context=context,
@@ -54,7 +54,7 @@ def make_setup(entries: list[Entry], engines: int, routing: str, seed: int) -> S
     )
 
 
-def measure_rate(entries: list[Entry], engines: int) -> float:
+def measure_rate(entries: list[TraceEntry], engines: int) -> float:
     """Return how many times faster than their own times the entries can be served."""
     at_once = [msgspec.structs.replace(entry, timestamp=0.0) for entry in entries]
     courses, _ = simulate(at_once, make_setup(at_once, engines, "prefix-window", 0))

@@ -12,7 +12,7 @@ import pytest
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.errors import StartupError
-from cllm.observe.trace_file import RECORDED_BLOCK, Entry, Recorder, read_trace, write_trace
+from cllm.observe.trace_file import RECORDED_BLOCK, Recorder, TraceEntry, read_trace, write_trace
 
 LINE = '{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}'
 
@@ -32,7 +32,9 @@ def test_mooncake_lines_are_read_in_order_of_time(tmp_path: Path) -> None:
         512,
         "normal",
     )
-    assert second == Entry(timestamp=27482, input_length=1000, output_length=52, hash_ids=[46, 47])
+    assert second == TraceEntry(
+        timestamp=27482, input_length=1000, output_length=52, hash_ids=[46, 47]
+    )
 
 
 def test_same_blocks_give_same_prompt() -> None:
@@ -46,7 +48,9 @@ def test_same_blocks_give_same_prompt() -> None:
 
 
 def prompt_of(blocks: list[int], length: int) -> list[int]:
-    return Entry(timestamp=0, input_length=length, output_length=1, hash_ids=blocks).make_prompt()
+    return TraceEntry(
+        timestamp=0, input_length=length, output_length=1, hash_ids=blocks
+    ).make_prompt()
 
 
 @pytest.mark.parametrize(

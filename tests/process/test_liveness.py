@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from cllm.process.liveness import Hang, Liveness
-from cllm.process.step_record import Entry
+from cllm.process.step_record import CurrentStep
 
-BETWEEN_STEPS = Entry(2, 0.0, [])
+BETWEEN_STEPS = CurrentStep(2, 0.0, [])
 
 
 class Engine:
@@ -17,7 +17,7 @@ class Engine:
     pinged after each look.
     """
 
-    def __init__(self, entry: Entry = BETWEEN_STEPS) -> None:
+    def __init__(self, entry: CurrentStep = BETWEEN_STEPS) -> None:
         self.now = 1000.0
         self.entry = entry
         self.has_work = False
@@ -68,7 +68,7 @@ def test_stopped_process_is_noticed_within_30_seconds(has_work: bool) -> None:
 @pytest.mark.parametrize("expected_seconds", [0.0, 0.1, 3.0, 50.0])
 def test_process_stopped_in_a_step_is_noticed_within_30_seconds(expected_seconds: float) -> None:
     """However long the step may take."""
-    engine = Engine(Entry(2, expected_seconds, ["a"]))
+    engine = Engine(CurrentStep(2, expected_seconds, ["a"]))
     engine.has_work = True
     engine.look()
     engine.is_stopped = True
@@ -84,7 +84,7 @@ def test_step_hangs_after_ten_times_its_expected_duration(
     expected_seconds: float, longest: int
 ) -> None:
     """After 28 seconds at least. A request may be the cause."""
-    engine = Engine(Entry(2, expected_seconds, ["a"]))
+    engine = Engine(CurrentStep(2, expected_seconds, ["a"]))
     engine.has_work = True
     hang, seconds = engine.find_hang(700)
     assert not hang.is_stopped
@@ -118,7 +118,7 @@ def test_process_that_is_always_a_little_behind_does_not_hang() -> None:
 @pytest.mark.parametrize("gap", [3.0, 29.0, 1e6])
 def test_late_looks_prove_nothing(gap: float) -> None:
     """The API process, its group or the machine was suspended. Later hangs are noticed."""
-    engine = Engine(Entry(2, 0.1, ["a"]))
+    engine = Engine(CurrentStep(2, 0.1, ["a"]))
     engine.has_work = True
     for _ in range(27):
         assert engine.look() is None
@@ -126,7 +126,7 @@ def test_late_looks_prove_nothing(gap: float) -> None:
     assert engine.look(gap) is None
     engine.is_stopped = False
     engine.num_read = engine.num_sent
-    engine.entry = Entry(4, 0.1, ["a"])
+    engine.entry = CurrentStep(4, 0.1, ["a"])
     for _ in range(27):
         assert engine.look() is None
     engine.is_stopped = True

@@ -20,7 +20,7 @@ from conftest import PATIENCE, stop_process
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.core.segments import Segment
-from cllm.engine.commands import Fault
+from cllm.engine.commands import InjectedFault
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.observe.metrics import Metrics, render
@@ -502,7 +502,7 @@ def test_poison_gets_an_error_and_nobody_else(caplog):
         poison = ask(pool, "poison", [77, 7], max_tokens=200, ignore_eos=True)
         for stream in streams:
             await receive(stream)
-        pool.set_faults([Fault("crash", token=77)])
+        pool.set_faults([InjectedFault("crash", token=77)])
         pool.close_stream(streams.pop())  # makes room for it
         with pytest.raises(FatalRequest, match="twice while it computed this request"):
             await tokens(poison)
@@ -521,7 +521,7 @@ def test_three_poisons_among_thirty_fail_alone(monkeypatch, caplog):
     params = msgspec.structs.replace(FAKE, max_num_seqs=64)
 
     async def test(pool):
-        pool.set_faults([Fault("crash", token=77)])
+        pool.set_faults([InjectedFault("crash", token=77)])
         streams = [
             ask(pool, f"r{i}", [77 if i % 10 == 5 else 1, 20 + i], max_tokens=50, ignore_eos=True)
             for i in range(33)
@@ -696,7 +696,7 @@ def test_hung_engine_is_replaced(monkeypatch):
         stream = ask(pool, "a", [1], max_tokens=400, ignore_eos=True)
         await receive(stream)
         assert pool.pid == first
-        pool.set_faults([Fault("hang")])
+        pool.set_faults([InjectedFault("hang")])
         assert len(await tokens(stream)) > 300
         assert pool.num_restarts == 1
         stream = ask(pool, "b", [1], max_tokens=400, ignore_eos=True)
@@ -825,9 +825,9 @@ def test_slow_step_is_not_a_hang(monkeypatch):
     notice_hangs_within(monkeypatch, 0.3)
 
     async def test(pool):
-        pool.set_faults([Fault("slow", num_steps=30, seconds=0.1)])
+        pool.set_faults([InjectedFault("slow", num_steps=30, seconds=0.1)])
         assert len(await tokens(ask(pool, "a", max_tokens=30, ignore_eos=True))) == 30
-        pool.set_faults([Fault("slow", seconds=0.6)])
+        pool.set_faults([InjectedFault("slow", seconds=0.6)])
         assert len(await tokens(ask(pool, "b", [1], max_tokens=9, ignore_eos=True))) == 9
         assert pool.num_restarts == 0
 

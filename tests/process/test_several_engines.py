@@ -17,7 +17,7 @@ from cllm.core.output import Stats, combine_stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.core.segments import Segment
-from cllm.engine.commands import Fault
+from cllm.engine.commands import InjectedFault
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.process import places
@@ -331,7 +331,7 @@ def test_poison_stays_with_its_engine():
     """
 
     async def test(pool):
-        pool.set_faults([Fault("crash", token=77)])
+        pool.set_faults([InjectedFault("crash", token=77)])
         others = [ask(pool, f"r{i}", [100 + i], count=60) for i in range(3)]
         for stream in others:
             await stream.arrival()

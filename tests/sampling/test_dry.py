@@ -13,7 +13,7 @@ from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.sampling.dry import MAX_MATCH, MAX_WINDOW, History, add_dry, repetitions
+from cllm.sampling.dry import MAX_MATCH, MAX_WINDOW, History, add_dry, find_repetitions
 from cllm.sampling.pipeline import Sampler
 
 SIZE = 8
@@ -73,7 +73,7 @@ def test_like_the_reference(tokens, params, num_known):
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=200))
 def test_match_length_is_capped_at_max_match(tokens):
     """However long the text repeats itself."""
-    _, lengths = repetitions(np.array(tokens * 2, np.int32), frozenset())
+    _, lengths = find_repetitions(np.array(tokens * 2, np.int32), frozenset())
     assert lengths.max(initial=0) <= MAX_MATCH
 
 

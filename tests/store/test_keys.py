@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from cllm.core.account import Limits
+from cllm.core.account import AccountLimits
 from cllm.core.request import Priority
 from cllm.errors import StartupError
 from cllm.store import keys
@@ -68,7 +68,7 @@ def test_account_is_found_by_its_key(path):
         Priority.BATCH,
         True,
     )
-    assert ann.limits == Limits(requests_per_minute=3)
+    assert ann.limits == AccountLimits(requests_per_minute=3)
     bob = keyring.find("c")
     assert (bob.name, bob.tenant, bob.is_admin, bob.has_key) == ("bob", "bob", False, True)
     assert keyring.find("d") is keyring.find("") is keyring.get("eve") is None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cllm.core.account import Account, Limits
+from cllm.core.account import Account, AccountLimits
 from cllm.errors import RateLimited, Unauthorized
 from cllm.store.charges import WINDOW, UsageCounts
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
@@ -19,7 +19,7 @@ NOON = 1_800_000_000.0  # 2027-01-15
 
 
 def account(name="ann", **limits):
-    return Account(name, has_key=True, limits=Limits(**limits))
+    return Account(name, has_key=True, limits=AccountLimits(**limits))
 
 
 def counts(prompt=0, completion=0, cached=0):

@@ -9,7 +9,7 @@ import msgspec
 from cllm.core.request import Priority
 
 
-class Limits(msgspec.Struct, frozen=True):
+class AccountLimits(msgspec.Struct, frozen=True):
     """What an account may use; None means no limit. Tokens are those of prompts and outputs."""
 
     requests_per_minute: int | None = None
@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True):
         return any(limit is not None for limit in msgspec.structs.astuple(self))
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = AccountLimits()
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class Account(msgspec.Struct, frozen=True):
     tenant: str = ""
     models: tuple[str, ...] = ()
     routes: tuple[str, ...] = ()
-    limits: Limits = NO_LIMITS
+    limits: AccountLimits = NO_LIMITS
     is_admin: bool = False
     has_key: bool = False
 

@@ -46,7 +46,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 FaultKind = Literal["crash", "kill", "hang", "slow", "raise", "memory"]
 
 
-class Fault(msgspec.Struct, frozen=True, array_like=True):
+class InjectedFault(msgspec.Struct, frozen=True, array_like=True):
     """A fault in a step.
 
     The kinds are crash (as after a failed assertion), kill (as by another process), hang, slow (the
@@ -65,7 +65,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 class SetFaults(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Cause these faults, and none that were set before."""
 
-    faults: list[Fault]
+    faults: list[InjectedFault]
 
 
 class SetWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):

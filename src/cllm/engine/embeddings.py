@@ -24,7 +24,7 @@ log = logging.getLogger("cllm.engine")
 SHARE = 0.2  # weight of a new observation in the mean
 
 
-class Job:
+class EmbeddingJob:
     """A request, of which ``num_started`` texts have been started."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
@@ -36,7 +36,7 @@ class Job:
 class Text:
     """One text. ``total`` pools the embeddings of its first ``start`` tokens, computed so far."""
 
-    def __init__(self, job: Job, tokens: list[int]) -> None:
+    def __init__(self, job: EmbeddingJob, tokens: list[int]) -> None:
         self.job = job
         self.tokens = tokens
         self.runs_alone = False
@@ -64,7 +64,9 @@ class Embeddings(SideJob):
         self._scheduler = scheduler
         self._clock = clock
         # by account
-        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}
+        self._jobs: dict[Priority, dict[str, deque[EmbeddingJob]]] = {
+            priority: {} for priority in Priority
+        }
         self._current: Text | None = None
         self._retries: deque[Text] = deque()  # texts of a failed batch
         self._longest = 0
@@ -77,7 +79,9 @@ class Embeddings(SideJob):
 
     def add(self, request: EmbeddingRequest) -> None:
         if request.texts:
-            self._jobs[request.priority].setdefault(request.account, deque()).append(Job(request))
+            self._jobs[request.priority].setdefault(request.account, deque()).append(
+                EmbeddingJob(request)
+            )
             self._has_work = True
 
     def abort(self, request_id: str) -> None:
@@ -272,7 +276,7 @@ class Embeddings(SideJob):
         ):
             self._end_with_error(job, why)
 
-    def _end_with_error(self, job: Job, why: str) -> None:
+    def _end_with_error(self, job: EmbeddingJob, why: str) -> None:
         job.has_failed = True
         self.abort(job.request.request_id)
         self._done.append(EmbeddingOutput(job.request.request_id, [], why))

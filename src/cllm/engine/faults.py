@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 
 from cllm.core.batch import Batch
-from cllm.engine.commands import Fault
+from cllm.engine.commands import InjectedFault
 
 
 class Faults:
     """Causes faults just before the backend computes a step."""
 
     def __init__(self) -> None:
-        self._faults: dict[Fault, int] = {}  # and the steps until each of them
+        self._faults: dict[InjectedFault, int] = {}  # and the steps until each of them
 
-    def set(self, faults: list[Fault]) -> None:
+    def set(self, faults: list[InjectedFault]) -> None:
         """Cause ``faults`` from now on, and none that were set before."""
         self._faults = {fault: fault.after_steps for fault in faults}
 

@@ -119,7 +119,7 @@ class TokenHistogram(Collector):
         yield family
 
 
-class Used(Protocol):
+class UsageCounts(Protocol):
     """What an account has used since the start."""
 
     requests: int
@@ -128,10 +128,10 @@ class Used(Protocol):
     completion_tokens: int
 
 
-NO_USAGE: Mapping[str, Used] = {}
+NO_USAGE: Mapping[str, UsageCounts] = {}
 
 
-class AccountUsage(Collector):
+class AccountUsageCollector(Collector):
     """The usage of each account in ``usage``."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class AccountUsage(Collector):
         yield tokens
 
 
-class EngineFigures(Collector):
+class EngineCollector(Collector):
     """The figures of each of several engines that share a model's requests: whether it is ready,
     its restarts, and its statistics.
     """
@@ -217,7 +217,7 @@ class Metrics:
         self._ready = gauge("engine_ready", "1 if the engine accepts requests")
         self._restarts = counter("engine_restarts", "times the engine died and was restarted")
         self._num_restarts = 0  # the number that ``_restarts`` has counted
-        self._engines = EngineFigures(model_name)
+        self._engines = EngineCollector(model_name)
         registry.register(self._engines)
         self._usage = gauge(
             "kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1"
@@ -261,7 +261,7 @@ class Metrics:
             ("model_name", "outcome"),
             registry=self._registry,
         )
-        self._refused = make_refused(registry)
+        self._refused = make_rejection_counter(registry)
         self._reservations = Counter(
             "cllm:queue_reservations",
             "places reserved for rejected clients: issued, honoured (the client returned and was "
@@ -339,7 +339,7 @@ class Metrics:
         engines: Sequence[tuple[bool, int, Stats]] = (),
     ) -> CollectorRegistry:
         """Return the metrics with the current figures of the engines; ``engines``: as in
-        EngineFigures.
+        EngineCollector.
 
         The totals of ``stats``, ``num_restarts``, ``num_loads`` and ``reservations`` (counts by
         event) must never decrease.
@@ -386,14 +386,14 @@ class ServerMetrics:
             "unknown request parameters, which were ignored",
             registry=registry,
         )
-        self._refused = make_refused(registry)
+        self._refused = make_rejection_counter(registry)
         self._failed_writes = Counter(
             "cllm:usage_write_failures",
             "times that the usage of accounts could not be written",
             registry=registry,
         )
         self._num_failed_writes = 0
-        self._account_usage = AccountUsage()
+        self._account_usage = AccountUsageCollector()
         registry.register(self._account_usage)
 
     def count_unknown_parameters(self, count: int) -> None:
@@ -403,7 +403,7 @@ class ServerMetrics:
         """Count a request that was rejected before its model was known, or loaded."""
         self._refused.labels("", reason).inc()
 
-    def update(self, usage: Mapping[str, Used], num_failed_writes: int) -> CollectorRegistry:
+    def update(self, usage: Mapping[str, UsageCounts], num_failed_writes: int) -> CollectorRegistry:
         """Return the metrics. ``usage``: of each account that is shown. ``num_failed_writes`` must
         never decrease.
         """
@@ -413,7 +413,7 @@ class ServerMetrics:
         return self._registry
 
 
-def make_refused(registry: CollectorRegistry) -> Counter:
+def make_rejection_counter(registry: CollectorRegistry) -> Counter:
     return Counter(
         "cllm:requests_refused",
         "rejected requests: a queue limit (requests, tokens, seconds), large (large requests "
@@ -423,7 +423,7 @@ def make_refused(registry: CollectorRegistry) -> Counter:
     )
 
 
-class Page(Collector):
+class MergedRegistries(Collector):
     """The metrics of several registries. Families with the same name become one."""
 
     def __init__(self, registries: Iterable[CollectorRegistry]) -> None:
@@ -442,5 +442,5 @@ class Page(Collector):
 def render(registries: Iterable[CollectorRegistry]) -> bytes:
     """Return the page that Prometheus reads."""
     registry = CollectorRegistry()
-    registry.register(Page(registries))
+    registry.register(MergedRegistries(registries))
     return generate_latest(registry)

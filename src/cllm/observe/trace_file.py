@@ -4,8 +4,8 @@ Servers record and simulations replay them.
 
 The format is Mooncake's (Qin et al., FAST 2025), one JSON object per line: ``timestamp`` in
 milliseconds, ``input_length`` and ``output_length`` in tokens, and ``hash_ids``, the ids of the
-prompt's blocks of 512 tokens. The same id means the same tokens. The later fields of Entry are our
-own and may be missing. Other fields are ignored.
+prompt's blocks of 512 tokens. The same id means the same tokens. The later fields of TraceEntry are
+our own and may be missing. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Length = Annotated[int, Meta(ge=1, le=LARGEST)]
 BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Entry(
+class TraceEntry(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"account": "key"}
 ):
     """One request of a trace.
@@ -86,12 +86,12 @@ def make_block(block_id: int, size: int) -> bytes:
     return name + hashlib.shake_128(name).digest(size - ID_BYTES)
 
 
-def read_trace(path: Path) -> list[Entry]:
+def read_trace(path: Path) -> list[TraceEntry]:
     """Return all requests, sorted by timestamp.
 
     Raises StartupError with one line that names the file, the line and the field.
     """
-    decode = msgspec.json.Decoder(Entry).decode
+    decode = msgspec.json.Decoder(TraceEntry).decode
     entries = []
     try:
         lines = read_input(path).splitlines()
@@ -109,7 +109,7 @@ def read_trace(path: Path) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.timestamp)
 
 
-def write_trace(path: Path, entries: list[Entry]) -> None:
+def write_trace(path: Path, entries: list[TraceEntry]) -> None:
     """Write ``entries`` to ``path``. Raises StartupError if that fails."""
     try:
         path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
@@ -172,7 +172,7 @@ class Recorder:
     def _write(self) -> None:
         while (item := self._pending.get()) is not None:
             arrived, request, lengths, model = item
-            entry = Entry(
+            entry = TraceEntry(
                 timestamp=round(arrived * 1000, 3),
                 input_length=len(request.prompt),
                 output_length=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cllm.process.step_record import Entry
+from cllm.process.step_record import CurrentStep
 
 WATCH_SECONDS = 1.0  # between two looks at an engine process
 # An engine with work hangs if it finishes no step within HANG_SECONDS, or HANG_FACTOR times the
@@ -31,14 +31,14 @@ class Liveness:
     look, ``is_stepping`` says whether the engine has made a step since the last one, or needs none.
     """
 
-    def __init__(self, now: float, entry: Entry) -> None:
+    def __init__(self, now: float, entry: CurrentStep) -> None:
         self._looked = self._stepped_at = self._read_at = now
         self._version = entry.version
         self._num_read = 0
         self.is_stepping = True
 
     def look(
-        self, now: float, entry: Entry, num_sent: int, num_read: int, has_work: bool
+        self, now: float, entry: CurrentStep, num_sent: int, num_read: int, has_work: bool
     ) -> Hang | None:
         """Return why the engine hangs, or None.
 
@@ -61,7 +61,7 @@ class Liveness:
         return None
 
 
-def find_longest(entry: Entry) -> float:
+def find_longest(entry: CurrentStep) -> float:
     """Return the seconds that the step of ``entry`` may take."""
     if entry.is_unknown:
         return UNKNOWN_HANG_SECONDS

@@ -20,7 +20,7 @@ from cllm.engine.commands import (
     Add,
     Command,
     Embed,
-    Fault,
+    InjectedFault,
     LoadAdapter,
     SetFaults,
     SetWeights,
@@ -103,7 +103,7 @@ class Pool:
         )
         self.on_wanted = on_wanted
         self.draining = False  # whether the server shuts down, and accepts no further requests
-        self._faults: list[Fault] = []
+        self._faults: list[InjectedFault] = []
         self.more_adapters: dict[str, str] = {}  # paths of those that were loaded meanwhile
 
     @property
@@ -464,7 +464,7 @@ class Pool:
                 return error
         return ""
 
-    def set_faults(self, faults: list[Fault]) -> None:
+    def set_faults(self, faults: list[InjectedFault]) -> None:
         """Cause ``faults`` in the first engine, and none that were set before. Those that depend on
         a token are caused in all engines, and in the next ones too.
         """

@@ -23,7 +23,7 @@ NUM_READ = struct.Struct("<Q")  # at the end; another thread writes it
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
-class Entry(NamedTuple):
+class CurrentStep(NamedTuple):
     """The step that is being computed. ``version`` changes with each step. The step should take
     ``expected_seconds``, 0 if unknown, and has sequences of ``request_ids``; none between steps.
     """
@@ -66,13 +66,13 @@ class StepRecord:
         self._version += self._version % 2
         self._map[: HEAD.size] = HEAD.pack(self._version, expected_seconds, num_bytes)
 
-    def read(self) -> Entry:
+    def read(self) -> CurrentStep:
         """Return the entry. One that was only partly written has no requests."""
         version, expected_seconds, num_bytes = HEAD.unpack_from(self._map)
         if version % 2:
-            return Entry(version, expected_seconds, [])
+            return CurrentStep(version, expected_seconds, [])
         names = self._map[HEAD.size : HEAD.size + num_bytes].decode(errors="replace")
-        return Entry(version, expected_seconds, names.split("\n") if names else [])
+        return CurrentStep(version, expected_seconds, names.split("\n") if names else [])
 
     @property
     def num_read(self) -> int:

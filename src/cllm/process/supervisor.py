@@ -24,7 +24,7 @@ from cllm.process.launch import EngineSpec
 from cllm.process.liveness import WATCH_SECONDS, Hang, Liveness
 from cllm.process.messages import Failed, FromChild, Loading, Ping, Ready, Start, frame
 from cllm.process.spawn import EngineProcess, spawn
-from cllm.process.step_record import Entry, StepRecord, create_file, remove_file
+from cllm.process.step_record import CurrentStep, StepRecord, create_file, remove_file
 
 log = logging.getLogger("cllm.process")
 
@@ -349,7 +349,7 @@ class Supervisor:
             self.num_restarts += 1
             log.warning("%s is ready again", self._label)
 
-    def _record_death(self, process: EngineProcess, entry: Entry) -> Death:
+    def _record_death(self, process: EngineProcess, entry: CurrentStep) -> Death:
         """Choose the back-off; log and return why the engine has ended."""
         cause = "it hung" if self._hang else process.describe_end()
         out_of_memory = count_oom_kills() > self._num_oom_kills_before

@@ -25,7 +25,7 @@ class History:
         self._array = np.zeros(0, np.int32)
         self._length = 0
 
-    def of(self, tokens: list[int]) -> Tokens:
+    def as_array(self, tokens: list[int]) -> Tokens:
         """Return ``tokens`` as an array.
 
         They must begin with those of the last call, which are not copied again.
@@ -51,7 +51,7 @@ def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: History) -> None:
     window = (
         MAX_WINDOW if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, MAX_WINDOW)
     )
-    ids, lengths = repetitions(past.of(seq.tokens)[-window:], past.breakers)
+    ids, lengths = find_repetitions(past.as_array(seq.tokens)[-window:], past.breakers)
     long = lengths >= params.dry_allowed_length
     if not long.any():
         return
@@ -64,7 +64,9 @@ def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: History) -> None:
     row[ids] -= np.minimum(penalty, LARGEST).astype(np.float32)
 
 
-def repetitions(tokens: Tokens, breakers: frozenset[int]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+def find_repetitions(
+    tokens: Tokens, breakers: frozenset[int]
+) -> tuple[Tokens, npt.NDArray[np.int64]]:
     """Return tokens that followed an earlier occurrence of the end of ``tokens``, and the length of
     the longest match.
 
@@ -82,6 +84,6 @@ def repetitions(tokens: Tokens, breakers: frozenset[int]) -> tuple[Tokens, npt.N
         lengths[ends] = back + 1
     (ends,) = lengths.nonzero()
     ids, which = np.unique(tokens[ends + 1], return_inverse=True)
-    longest_of = np.zeros(len(ids), np.int64)
-    np.maximum.at(longest_of, which, lengths[ends])
-    return ids, longest_of
+    longest_matches = np.zeros(len(ids), np.int64)
+    np.maximum.at(longest_matches, which, lengths[ends])
+    return ids, longest_matches

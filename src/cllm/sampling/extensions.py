@@ -16,14 +16,14 @@ from cllm.core.params import SamplingParams
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
 from cllm.sampling.random import derive_seed, uniform
-from cllm.sampling.top_k import Ids, Row, top_k
+from cllm.sampling.top_k import Ids, LogitRow, top_k
 
 XTC_STREAM = 0x587463  # seed index of the random numbers that decide whether XTC applies
 
 Values = npt.NDArray[np.float64]
 
 
-def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) -> int:
+def draw_extended(row: LogitRow, params: SamplingParams, seed: int, position: int) -> int:
     """Return the token at ``position`` of the sequence with ``seed``, after all steps from
     top-n-sigma to the draw.
     """
@@ -45,7 +45,7 @@ def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) ->
     return int(ids[pick(weights, uniform(seed, position))])
 
 
-def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
+def candidates(row: LogitRow, params: SamplingParams) -> tuple[Ids, Values]:
     """Return the ids and logits that top-n-sigma and top-k keep, in descending order; for equal
     logits, by lowest id.
 
@@ -63,7 +63,7 @@ def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
     return ids, row[ids].astype(np.float64)
 
 
-def in_falling_order(row: Row, ids: Ids) -> Ids:
+def in_falling_order(row: LogitRow, ids: Ids) -> Ids:
     """Return ``ids`` sorted by descending logit; for equal logits, by lowest id.
 
     Sorts integers, which takes a tenth of the time of a stable argsort. The bits of floats sort
@@ -76,7 +76,7 @@ def in_falling_order(row: Row, ids: Ids) -> Ids:
     return (keys & 0xFFFFFFFF).astype(np.intp)
 
 
-def sigma_threshold(row: Row, n: float) -> float:
+def sigma_threshold(row: LogitRow, n: float) -> float:
     """Return the lowest logit within ``n`` standard deviations of the largest (Tang et al. 2024).
 
     Forbidden tokens, whose logit is minus infinity, are ignored.
@@ -113,7 +113,7 @@ def xtc(values: Values, threshold: float) -> int:
     return max(0, int((softmax(values) >= threshold).sum()) - 1)
 
 
-def draw_mirostat(row: Row, seq: Sequence, number: float, position: int) -> int:
+def draw_mirostat(row: LogitRow, seq: Sequence, number: float, position: int) -> int:
     """Return the token of ``seq`` at ``position``, by mirostat version 2 (Basu et al. 2021).
 
     Excludes tokens whose surprise exceeds ``mu``, and adjusts mu so that the surprise (in bits) of

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.params import MAX_LEXER_STATES
-from cllm.sampling.top_k import Ids, Row
+from cllm.sampling.top_k import Ids, LogitRow
 
 if TYPE_CHECKING:  # importing it takes 0.1 s
     from llguidance import LLMatcher, LLTokenizer
@@ -51,12 +51,12 @@ class Grammar:
         grammar.error = why
         return grammar
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> GrammarMatcher:
         """Return a matcher for another sequence, at the beginning of its text."""
-        return Matcher(self, self._matcher)
+        return GrammarMatcher(self, self._matcher)
 
 
-class Matcher:
+class GrammarMatcher:
     """See core/sequence.py for the contract."""
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
@@ -112,7 +112,7 @@ def allowed_ids(mask: npt.NDArray[np.uint8]) -> Ids | None:
     return used[at] * 8 + bit
 
 
-def forbid(row: Row, mask: npt.NDArray[np.uint8]) -> None:
+def forbid(row: LogitRow, mask: npt.NDArray[np.uint8]) -> None:
     """Set logits of ``row``, shape (vocabulary,), to minus infinity where ``mask`` does not allow
     the token.
     """

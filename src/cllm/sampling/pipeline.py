@@ -18,8 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from cllm.core.batch import Batch
-from cllm.core.batch import Row as BatchRow
+from cllm.core.batch import Batch, Row
 from cllm.core.output import FAILED, NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Matcher, Sequence
@@ -27,13 +26,13 @@ from cllm.errors import EngineError
 from cllm.sampling.dry import History, add_dry
 from cllm.sampling.extensions import draw_extended, draw_mirostat
 from cllm.sampling.grammar import allowed_ids, forbid
-from cllm.sampling.logprobs import distribution
+from cllm.sampling.logprobs import find_top_tokens
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.thinking import forced_token, is_closed
-from cllm.sampling.top_k import Ids, Row, top_k
+from cllm.sampling.top_k import Ids, LogitRow, top_k
 
-Rows = npt.NDArray[np.float32] | list[Row]
+Rows = npt.NDArray[np.float32] | list[LogitRow]
 
 log = logging.getLogger("cllm.sampling")
 
@@ -82,7 +81,7 @@ class Sampler:
                 tokens[begun:] = [FAILED] * row.num_samples
         return tokens
 
-    def _sample(self, row: BatchRow, logits: Rows, tokens: list[int]) -> None:
+    def _sample(self, row: Row, logits: Rows, tokens: list[int]) -> None:
         """Append the tokens of one row to ``tokens``, the tokens of the rows before it."""
         seq, position = row.seq, row.seq.num_tokens
         if row.num_prompt_logprobs:
@@ -98,7 +97,7 @@ class Sampler:
                 tokens.append(self._choose(logits[at], seq, position, at, row.draft))
             position += 1
 
-    def _follow(self, row: BatchRow, matcher: Matcher, logits: Rows, at: int) -> list[int]:
+    def _follow(self, row: Row, matcher: Matcher, logits: Rows, at: int) -> list[int]:
         """Return the tokens of a sequence with a grammar: the next one, and one more after each
         correct draft token.
 
@@ -114,17 +113,19 @@ class Sampler:
         matcher.rollback(len(tokens) - 1)
         return tokens + [NO_TOKEN] * (len(row.draft) + 1 - len(tokens))
 
-    def _score(self, row: BatchRow, logits: Rows, at: int) -> list[int]:
+    def _score(self, row: Row, logits: Rows, at: int) -> list[int]:
         """Return the next tokens of the prompt, and keep their logprobs."""
         position = row.start + row.num_tokens - row.num_samples + 1
         tokens = row.seq.tokens[position : position + row.num_prompt_logprobs]
         num_top = row.seq.request.params.prompt_logprobs or 0
         for i, token in enumerate(tokens, at):
-            self.logprobs[i] = distribution(logits[i], num_top).of(logits[i][token])
+            self.logprobs[i] = find_top_tokens(logits[i], num_top).compute_logprobs(
+                logits[i][token]
+            )
         return tokens
 
     def _choose(
-        self, row: Row, seq: Sequence, position: int, at: int, draft: tuple[int, ...]
+        self, row: LogitRow, seq: Sequence, position: int, at: int, draft: tuple[int, ...]
     ) -> int:
         """Do the same as ``choose``, with all options of a request, after its own tokens and some
         of ``draft``.
@@ -132,14 +133,16 @@ class Sampler:
         params = seq.request.params
         if params.logprobs is None:
             return self._choose_from(row, seq, position, draft)
-        model = distribution(row, params.logprobs)
+        best = find_top_tokens(row, params.logprobs)
         untouched = row.copy()
         token = self._choose_from(row, seq, position, draft)
         if token != NO_TOKEN:
-            self.logprobs[at] = model.of(untouched[token])
+            self.logprobs[at] = best.compute_logprobs(untouched[token])
         return token
 
-    def _choose_from(self, row: Row, seq: Sequence, position: int, draft: tuple[int, ...]) -> int:
+    def _choose_from(
+        self, row: LogitRow, seq: Sequence, position: int, draft: tuple[int, ...]
+    ) -> int:
         params = seq.request.params
         if params.thinking is not None:
             if (token := forced_token(seq, params.thinking, position, draft)) is not None:
@@ -168,7 +171,7 @@ class Sampler:
         return token if again == NO_TOKEN else again
 
     def _select_allowed(
-        self, row: Row, seq: Sequence, matcher: Matcher, position: int, seed: int
+        self, row: LogitRow, seq: Sequence, matcher: Matcher, position: int, seed: int
     ) -> int:
         """Return a token that the grammar allows, or NO_TOKEN if ``min_tokens`` or the grammar
         itself forbids all.
@@ -186,7 +189,7 @@ class Sampler:
         at = self._select(row, seq, position, seed)
         return at if ids is None else int(ids[at])
 
-    def _select(self, row: Row, seq: Sequence, position: int, seed: int) -> int:
+    def _select(self, row: LogitRow, seq: Sequence, position: int, seed: int) -> int:
         """Return the index in ``row`` of the token of ``seq`` at ``position``."""
         params = seq.request.params
         if params.is_greedy:
@@ -198,7 +201,7 @@ class Sampler:
         return draw_mirostat(row, seq, uniform(seed, position), position)
 
 
-def choose(row: Row, seq: Sequence, position: int) -> int:
+def choose(row: LogitRow, seq: Sequence, position: int) -> int:
     """Return the index in ``row`` of the token of ``seq`` at ``position``, chosen by its logits
     alone.
 
@@ -218,7 +221,7 @@ def check_finite(largest: float) -> None:
         raise EngineError("the model produced non-finite logits")
 
 
-def draw(row: Row, params: SamplingParams, number: float) -> int:
+def draw(row: LogitRow, params: SamplingParams, number: float) -> int:
     """Return the token whose share of the probability mass contains ``number``, in [0, 1).
 
     Raises EngineError if the largest logit is not finite.
@@ -243,7 +246,7 @@ def draw(row: Row, params: SamplingParams, number: float) -> int:
 
 
 def pick(
-    ids: Ids, values: Row, params: SamplingParams, number: float, total: float | None = None
+    ids: Ids, values: LogitRow, params: SamplingParams, number: float, total: float | None = None
 ) -> int:
     """Apply top-p, min-p and temperature to candidates in descending order, and draw one of them.
 

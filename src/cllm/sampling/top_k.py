@@ -10,10 +10,10 @@ import numpy.typing as npt
 NUM_BLOCKS = 32
 
 Ids = npt.NDArray[np.intp]
-Row = npt.NDArray[np.float32]
+LogitRow = npt.NDArray[np.float32]
 
 
-def top_k(row: Row, k: int) -> tuple[Ids, Row]:
+def top_k(row: LogitRow, k: int) -> tuple[Ids, LogitRow]:
     """Return ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in
     descending order.
 

@@ -1,4 +1,4 @@
-"""Places sequences under seq_ids, so that a step computes them in few passes."""
+"""SeqIdSwaps sequences under seq_ids, so that a step computes them in few passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arrange(
         else:
             prompts.append(row)
     prompts.sort(key=lambda row: row.num_tokens)
-    places = Places(running, kv_cache)
+    places = SeqIdSwaps(running, kv_cache)
     end = 0
     if len(rows) - len(prompts) == 1:
         groups.clear()  # a row alone is a pass, whatever its seq_id
@@ -48,7 +48,7 @@ def arrange(
     return places.operations
 
 
-class Places:
+class SeqIdSwaps:
     """Exchanges seq_ids of running sequences, at most MAX_SWAPS times."""
 
     def __init__(self, running: Iterable[Sequence], kv_cache: KVCache) -> None:

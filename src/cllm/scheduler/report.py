@@ -12,7 +12,7 @@ from cllm.core.output import Stats
 from cllm.core.sequence import Sequence
 from cllm.scheduler.reasons import Behind, DecodingFirst, NextStep, PrefillBudgetUsed
 from cllm.scheduler.scheduler import Scheduler
-from cllm.scheduler.trace import MAX_NAMED, Explanation, Waiter
+from cllm.scheduler.trace import MAX_NAMED, Explanation, WaitingSequence
 
 
 def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
@@ -37,7 +37,7 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
         running=[repr(seq) for seq in sequences.running],
         num_waiting=len(sequences.deferred) + len(sequences.waiting),
         waiting=[
-            Waiter(
+            WaitingSequence(
                 name=seq.name,
                 account=seq.request.account,
                 priority=seq.request.priority.name.lower(),

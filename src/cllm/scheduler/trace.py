@@ -52,7 +52,7 @@ class Statistics:
         self.steps.append(step)
 
 
-class Waiter(msgspec.Struct, frozen=True, rename={"account": "key"}):
+class WaitingSequence(msgspec.Struct, frozen=True, rename={"account": "key"}):
     """A waiting sequence: how long it has waited (seconds), its state, and what it waits for."""
 
     name: str
@@ -75,7 +75,7 @@ class Explanation(msgspec.Struct, frozen=True):
     steps: list[Step]
     running: list[str]
     num_waiting: int
-    waiting: list[Waiter]
+    waiting: list[WaitingSequence]
     row_seconds: dict[int, float]
     token_seconds: float | None
     cells: str

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cllm.core.account import Account, Limits
+from cllm.core.account import Account, AccountLimits
 from cllm.core.request import Priority
 from cllm.errors import StartupError
 from cllm.input_files import read_input
@@ -45,7 +45,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class AccountRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An account in the file; see Account and Limits. By default its tenant is its name."""
+    """An account in the file; see Account and AccountLimits. By default its tenant is its name."""
 
     keys: tuple[Key, ...] = ()
     tenant: Text | None = None
@@ -69,7 +69,7 @@ class AccountRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             name if self.tenant is None else self.tenant,
             self.models,
             self.routes,
-            Limits(
+            AccountLimits(
                 self.requests_per_minute,
                 self.tokens_per_minute,
                 self.concurrent_requests,

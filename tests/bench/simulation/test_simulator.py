@@ -19,7 +19,7 @@ from cllm.cli import main as command_line
 from cllm.cli import progress
 from cllm.cli.bench.simulate import read_costs
 from cllm.errors import StartupError
-from cllm.observe.trace_file import Entry, read_trace, write_trace
+from cllm.observe.trace_file import TraceEntry, read_trace, write_trace
 from cllm.scheduler.policy import FirstComeFirstServed
 
 pytestmark = pytest.mark.slow  # together they compute for half a minute
@@ -30,17 +30,17 @@ TOKEN = 0.012  # seconds of a step in which one sequence decodes
 
 def entry(
     at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields
-) -> Entry:
+) -> TraceEntry:
     """Return a request that arrives at ``at`` seconds. By default, its prompt is one block that all
     requests share.
     """
     lengths = {"input_length": prompt, "output_length": answer}
-    return Entry(
+    return TraceEntry(
         timestamp=at * 1000, hash_ids=[1] if blocks is None else blocks, **lengths, **fields
     )
 
 
-def run(entries: list[Entry], **options) -> SimulationReport:
+def run(entries: list[TraceEntry], **options) -> SimulationReport:
     limits, keys = options.pop("limits", LatencyLimits()), options.pop("keys", ())
     setup = Setup(
         **{
@@ -223,7 +223,7 @@ def test_least_loaded_replica_is_chosen() -> None:
 # --- fairness -----------------------------------------------------------------------------------
 
 
-def two_keys() -> list[Entry]:
+def two_keys() -> list[TraceEntry]:
     """Return 90 requests of one key, then 10 of another, which all arrive at the beginning."""
     return [
         entry(answer=20, blocks=[i], account="heavy" if i < 90 else "light") for i in range(100)
@@ -518,7 +518,7 @@ def test_help_describes_simulate(cllm) -> None:
 # --- several models ------------------------------------------------------------------------------
 
 
-def of_model(at: float, model: str) -> Entry:
+def of_model(at: float, model: str) -> TraceEntry:
     return msgspec.structs.replace(entry(at=at), model=model)
 
 

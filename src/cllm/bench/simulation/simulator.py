@@ -28,7 +28,7 @@ from cllm.engine.build import CPU_PREFILL_SHARE, build_engine
 from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
-from cllm.observe.trace_file import Entry
+from cllm.observe.trace_file import TraceEntry
 from cllm.routing.residency import choose_to_drain, choose_to_unload, compute_stay
 from cllm.routing.router import Booking, Candidate, Router, Routing, RoutingRequest
 
@@ -102,7 +102,7 @@ class Course:
 
     __slots__ = ("ended", "entry", "failure", "num_cached", "replica", "times")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: TraceEntry) -> None:
         self.entry = entry
         self.times: list[float] = []
         self.ended = entry.arrived
@@ -214,14 +214,14 @@ class Replica:
         return self.scheduler.statistics.num_steps > num_steps or bool(self._outputs)
 
 
-def routing_request(entry: Entry) -> RoutingRequest:
+def routing_request(entry: TraceEntry) -> RoutingRequest:
     size = entry.block_size
     ends = range(size, size * (len(entry.hash_ids) + 1), size)
     return RoutingRequest(entry.hash_ids, ends, entry.input_length, entry.account)
 
 
 def simulate(
-    entries: list[Entry], setup: Setup, progress: Progress = lambda _: None
+    entries: list[TraceEntry], setup: Setup, progress: Progress = lambda _: None
 ) -> tuple[list[Course], list[Replica]]:
     """Run ``entries``, which are in order of time, on the replicas of their models until all
     requests have ended.
@@ -304,7 +304,7 @@ class SimulatedModels:
     all fit; see routing/residency.py. A model that is unloaded loses its cached prefixes.
     """
 
-    def __init__(self, entries: list[Entry], setup: Setup, events: EventQueue) -> None:
+    def __init__(self, entries: list[TraceEntry], setup: Setup, events: EventQueue) -> None:
         self.replicas: list[Replica] = []  # of all times
         self._setup = setup
         self._events = events

@@ -10,7 +10,7 @@ from itertools import count, islice
 import msgspec
 import numpy as np
 
-from cllm.observe.trace_file import Entry
+from cllm.observe.trace_file import TraceEntry
 
 # tokens; small, so that short prompts can share. Every prompt is a whole number of blocks
 BLOCK_SIZE = 16
@@ -44,8 +44,10 @@ class EntrySource:
         """Return new blocks for ``num_tokens`` tokens, at least one block."""
         return [next(self._ids) for _ in range(max(1, round(num_tokens / BLOCK_SIZE)))]
 
-    def entry(self, at: float, blocks: list[int], output_length: float, account: str = "") -> Entry:
-        return Entry(
+    def entry(
+        self, at: float, blocks: list[int], output_length: float, account: str = ""
+    ) -> TraceEntry:
+        return TraceEntry(
             timestamp=round(at),
             input_length=len(blocks) * BLOCK_SIZE,
             output_length=max(1, round(output_length)),
@@ -55,12 +57,12 @@ class EntrySource:
         )
 
 
-def chat(source: EntrySource) -> Iterator[Entry]:
+def chat(source: EntrySource) -> Iterator[TraceEntry]:
     for at in source.arrivals():
         yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200))
 
 
-def shared_prefix(source: EntrySource) -> Iterator[Entry]:
+def shared_prefix(source: EntrySource) -> Iterator[TraceEntry]:
     systems = [source.blocks(SYSTEM_PROMPT) for _ in range(NUM_SYSTEM_PROMPTS)]
     shares = np.array([1 / (i + 1) for i in range(NUM_SYSTEM_PROMPTS)])
     for at in source.arrivals():
@@ -68,12 +70,12 @@ def shared_prefix(source: EntrySource) -> Iterator[Entry]:
         yield source.entry(at, system + source.blocks(source.lognormal(100)), source.lognormal(100))
 
 
-def multi_turn(source: EntrySource) -> Iterator[Entry]:
+def multi_turn(source: EntrySource) -> Iterator[TraceEntry]:
     """Yield requests in order of time.
 
     Conversations are generated whole, so later requests wait in a heap.
     """
-    ahead: list[tuple[float, int, Entry]] = []
+    ahead: list[tuple[float, int, TraceEntry]] = []
     numbers = count()
     for begun in source.arrivals(1 / MEAN_TURNS):
         while ahead and ahead[0][0] <= begun:
@@ -87,27 +89,27 @@ def multi_turn(source: EntrySource) -> Iterator[Entry]:
             at += 1000 * source.lognormal(20)
 
 
-def long_prefill(source: EntrySource) -> Iterator[Entry]:
+def long_prefill(source: EntrySource) -> Iterator[TraceEntry]:
     for number, at in enumerate(source.arrivals()):
         is_long = number % 5 == 4
         question, answer = (8000, 100) if is_long else (200, 200)
         yield source.entry(at, source.blocks(source.lognormal(question)), source.lognormal(answer))
 
 
-def two_keys(source: EntrySource) -> Iterator[Entry]:
+def two_keys(source: EntrySource) -> Iterator[TraceEntry]:
     for at in source.arrivals():
         key = "heavy" if source.rng.random() < 0.9 else "light"
         yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), key)
 
 
-def models(source: EntrySource) -> Iterator[Entry]:
+def models(source: EntrySource) -> Iterator[TraceEntry]:
     shares = 1 / np.arange(1, NUM_MODELS + 1)
     for entry in chat(source):
         number = bisect(np.cumsum(shares / shares.sum()), source.rng.random())
         yield msgspec.structs.replace(entry, model=f"model-{number}")
 
 
-WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[Entry]], str]] = {
+WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[TraceEntry]], str]] = {
     "chat": (chat, "unrelated prompts of about 200 tokens, answers of about 200"),
     "shared-prefix": (
         shared_prefix,
@@ -123,7 +125,7 @@ WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[Entry]], str]] = {
 }
 
 
-def synthesize(workload: str, num_requests: int, rate: float, seed: int) -> list[Entry]:
+def synthesize(workload: str, num_requests: int, rate: float, seed: int) -> list[TraceEntry]:
     """Return the first ``num_requests`` requests of a workload, ``rate`` per second on average."""
     make, _ = WORKLOADS[workload]
     return list(islice(make(EntrySource(seed, rate)), num_requests))

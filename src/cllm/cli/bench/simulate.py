@@ -26,7 +26,7 @@ from cllm.config.settings import Settings
 from cllm.engine.build import CPU_PREFILL_SHARE
 from cllm.errors import StartupError
 from cllm.input_files import read_input
-from cllm.observe.trace_file import Entry, read_trace, write_trace
+from cllm.observe.trace_file import TraceEntry, read_trace, write_trace
 from cllm.routing.router import Routing
 from cllm.scheduler.step_cost import ROW_OFFSET
 
@@ -194,7 +194,7 @@ def replay(
 
 
 def run(
-    trace: Path, entries: list[Entry], setup: Setup, options: ReplayOptions
+    trace: Path, entries: list[TraceEntry], setup: Setup, options: ReplayOptions
 ) -> SimulationReport:
     """Simulate, with progress on stderr."""
     limits = LatencyLimits(options.limits.ttft, options.limits.tpot)
@@ -214,7 +214,7 @@ def run(
     )
 
 
-def make_setup(options: ReplayOptions, entries: list[Entry]) -> Setup:
+def make_setup(options: ReplayOptions, entries: list[TraceEntry]) -> Setup:
     """Return the setup that the options describe. Those with its names are used as they are."""
     same = {name: one for name, one in vars(options).items() if name in Setup.__struct_fields__}
     longest = max(entry.input_length + entry.output_length for entry in entries)

@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cllm.engine.commands import Fault, FaultKind
+from cllm.engine.commands import FaultKind, InjectedFault
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.resolve import check_enabled, service_for
 
@@ -56,5 +56,5 @@ async def faults(request: Request) -> Response:
     service = await service_for(request, body.model)
     with service.admission():
         service.engine.check_available()
-    service.engine.set_faults([Fault(**fault.model_dump()) for fault in body.faults])
+    service.engine.set_faults([InjectedFault(**fault.model_dump()) for fault in body.faults])
     return JSONResponse(body.model_dump())
