@@ -40,12 +40,6 @@ def faults_in(file: str, tests: str, *changes: tuple[str, str]) -> list[Fault]:
 
 FAULTS = [
     *faults_in(
-        "scheduler/prefill_cost.py",
-        "scheduler/test_step_cost.py",
-        ("slope * (num_before - self._num_before)", "slope * num_before"),
-        ("seconds - self._mean_seconds", "self._mean_seconds - seconds"),
-    ),
-    *faults_in(
         "process/suspects.py",
         "process/test_suspects.py",
         ("if name not in self._computed]", "if name]"),
@@ -60,6 +54,8 @@ FAULTS = [
     *faults_in(
         "scheduler/step_cost.py",
         "scheduler/test_step_cost.py",
+        ("slope * (num_before - self._num_before)", "slope * num_before"),
+        ("seconds - self._mean_seconds", "self._mean_seconds - seconds"),
         ("-(-num_tokens // self.tile)", "(num_tokens // self.tile or 1)"),
         ("abs(n - num_rows)", "abs(n + num_rows)"),
         ("budget if budget >= self.tile // 2 else budget + self.tile", "budget"),

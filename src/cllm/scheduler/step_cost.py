@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from cllm.scheduler.prefill_cost import PrefillCost
-
 SHARE = 0.2  # weight of a new observation in the mean
+SLOW_SHARE = 0.02  # the same of a tile in the line through tiles at different positions
+SMALL_SPREAD = 256.0  # tokens; tiles whose positions differ less say little about the slope
 # Once a step takes as long as this many steps of one row, reading the weights is only a tenth.
 EFFICIENT_STEPS = 10
 # the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
@@ -26,6 +26,11 @@ class StepCost:
     token of the long sequences. While only long sequences have been observed, it is part of the
     first. The third is a cost per tile, because kernels compute prompts in tiles, and part of a
     tile costs as much as a whole one.
+
+    The cost of a tile is a line over the number of tokens before it: each of them is one more key
+    that the tile attends to. The height of the line is an exponential mean of the latest tiles, so
+    that it follows the machine. Its slope comes from exponential means of moments over many more
+    tiles, shrunk towards 0 as in ridge regression while all tiles have similar positions.
     """
 
     def __init__(self, tile: int, row_seconds: float = 0.0) -> None:
@@ -35,7 +40,10 @@ class StepCost:
         self.per_rows: dict[int, float] = {}  # the least recently observed one first
         self._observed: dict[int, tuple[int, int]] = {}  # how often, and in which step last
         self._num_steps = 0  # observed ones with only decoding rows
-        self._prefill = PrefillCost()
+        self._tile_seconds: float | None = None  # mean of the latest tiles; None before the first
+        self._num_before = 0.0  # mean of the tokens before the latest tiles
+        self._mean_seconds = self._mean_before = 0.0  # of many tiles, like the next two
+        self._variance = self._covariance = 0.0
         self.per_long_token: float | None = None
         # whether the first includes the second, because each step had long sequences
         self.includes_long = False
@@ -43,7 +51,7 @@ class StepCost:
     @property
     def per_token(self) -> float | None:
         """Seconds per token of whole tiles of the latest prompts; None before the first prefill."""
-        return self._prefill.seconds and self._prefill.seconds / self.tile
+        return self._tile_seconds and self._tile_seconds / self.tile
 
     def observe(
         self,
@@ -68,7 +76,7 @@ class StepCost:
             rows = self._find_least(num_rows)
             num_tiles = -(-num_tokens // self.tile)
             each = (seconds - rows - long) / num_tiles
-            self._prefill.observe(max(each, SHORTEST), num_before, num_tokens / self.tile)
+            self._observe_tiles(max(each, SHORTEST), num_before, num_tokens / self.tile)
         elif num_long_tokens and rows and not self.includes_long:
             each = max(0.0, seconds - rows) / num_long_tokens
             self.per_long_token = update_mean(self.per_long_token, each)
@@ -86,6 +94,27 @@ class StepCost:
             oldest = next((n for n in self.per_rows if n != 1), 1)
             if oldest != 1 and self._num_steps - self._observed[oldest][1] > STALE:
                 del self.per_rows[oldest], self._observed[oldest]
+
+    def _observe_tiles(self, seconds: float, num_before: float, num_tiles: float) -> None:
+        """Learn that each of ``num_tiles`` took ``seconds``, after ``num_before`` tokens on
+        average.
+        """
+        if self._tile_seconds is None:
+            self._tile_seconds = self._mean_seconds = seconds
+            self._num_before = self._mean_before = num_before
+            return
+        expected = self.estimate_tile(num_before)
+        # the difference of two measurements may be far too small, and a step far too slow
+        seconds = min(max(seconds, expected / 2), 2 * expected)
+        share = 1 - (1 - SHARE) ** num_tiles  # as if each tile had been observed on its own
+        self._tile_seconds += share * (seconds - self._tile_seconds)
+        self._num_before += share * (num_before - self._num_before)
+        share = 1 - (1 - SLOW_SHARE) ** num_tiles
+        away, above = num_before - self._mean_before, seconds - self._mean_seconds
+        self._variance = (1 - share) * (self._variance + share * away * away)
+        self._covariance = (1 - share) * (self._covariance + share * away * above)
+        self._mean_before += share * away
+        self._mean_seconds += share * above
 
     def _find_least(self, num_rows: int) -> float:
         """Return the seconds that a step with ``num_rows`` decoding rows takes at least: what was
@@ -130,7 +159,12 @@ class StepCost:
         """Return the expected seconds of a tile of a prompt after ``num_before`` tokens, by default
         after as many as the latest ones; 0 if none has been observed.
         """
-        return self._prefill.estimate(num_before) or 0.0
+        if self._tile_seconds is None or num_before is None:
+            return self._tile_seconds or 0.0
+        slope = max(0.0, self._covariance / (self._variance + SMALL_SPREAD**2))
+        if self._num_before:  # the first tile of a prompt costs something
+            slope = min(slope, 0.9 * self._tile_seconds / self._num_before)
+        return self._tile_seconds + slope * (num_before - self._num_before)
 
     def estimate_prefill(self, num_tokens: int, num_before: float | None = None) -> float:
         """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been
@@ -153,7 +187,7 @@ class StepCost:
 
         None while the cost of a tile is unknown.
         """
-        if not self._prefill.seconds:
+        if not self._tile_seconds:
             return None
         seconds -= self.estimate_decode(num_rows)
         first = self.estimate_tile(num_before + self.tile / 2)
