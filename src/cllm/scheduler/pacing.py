@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Run
+from dataclasses import dataclass, field
 
 from cllm.core.batch import Row
 from cllm.core.sequence import Sequence, Status
@@ -53,17 +54,39 @@ class Lane:
             self.seconds -= used
 
 
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What one step may compute: rows for ``decoding``, and up to ``num_prompt_tokens`` tokens of
+    ``prompts``, which ``Pacing.add_prompts`` adds.
+    """
+
+    # sequences that lack one token and get a row in the next step that decodes
+    decoding: list[Sequence]
+    # whether sequences of any adapters decode, or short prompts wait beside long ones
+    others_wait: bool
+    # sequences that lack one token but get no row in this step
+    paused: set[Sequence] = field(default_factory=set)
+    # decoding sequences that cost more than all others together
+    costly: set[Sequence] = field(default_factory=set)
+    # whether long sequences are paused to learn what the others cost
+    learns: bool = False
+    prompts: list[Sequence] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    # whether ``prompts`` use the time of long prompts
+    uses_long_lane: bool = False
+
+
 class Pacing:
-    """``waited``: seconds that prompts and side jobs have used since the last step that decoded.
-    ``long_rows``: seconds for decoding sequences that cost more than all others together.
-    ``paused``: those of them that get no row in this step.
+    """Plans which sequences each step may compute, and learns from the step what it has cost.
 
     Long and short prompts have separate lanes. So a short prompt does not wait because a long one
     has used its share, and many short ones do not use up the share of a long one.
     """
 
-    def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
+    def __init__(self, cost: StepCost, params: SchedulerParams, layout: Layout) -> None:
         self._cost = cost
+        self._layout = layout
+        self._max_tokens = params.max_num_batched_tokens
         self._target = params.target_itl
         self._was_measured = params.row_seconds > 0
         self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
@@ -71,30 +94,28 @@ class Pacing:
         self._weight = 1.0  # of the long sequences' accounts, relative to the others
         self._share = params.prefill_share
         self.short_prompts, self.long_prompts = Lane(self._share), Lane(self._share)
+        # seconds that prompts and side jobs have used since the last step that decoded
         self.waited = 0.0
+        # balance of seconds of the costly decoding sequences; while it is negative, they pause
         self.long_rows = 0.0
-        self.paused: set[Sequence] = set()
-        self._costly: set[Sequence] = set()  # decoding ones that cost more than all others together
-        self._head: Sequence | None = None  # the prompt that is served first
-        self._served = self.short_prompts  # the lane of the head
-        self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts were the head
-        self._decodes = False  # whether there are streams
-        self._others_wait = False  # whether streams of any adapter, or short prompts, want the time
-        self._learns = False  # whether long ones are paused to learn what the others cost
+        self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts came first
+        self._decodes = False  # whether sequences decoded at the last step
 
-    def select(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Return the sequences that lack one token and get a row in the next step that decodes."""
+    def plan(self, running: Iterable[Sequence]) -> Plan:
+        """Return the plan for a step, without prompts: they may be added once other sequences
+        have been admitted.
+        """
         decoding = [seq for seq in running if seq.num_lacking_tokens == 1]
-        self._others_wait = bool(decoding)
-        self.paused, self._costly, self._learns = set(), set(), False
+        plan = Plan(decoding, bool(decoding))
         short = [seq for seq in decoding if not is_long(seq.num_tokens)]
         if len(short) == len(decoding):
             self.long_rows = 0.0
-            return decoding
+            return plan
         rest = 0.0 if self._cost.includes_long else self._cost.estimate_decode(len(short))
         if short and not rest:
-            self.paused, self._learns = {*decoding}.difference(short), True
-            return short
+            plan.decoding, plan.paused = short, {*decoding}.difference(short)
+            plan.learns = True
+            return plan
         costs = {
             seq: self._cost.estimate_long_row(seq.num_tokens)
             for seq in decoding
@@ -109,40 +130,51 @@ class Pacing:
         others = [seq for seq in decoding if seq not in costs]
         if not costs or not rest:
             self.long_rows = 0.0
-            return decoding
-        self._costly = {*costs}
+            return plan
+        plan.costly = {*costs}
         self._weight = self._mean_weight([*costs]) / self._mean_weight(others)
-        if self.long_rows >= 0:
-            return decoding
-        self.paused = self._costly
-        return others
+        if self.long_rows < 0:
+            plan.decoding, plan.paused = others, plan.costly
+        return plan
 
     def _mean_weight(self, seqs: list[Sequence]) -> float:
         return sum(self._weights.get(seq.request.account, 1.0) for seq in seqs) / len(seqs)
 
-    def select_prompts(
+    def add_prompts(
         self,
-        decoding: list[Sequence],
+        plan: Plan,
         lacking: list[Sequence],
         precedes: Callable[[Sequence, Sequence], bool],
-    ) -> list[Sequence]:
-        """Return the prompts of ``lacking`` that may be computed in this step, beside rows for
-        ``decoding``: long ones, short ones or none.
+        rows: Run[Row],
+        num_running: int,
+    ) -> None:
+        """Add prompts of ``lacking`` to ``plan``: long ones, short ones or none.
 
-        ``precedes``: see PromptOrder, which has sorted ``lacking``.
+        ``lacking`` has the order of ``PromptOrder``, whose method ``precedes`` is. The step has
+        ``rows`` already. ``num_running`` counts all running sequences.
         """
-        self._decodes = bool(decoding)
+        self._decodes = bool(plan.decoding)
         self._spent = {  # also of those whose adapter does not have its turn
             seq: seconds
             for seq, seconds in self._spent.items()
             if seq.status is Status.RUNNING and seq.num_lacking_tokens > 1
         }
-        if self._learns and decoding:  # only a step without prompts teaches that
-            self._head = None
-            return []
-        self._head = lacking[0] if lacking else None
+        if plan.learns and plan.decoding:  # only a step without prompts teaches that
+            return
         if self._share == 1:
-            return lacking
+            plan.prompts = lacking
+        else:
+            self._choose_lane(plan, lacking, precedes)
+        if plan.prompts:
+            plan.num_prompt_tokens = self._compute_budget(plan, rows, num_running)
+
+    def _choose_lane(
+        self,
+        plan: Plan,
+        lacking: list[Sequence],
+        precedes: Callable[[Sequence, Sequence], bool],
+    ) -> None:
+        """Add the long or the short prompts of ``lacking`` to ``plan``, if they have time left."""
         long = [seq for seq in lacking if self._takes_long(seq)]
         among_long = {*long}
         short = [seq for seq in lacking if seq not in among_long]
@@ -151,13 +183,11 @@ class Pacing:
                 short = []
             elif precedes(short[0], long[0]):
                 long = []
-        may_long = self._update(self.long_prompts, long, decoding, short)
-        may_short = self._update(self.short_prompts, short, decoding, [])
-        chosen = long if may_long else short if may_short else []
-        self._others_wait |= may_long and bool(short)
-        self._served = self.long_prompts if may_long else self.short_prompts
-        self._head = chosen[0] if chosen else None
-        return chosen
+        may_long = self._update(self.long_prompts, long, plan.decoding, short)
+        may_short = self._update(self.short_prompts, short, plan.decoding, [])
+        plan.prompts = long if may_long else short if may_short else []
+        plan.others_wait |= may_long and bool(short)
+        plan.uses_long_lane = may_long
 
     def _takes_long(self, seq: Sequence) -> bool:
         left = self._cost.estimate_prefill(seq.num_lacking_tokens, seq.num_computed_tokens)
@@ -202,20 +232,12 @@ class Pacing:
         num_steps = min(MAX_TARGET_STEPS, MIN_TARGET_STEPS + num_running / 2)
         return max(SHORTEST_TARGET, num_steps * self._cost.row_seconds)
 
-    def compute_budget(
-        self,
-        rows: Run[Row],
-        decoding: Run[Sequence],
-        num_running: int,
-        max_tokens: int,
-        layout: Layout,
-    ) -> int:
-        """Return how many prompt tokens to compute in a step with ``rows`` and at most
-        ``max_tokens`` tokens, while ``decoding`` wait for it or are in it.
-        """
+    def _compute_budget(self, plan: Plan, rows: Run[Row], num_running: int) -> int:
+        """Return how many tokens of the plan's prompts to compute beside ``rows``."""
+        decoding = plan.decoding
         num_tokens = sum(row.size for row in rows)
         num_long_tokens = sum(seq.num_tokens for seq in decoding if is_long(seq.num_tokens))
-        num_before = self._head.num_computed_tokens if self._head else 0
+        num_before = plan.prompts[0].num_computed_tokens
         seconds = self.target_itl(num_running) - self._reserved
         seconds -= self._cost.estimate_long_row(num_long_tokens)
         if decoding and not rows:  # which have waited for prompts already
@@ -223,9 +245,9 @@ class Pacing:
             left = seconds - self._cost.estimate_decode(len(decoding))
             if self.waited and left < self._cost.estimate_tile(num_before):
                 return 0
-        offset = layout.tile_offset(num_tokens, self._cost.tile)
-        space = max_tokens - num_tokens
-        num_rows = len(decoding) or int(self._others_wait)
+        offset = self._layout.tile_offset(num_tokens, self._cost.tile)
+        space = self._max_tokens - num_tokens
+        num_rows = len(decoding) or int(plan.others_wait)
         return self._cost.compute_prefill_budget(space, num_rows, seconds, offset, num_before)
 
     def reserve(self, share: float, num_running: int) -> bool:
@@ -243,8 +265,8 @@ class Pacing:
         if self._decodes and self._share < 1:
             self.short_prompts.seconds -= seconds
 
-    def observe(self, step: Step, rows: Run[Row]) -> None:
-        """Learn what ``step`` has cost, and note what it was used for."""
+    def observe(self, plan: Plan, step: Step, rows: Run[Row]) -> None:
+        """Learn what a ``step`` with ``rows`` has cost, and charge the sequences of its plan."""
         self._reserved = 0.0
         num_long_tokens = count_long_tokens(rows)
         num_before = count_tokens_before(rows)
@@ -258,16 +280,16 @@ class Pacing:
         decode = seconds - prefill
         if expected:
             decode = min(decode, OUTLIER * expected)
-        costly = [row for row in rows if row.seq in self._costly]
+        costly = [row for row in rows if row.seq in plan.costly]
         long = min(decode, self._cost.estimate_long_row(count_long_tokens(costly)))
-        if self._head is not None:
-            self._spent[self._head] = self._spent.get(self._head, 0.0) + prefill
+        if plan.prompts:
+            head = plan.prompts[0]
+            self._spent[head] = self._spent.get(head, 0.0) + prefill
         if self._share < 1:
             streams = decode if num_rows else 0.0
-            is_long = self._served is self.long_prompts
-            self.short_prompts.observe(0.0 if is_long else prefill, streams)
-            others = streams if is_long else streams + prefill
-            self.long_prompts.observe(prefill if is_long else 0.0, others)
+            for_short, for_long = (0.0, prefill) if plan.uses_long_lane else (prefill, 0.0)
+            self.short_prompts.observe(for_short, streams)
+            self.long_prompts.observe(for_long, streams + for_short)
         self.waited = 0.0 if num_rows else self.waited + seconds
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)

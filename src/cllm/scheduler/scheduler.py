@@ -14,7 +14,7 @@ from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutp
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.cache import KVCache, Match
 from cllm.scheduler.adapter_turns import AdapterTurns
-from cllm.scheduler.pacing import Pacing
+from cllm.scheduler.pacing import Pacing, Plan
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.placement import arrange
 from cllm.scheduler.policy import Policy, split_prefill_budget
@@ -58,7 +58,8 @@ class Scheduler:
         self.params = params
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile, params.row_seconds)
-        self.pacing = Pacing(self.cost, params)
+        self.pacing = Pacing(self.cost, params, kv_cache.layout)
+        self._plan = Plan([], False)  # of the current or last step
         self._prompt_order = PromptOrder(self.cost)
         self.turns = AdapterTurns()
         self.turns.weights = params.weights
@@ -93,39 +94,48 @@ class Scheduler:
         separates = layout.separates and self.params.prefill_share < 1
         rows: list[Row] = []
         if not separates:
-            decoding = self._select()
-            rows = self._decode(decoding, operations)
+            plan = self._make_plan()
+            rows = self._decode(plan.decoding, operations)
         self._admit_waiting(now, operations)
         if separates:  # those admitted now that lack one token decode with the others
-            decoding = self._select()
+            plan = self._make_plan()
         sequences.suspects = sequences.running
-        others = {*decoding} | self.pacing.paused
-        lacking = [
-            seq for seq in sequences.running if seq not in others and self.turns.includes(seq)
-        ]
-        self._prompt_order.sort(lacking, sequences.waiting.policy, now)
-        if prompts := self.pacing.select_prompts(decoding, lacking, self._prompt_order.precedes):
-            self.step.prefill_budget = self.pacing.compute_budget(
-                rows, decoding, len(sequences.running), self.params.max_num_batched_tokens, layout
-            )
-            rows += self._prefill(rows, prompts, operations)
+        lacking = self._sort_prompts(plan, now)
+        self.pacing.add_prompts(
+            plan, lacking, self._prompt_order.precedes, rows, len(sequences.running)
+        )
+        if plan.prompts:
+            rows += self._prefill(rows, plan, operations)
         elif lacking:
             self.step.blocked = self.step.blocked or DecodingFirst()
         if separates and not rows:
-            rows = self._decode(decoding, operations)
+            rows = self._decode(plan.decoding, operations)
         sequences.suspects = ()
         if not rows and not operations:
             return None
         if layout.can_swap:
-            decoding = [seq for seq in decoding if seq.seq_id >= 0]
-            operations += arrange(rows, len(decoding), sequences.running, sequences.kv_cache)
+            num_decoding = sum(seq.seq_id >= 0 for seq in plan.decoding)
+            operations += arrange(rows, num_decoding, sequences.running, sequences.kv_cache)
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations, self.turns.current)
 
-    def _select(self) -> list[Sequence]:
-        """Return the sequences that decode in the next step that decodes."""
-        decoding = self.pacing.select(self.sequences.running)
-        return self.turns.select(decoding, self.sequences.running, self.pacing.paused)
+    def _make_plan(self) -> Plan:
+        """Return the plan for this step, without prompts."""
+        running = self.sequences.running
+        self._plan = plan = self.pacing.plan(running)
+        plan.decoding = self.turns.select(plan.decoding, running, plan.paused)
+        return plan
+
+    def _sort_prompts(self, plan: Plan, now: float) -> list[Sequence]:
+        """Return the running sequences that lack more than one token and whose adapters have their
+        turn, as ``PromptOrder`` sorts them.
+        """
+        others = {*plan.decoding} | plan.paused
+        lacking = [
+            seq for seq in self.sequences.running if seq not in others and self.turns.includes(seq)
+        ]
+        self._prompt_order.sort(lacking, self.sequences.waiting.policy, now)
+        return lacking
 
     @property
     def target_itl(self) -> float:
@@ -188,16 +198,13 @@ class Scheduler:
         operations += room
         return [self._make_row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
-    def _prefill(
-        self, decoding: list[Row], lacking: list[Sequence], operations: list[Operation]
-    ) -> list[Row]:
-        """Return rows for ``lacking``, the running sequences that lack more than one token, within
-        the prefill budget.
-        """
+    def _prefill(self, decoding: list[Row], plan: Plan, operations: list[Operation]) -> list[Row]:
+        """Return rows for the plan's prompts, beside those that decode."""
+        self.step.prefill_budget = plan.num_prompt_tokens
         unserved = dict(
             split_prefill_budget(
-                lacking,
-                self.step.prefill_budget,
+                plan.prompts,
+                plan.num_prompt_tokens,
                 self.cost.efficient_prefill_tokens,
                 self.sequences.kv_cache.layout.undivided,
             )
@@ -416,7 +423,7 @@ class Scheduler:
         step.seconds, step.num_operations = now - step.at, len(batch.operations)
         step.num_running = len(sequences.running)
         step.num_waiting = len(sequences.waiting) + len(sequences.deferred)
-        self.pacing.observe(step, batch.rows)
+        self.pacing.observe(self._plan, step, batch.rows)
         only_decodes = not step.num_prefill_tokens
         self.turns.observe(batch.adapters, step.seconds, only_decodes=only_decodes)
         self.statistics.add(step)
