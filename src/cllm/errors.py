@@ -126,8 +126,9 @@ class Unauthorized(CLLMError):
 class RateLimited(CLLMError):
     """An account would exceed one of its limits.
 
-    limit: its name, a field of Limits. retry_after: seconds until it may allow the request, None
-    if that is in another month or never. is_final: the request alone is larger than the limit.
+    ``limit`` is its name, a field of AccountLimits. It may allow the request after ``retry_after``
+    seconds; None if that is in another month or never. If it ``is_final``, the request alone is
+    larger than the limit.
     """
 
     def __init__(

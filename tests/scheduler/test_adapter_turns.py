@@ -20,8 +20,8 @@ def sequences(*names: str, account: str = "") -> list[Any]:
     ]
 
 
-def turns() -> AdapterTurns:
-    made = AdapterTurns()
+def turns(weights: dict[str, float] | None = None) -> AdapterTurns:
+    made = AdapterTurns(weights or {})
     made.is_used = True
     return made
 
@@ -41,7 +41,7 @@ def run(made: AdapterTurns, seqs: list[Any], num_steps: int, cost: Any) -> list[
 
 
 def test_without_adapters_nothing_is_chosen() -> None:
-    made, seqs = AdapterTurns(), sequences("", "")
+    made, seqs = AdapterTurns({}), sequences("", "")
     assert made.select(seqs, seqs, ()) is seqs
     assert all(made.includes(seq) for seq in seqs)
 
@@ -119,8 +119,7 @@ def test_account_with_many_adapters_gets_no_more_than_others() -> None:
     greedy = sequences(*(f"a{i}" for i in range(15)), account="greedy")
     others = [seq for i in range(4) for seq in sequences("", account=f"user{i}")]
     for weight in (1.0, 4.0):
-        made = turns()
-        made.weights = {"greedy": weight}
+        made = turns({"greedy": weight})
         found = run(made, [*greedy, *others], 8000, lambda *_: 0.05)
         share = sum(name != "" for name in found) / len(found)
         assert share == pytest.approx(weight / (weight + 4), abs=0.05)

@@ -7,7 +7,7 @@ from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
 from cllm.scheduler.expiries import MIN_ENTRIES, Expiries
 from cllm.scheduler.policy import make_policy
-from cllm.scheduler.reasons import AwaitsLeader, Behind, PrefillBudgetUsed, TooFewCells
+from cllm.scheduler.reasons import AwaitsLeader, PrefillBudgetUsed, TooFewCells
 from cllm.scheduler.running import Running
 from cllm.scheduler.waiting import AGED, MAX_STALE, Waiting
 
@@ -97,5 +97,4 @@ def test_reasons_become_sentences() -> None:
         "a.0 needs 9 cells and the running sequences 5 more, but only 3 are available"
     )
     assert str(PrefillBudgetUsed(64)) == "the step's prefill budget of 64 tokens is used up"
-    assert str(Behind("b.0")) == "behind b.0, the head of the queue"
     assert str(AwaitsLeader(40, "c.1")) == "c.1 is computing 40 tokens of its prompt"

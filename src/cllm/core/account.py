@@ -26,11 +26,12 @@ NO_LIMITS = AccountLimits()
 
 
 class Account(msgspec.Struct, frozen=True):
-    """name: "" if the request names no account. priority: the highest class that its requests can
-    have, None without a limit. tenant: only accounts with the same tenant share cached prefixes
-    and results. models: names or patterns of the models that it may use; empty means all. routes:
-    the same for paths. is_admin: it may see and manage what concerns all accounts. has_key: it is
-    one of the accounts with API keys, whose usage is counted.
+    """An account and its rights. Its ``name`` is "" if the request names none.
+
+    Its requests can have the class ``priority`` at most; None sets no limit. Only accounts with the
+    same ``tenant`` share cached prefixes and results. It may use the ``models`` and ``routes`` with
+    these names or patterns, all if there are none. An account that ``is_admin`` may see and manage
+    what concerns all accounts. The usage of an account that ``has_key`` is counted.
     """
 
     name: str = ""

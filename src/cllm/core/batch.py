@@ -108,9 +108,8 @@ class Drop(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Part of a text to embed: its tokens from position ``start``.
-
-    ``length``: tokens of the whole text.
+    """Part of a text to embed: its tokens from position ``start``. The whole text has ``length``
+    tokens.
     """
 
     tokens: list[int]

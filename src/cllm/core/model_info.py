@@ -8,24 +8,26 @@ import msgspec
 class ModelInfo(msgspec.Struct, frozen=True):
     """The properties of a loaded model.
 
-    context_length: maximum tokens of one sequence. num_cells: capacity of the KV cache in tokens.
-    layout: "paged" (sequences can share cells, and each has a stream of its own, whose memory is
-    taken page by page), "unified" (all sequences share one pool and can share cells) or
-    "partitioned" (each has its own cells). can_trim: whether a sequence can free some of its last
-    cells; recurrent state is kept or lost as a whole.
-    tile: prompt tokens that are computed together; part of a tile costs nearly as much as a whole
-    one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens but not be computed.
-    kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n tokens
-    takes state_bytes + n * state_bytes_per_token. fingerprint: a hash of the file, and everything
-    else that its saved states depend on. on_gpu: whether the weights are on a GPU. row_seconds:
-    time of a step with one row and few tokens before it, measured at load; 0 if unknown.
+    A sequence has at most ``context_length`` tokens, and the KV cache ``num_cells``. With the
+    ``layout`` "paged", sequences can share cells, and each has a stream of its own, whose memory is
+    taken page by page. With "unified", all sequences share one pool and can share cells. With
+    "partitioned", each has its own cells. If the model ``can_trim``, a sequence can free some of
+    its last cells; recurrent state is kept or lost as a whole.
 
-    generates: False for a model that only embeds. embedding_size: dimensions of an embedding, 0
-    without embeddings. pooling: how token embeddings become one vector: "mean", "last", "cls" (the
-    first), or "rank" (one number, the relevance of a document to a query, both in one text).
-    max_embedding_tokens: maximum length of one text. max_embedding_batch_tokens: maximum tokens in
-    one call of ``embed``. If embeds_whole, texts must not be split, and a longer text is allowed if
-    it is the only one in the call.
+    Prompts are computed in tiles of ``tile`` tokens; part of a tile costs nearly as much as a whole
+    one. ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
+    ``kv_bytes_per_token`` (0 if unknown) and ``model_bytes`` are sizes in bytes. A saved state of n
+    tokens takes ``state_bytes + n * state_bytes_per_token``. The ``fingerprint`` is a hash of the
+    file, and of everything else that its saved states depend on. ``on_gpu`` says that the weights
+    are on a GPU. A step with one row, and few tokens before it, took ``row_seconds`` at load; 0 if
+    unknown.
+
+    A model that only embeds does not have ``generates``. An embedding has ``embedding_size``
+    dimensions, 0 without embeddings. ``pooling`` says how token embeddings become one vector:
+    "mean", "last", "cls" (the first), or "rank" (one number, the relevance of a document to a
+    query, both in one text). A text has at most ``max_embedding_tokens``, and a call of ``embed``
+    at most ``max_embedding_batch_tokens``. If ``embeds_whole``, texts must not be split, and a
+    longer text is allowed if it is the only one in the call.
     """
 
     name: str

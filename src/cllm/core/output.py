@@ -11,7 +11,9 @@ FAILED = -2  # replaces each token of a sequence that cannot be sampled
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended. GRAMMAR: its grammar cannot be compiled, or allows no further token."""
+    """Why a sequence ended. GRAMMAR means that its grammar cannot be compiled, or allows no further
+    token.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,7 +27,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The logprob of a token and those of the most probable tokens: natural logarithms of the
     model's probabilities.
 
-    top: (token id, logprob) pairs, as many as the request asked for, most probable first.
+    ``top`` has (token id, logprob) pairs, as many as the request asked for, most probable first.
     """
 
     logprob: float
@@ -35,17 +37,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
-    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while the
-    sequence continues, else the FinishReason. is_text: False for end and stop tokens, which are
-    counted but are not text. num_cached_tokens: prompt tokens taken from the cache, reported once,
-    with the first token of index 0 (with max_tokens 0, when it ends).
+    ``token`` is its id, or NO_TOKEN if the sequence ended without one (abort). ``finish`` is the
+    FinishReason, "" while the sequence continues. End and stop tokens are counted, but are not
+    text: ``is_text`` is False. ``num_cached_tokens`` of the prompt were taken from the cache. This
+    is reported once, with the first token of index 0 (with max_tokens 0, when it ends).
 
-    On request: ``logprobs`` of the token, and ``prompt_logprobs`` of the next prompt tokens. Prompt
-    logprobs precede the first token of index 0, in one or more outputs with NO_TOKEN that do not
-    finish.
-
-    mirostat_mu: with mirostat, the limit of surprise for the next token; it does not follow from
-    the tokens.
+    On request, outputs have the ``logprobs`` of the token, and the ``prompt_logprobs`` of the next
+    prompt tokens. Prompt logprobs precede the first token of index 0, in one or more outputs with
+    NO_TOKEN that do not finish. With mirostat, ``mirostat_mu`` limits the surprise of the next
+    token; it does not follow from the tokens.
     """
 
     request_id: str
@@ -63,8 +63,8 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc
     """The next embeddings of one request, in the order of its texts, as little-endian float32
     bytes.
 
-    The first message of a request has no vectors; it says that the request has started. error: why
-    no more will follow.
+    The first message of a request has no vectors; it says that the request has started. After an
+    ``error``, no more will follow.
     """
 
     request_id: str
@@ -75,11 +75,11 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The state of the engine after a step, for gauges and counters.
 
-    waiting_seconds: estimated time until all waiting sequences are served. prompt_token_seconds:
-    expected time per prompt token, averaged over computed and cached tokens (cached ones take
-    none). step_seconds: time of a step with the present sequences. slot_seconds: estimated time
-    from one freed seq_id to the next while all are taken, 0 if unknown. decode_cpu_seconds: CPU
-    time of the engine process inside llama_decode.
+    All waiting sequences will be served within about ``waiting_seconds``. A prompt token will take
+    about ``prompt_token_seconds``, the mean of computed tokens and cached ones, which take no time.
+    A step with the present sequences takes ``step_seconds``. While all seq_ids are taken, one
+    becomes free every ``slot_seconds`` or so, 0 if unknown. The engine process has spent
+    ``decode_cpu_seconds`` of CPU time inside llama_decode.
     """
 
     num_running: int = 0

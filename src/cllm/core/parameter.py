@@ -18,14 +18,14 @@ class Parameter(msgspec.Struct, frozen=True):
 
     The checks, the request bodies, the configuration and the flags follow from it.
 
-    help: what its values mean. bounds: the least and the largest number, or None for any value of
-    the type. dialects: those whose request bodies have it as a number, true or false. A parameter
-    whose form differs between dialects, such as ``stop``, is a field of their bodies instead.
-    names: its names in dialects that call it something else. default: what the server uses for
-    requests without it, if that is not the default of SamplingParams; it needs ``bounds``.
-    Operators can then set ``sampling.<name>``, and ``cllm chat`` and ``cllm generate`` have a flag.
+    ``help`` explains its values. ``bounds`` are the least and the largest number, or None for any
+    value of the type. The request bodies of ``dialects`` have it as a number, true or false; some
+    of them call it by another of its ``names``. A parameter whose form differs between dialects,
+    such as ``stop``, is a field of their bodies instead.
 
-    name, type, is_optional: the field's own; ``find_parameters`` sets them.
+    The server uses ``default`` for requests without it, if that is not the default of
+    SamplingParams; it needs ``bounds``. Operators can then set ``sampling.<name>``, and ``cllm
+    chat`` and ``cllm generate`` have a flag. ``find_parameters`` sets the other fields.
     """
 
     help: str
@@ -61,14 +61,14 @@ class Parameter(msgspec.Struct, frozen=True):
 
 def find_parameters(params: type) -> dict[str, Parameter]:
     """Return the fields of ``params`` whose type is Annotated with a Parameter, by name."""
-    found = {}
+    parameters = {}
     for name, hint in get_type_hints(params, include_extras=True).items():
         for parameter in getattr(hint, "__metadata__", ()):
             kinds = get_args(hint.__origin__) or (hint.__origin__,)
-            found[name] = msgspec.structs.replace(
+            parameters[name] = msgspec.structs.replace(
                 parameter, name=name, type=kinds[0], is_optional=NoneType in kinds
             )
-    return found
+    return parameters
 
 
 def check_bounds(

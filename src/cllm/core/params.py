@@ -33,9 +33,9 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """A limit on reasoning: after ``num_tokens`` of it, the tokens ``force`` are written instead of
     sampled ones.
 
-    open: the token that starts the reasoning if it is among the first tokens of the output; None if
-    the output starts inside the reasoning. close: the token that ends it. closes_once: forbids
-    sampling ``close`` again after ``force``.
+    The token ``open`` starts the reasoning if it is among the first tokens of the output. If it is
+    None, the output starts inside the reasoning. The token ``close`` ends the reasoning; with
+    ``closes_once``, it is not sampled again after ``force``.
     """
 
     num_tokens: int
@@ -50,16 +50,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top-k, typical, top-p, min-p, XTC, temperature. sampling/extensions.py explains the less common
     ones. Mirostat replaces all steps from top-n-sigma to XTC and comes after temperature.
 
-    stop: one or several strings; the text ends before them. grammar: what the text must follow, in
-    llguidance's Lark; "" allows anything. grammar_is_loose: the grammar allows any text and
-    constrains only parts of it, such as tool calls. A token is then sampled without the grammar,
-    and is sampled again only if the grammar refuses it. A loose grammar that fails constrains
-    nothing. thinking: a limit on reasoning, or None. dry_breakers: token ids that interrupt DRY's
-    search for repetitions; see text/dry_breakers.py.
+    The text ends before ``stop``, one or several strings. It must follow ``grammar``, in
+    llguidance's Lark; "" allows anything. With ``grammar_is_loose``, the grammar allows any text
+    and constrains only parts of it, such as tool calls. A token is then sampled without the
+    grammar, and is sampled again only if the grammar refuses it. A loose grammar that fails
+    constrains nothing. ``thinking`` limits the reasoning. The token ids ``dry_breakers`` interrupt
+    DRY's search for repetitions; see text/dry_breakers.py.
 
     Logprobs are natural logarithms of the probabilities before all of these steps, including
-    temperature. None reports nothing. The prompt's are those of its tokens from the second on; the
-    whole prompt is then computed, even if it is cached.
+    temperature. None reports nothing. Prompt logprobs are those of the prompt's tokens from the
+    second on; the whole prompt is then computed, even if it is cached.
 
     Raises BadRequest, naming the field and the limit, for values out of range.
     """

@@ -26,8 +26,10 @@ Adapters = tuple[tuple[str, float], ...]
 
 
 class AdapterFile(NamedTuple):
-    """A file with a LoRA adapter. hash: of its content. invocation: tokens from which on an
-    activated LoRA changes the model; () for other adapters, which change it from the beginning.
+    """A file with a LoRA adapter, and the ``hash`` of its content.
+
+    An activated LoRA changes the model only from the tokens ``invocation`` on. Other adapters
+    change it from the beginning, and have none.
     """
 
     hash: str
@@ -37,11 +39,12 @@ class AdapterFile(NamedTuple):
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; it becomes ``params.n`` sequences.
 
-    prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. account:
-    the name of its account; accounts within one priority class are served fairly. queue_timeout and
-    deadline: seconds from arrival within which the request must start and finish. cache_salt:
-    requests share cached prefixes only if their salts are equal. adapters: with which it is
-    computed, except for the first num_base_tokens of the prompt: an activated LoRA changes the
+    Its ``request_id`` is never used again. The token ids of ``prompt`` have passed
+    ``check_prompt``. The accounts of one priority class are served fairly. The request must start
+    within ``queue_timeout`` seconds of its arrival, and finish within ``deadline`` seconds.
+
+    Requests share cached prefixes only if their ``cache_salt`` is equal. The prompt's first
+    ``num_base_tokens`` are computed without ``adapters``, because an activated LoRA changes the
     model only from there on. Requests with other adapters have other salts, unless all that they
     can share is computed without any.
     """
@@ -77,8 +80,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """What one sequence of a request has delivered, and what else another engine needs to continue
     it.
 
-    tokens: its output. num_prompt_logprobs: how many prompt logprobs it has reported. mirostat_mu:
-    see TokenOutput.
+    Its output is ``tokens``, and it has reported ``num_prompt_logprobs``. TokenOutput explains
+    ``mirostat_mu``.
     """
 
     tokens: list[int] = []
@@ -87,7 +90,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):
-    """Texts to embed, as checked token ids; one embedding for each. account: as in Request."""
+    """Texts to embed, as checked token ids; each gets one embedding."""
 
     request_id: str
     texts: list[list[int]]

@@ -21,8 +21,8 @@ class Pieces:
 
     They are kept in one string: a list of 150,000 bytes objects takes five times the memory.
 
-    data: the bytes of all tokens. offsets: where each token begins, and the end. marks: the bytes
-    of tokens that have none in ``data``.
+    ``data`` has the bytes of all tokens, and ``offsets`` the beginning of each and the end of the
+    last. ``marks`` has the bytes of tokens that have none in ``data``.
     """
 
     data: bytes
@@ -58,17 +58,17 @@ class Pieces:
 
     def find(self, part: bytes) -> list[int]:
         """Return the ids of the tokens that contain ``part``, which is not empty, in order."""
-        found: list[int] = []
+        tokens: list[int] = []
         data, offsets, token = self.data, self.offsets, 0
         place = data.find(part)
         while place >= 0:
             token = bisect_right(offsets, place, token) - 1
             following = place + 1
             if place + len(part) <= offsets[token + 1]:
-                found.append(token)
+                tokens.append(token)
                 following = offsets[token + 1]
             place = data.find(part, following)
-        return found
+        return tokens
 
 
 class VocabularyFacts(Protocol):

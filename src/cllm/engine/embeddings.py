@@ -18,10 +18,9 @@ from cllm.core.request import EmbeddingRequest, Priority
 from cllm.engine.side_jobs import Record, SideJob
 from cllm.errors import EngineError
 from cllm.scheduler.scheduler import Scheduler
+from cllm.scheduler.step_cost import update_mean
 
 log = logging.getLogger("cllm.engine")
-
-SHARE = 0.2  # weight of a new observation in the mean
 
 
 class EmbeddingJob:
@@ -176,10 +175,7 @@ class Embeddings(SideJob):
         """Learn that embedding ``num_tokens`` tokens took ``seconds``."""
         if num_tokens:
             each = seconds / max(num_tokens, self._backend.info.tile)
-            before = self._seconds_per_token
-            self._seconds_per_token = (
-                before + SHARE * (min(each, 2 * before) - before) if before else each
-            )
+            self._seconds_per_token = update_mean(self._seconds_per_token, each)
 
     # --- one batch -------------------------------------------------------------------------------
 

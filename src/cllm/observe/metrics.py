@@ -338,8 +338,8 @@ class Metrics:
         num_loads: int = 1,
         engines: Sequence[tuple[bool, int, Stats]] = (),
     ) -> CollectorRegistry:
-        """Return the metrics with the current figures of the engines; ``engines``: as in
-        EngineCollector.
+        """Return the metrics with the current figures of the engines. ``engines`` has those of each
+        engine, for EngineCollector.
 
         The totals of ``stats``, ``num_restarts``, ``num_loads`` and ``reservations`` (counts by
         event) must never decrease.
@@ -404,7 +404,7 @@ class ServerMetrics:
         self._refused.labels("", reason).inc()
 
     def update(self, usage: Mapping[str, UsageCounts], num_failed_writes: int) -> CollectorRegistry:
-        """Return the metrics. ``usage``: of each account that is shown. ``num_failed_writes`` must
+        """Return the metrics. ``usage`` has the accounts that are shown. ``num_failed_writes`` must
         never decrease.
         """
         self._failed_writes.inc(num_failed_writes - self._num_failed_writes)

@@ -416,7 +416,3 @@ class Backlog:
         """
         stats = self._stats
         return stats.step_seconds + newcomer.num_prompt_tokens * stats.prompt_token_seconds
-
-
-def update_mean(before: float, value: float) -> float:
-    return before + SHARE * (value - before) if before else value

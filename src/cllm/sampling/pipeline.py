@@ -49,7 +49,7 @@ class Sampler:
     """
 
     def __init__(self, end_tokens: Collection[int] = ()) -> None:
-        """``end_tokens``: the tokens that min_tokens suppresses."""
+        """Until a text has min_tokens, its ``end_tokens`` are not sampled."""
         self._end_tokens = [*end_tokens]
         self._pasts: WeakKeyDictionary[Sequence, History] = WeakKeyDictionary()
         # from the last call, by row of the logits; if requested

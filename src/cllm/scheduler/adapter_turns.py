@@ -28,11 +28,12 @@ class AdapterTurns:
     has used too much.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """``weights`` are the shares of accounts; those not listed have 1."""
         self.current: Adapters = ()
         self.switch_seconds = SWITCH_SECONDS
         self.is_used = False  # whether there has been a request with adapters
-        self.weights: Mapping[str, float] = {}  # of accounts; 1 for others
+        self._weights = weights
         self._left: dict[Adapters, float] = {}  # seconds of each group, in the order of the turns
         self._first = 0.0  # seconds of the first step of this turn; 0 if it is not comparable
         self._others: list[float] = []  # of the next ones
@@ -85,7 +86,7 @@ class AdapterTurns:
         """Return the share of each group; their mean is 1."""
         num_groups = Counter(account for accounts in groups.values() for account in accounts)
         shares = {
-            group: sum(self.weights.get(name, 1.0) / num_groups[name] for name in accounts)
+            group: sum(self._weights.get(name, 1.0) / num_groups[name] for name in accounts)
             for group, accounts in groups.items()
         }
         mean = sum(shares.values()) / len(shares)

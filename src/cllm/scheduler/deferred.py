@@ -47,12 +47,6 @@ class Deferred:
         """Return the sequences that wait for ``leader``."""
         return [seq for _, seq in self._followers.get(leader, ()) if seq in self.reasons]
 
-    def leaders(self) -> Iterator[tuple[Sequence, list[int]]]:
-        """Yield each leader, with the number of tokens that each of its followers waits for."""
-        for leader, followers in self._followers.items():
-            if awaited := [count for count, seq in followers if seq in self.reasons]:
-                yield leader, awaited
-
     def take_ready_followers(self, leader: Sequence) -> list[Sequence]:
         """Return the followers whose prefix ``leader`` has computed."""
         followers = self._followers.get(leader)

@@ -10,9 +10,8 @@ FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until the first sequence has finished
 
 
 class LengthEstimates:
-    """Running means.
-
-    ``output``: tokens per output. ``computed``: prompt tokens that were not cached, per sequence.
+    """Running means: ``output`` is the number of tokens of an output, and ``computed`` the number
+    of prompt tokens of a sequence that were not cached.
     """
 
     def __init__(self) -> None:

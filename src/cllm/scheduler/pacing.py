@@ -35,8 +35,10 @@ OUTLIER = 2.0  # time that is charged: at most this many times what is usual, ha
 
 
 class Lane:
-    """Prompts that share one account of time. ``seconds``: the balance; while it is negative, the
-    prompts wait. ``share``: the lane's part of the time of its prompts and their rivals, below 1.
+    """Prompts that share one account of time.
+
+    They wait while its balance of ``seconds`` is negative. ``share`` is their part of the time that
+    they and their rivals use, below 1.
     """
 
     def __init__(self, share: float) -> None:

@@ -8,12 +8,17 @@ import msgspec
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
-    one for each running sequence. tile, row_seconds: see ModelInfo. target_itl: seconds between two
-    tokens of a sequence that other requests' prompts may cause, inf for no limit; None means a
-    number of steps of one row on this machine, or a second without ``row_seconds``.
-    prefill_share: of the time, for prompts while sequences decode; 1 means prompts in every step.
-    weights: of accounts, for sequences so long that they do not get a row in every step.
+    """Limits of one step.
+
+    A step computes at most ``max_num_batched_tokens`` tokens and ``max_num_samples`` rows of
+    logits, which are enough for one row of each running sequence. ``tile`` and ``row_seconds`` are
+    explained at ModelInfo.
+
+    The prompts of other requests may lengthen the time between two tokens of a sequence to
+    ``target_itl`` seconds, inf for no limit. None means a number of steps of one row on this
+    machine, or a second without ``row_seconds``. While sequences decode, prompts get the share
+    ``prefill_share`` of the time; 1 means prompts in every step. ``weights`` are the shares of
+    accounts. They count for sequences so long that they do not get a row in every step.
     """
 
     max_num_batched_tokens: int = 512

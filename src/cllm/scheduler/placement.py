@@ -18,7 +18,8 @@ def arrange(
     """Return operations that give the sequences of ``rows`` consecutive seq_ids, so that few passes
     compute them all: the decoding ones, shorter ones first, and then prompts of similar sizes.
 
-    ``num_decoding``: sequences that will decode in the next steps, if this one has only prompts.
+    If the step has only prompts, they come after the seq_ids of ``num_decoding`` sequences, which
+    will decode in the next steps.
     """
     groups: dict[int, list[Sequence]] = {}
     prompts = []

@@ -31,9 +31,9 @@ class Policy(Protocol):
 
     While a group has waiting sequences, and when it gets some, its rank may rise but not fall.
 
-    ``has_classes``: running requests of a lower class yield to waiting ones of a higher class.
-    ``takes_turns``: within a class, accounts are served in turn, by weight. From these two the API
-    process estimates queue positions.
+    If it ``has_classes``, running requests of a lower class yield to waiting ones of a higher
+    class. If it ``takes_turns``, the accounts of a class are served in turn, by weight. From these
+    two the API process estimates queue positions.
     """
 
     has_classes: bool
@@ -117,7 +117,7 @@ class Fair(Priorities):
     takes_turns = True
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """``weights``: the relative share of each account; 1 for accounts not listed."""
+        """``weights`` are the relative shares of accounts; those not listed have 1."""
         self._weights = weights
         self.counters: dict[tuple[Priority, str], float] = {}
         self.floors = dict.fromkeys(Priority, 0.0)
@@ -161,7 +161,7 @@ def split_prefill_budget(
 ) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
-    ``lacking``: as ``PromptOrder`` sorts them, in which order they are served. But up to half of
+    They are served in the order of ``lacking``, which ``PromptOrder`` has sorted. But up to half of
     the budget first goes to sequences of the head's class that lack less than half of its tokens.
     So shorter prompts do not wait for a longer one, and cannot delay it forever. Once
     ``efficient_tokens`` have been assigned, no further prompt starts. Prompts that are computed

@@ -69,9 +69,8 @@ class IndexedText:
         self._replacements: dict[int, Replacement] = {}  # by the first of the old tokens
 
     def draft(self, tokens: list[int], count: int) -> tuple[int, ...]:
-        """Return at most ``count`` tokens that may follow.
-
-        ``tokens``: the text, to which tokens may have been appended since the last call.
+        """Return at most ``count`` tokens that may follow the text ``tokens``, which may have grown
+        since the last call.
         """
         for end in range(max(self._size, 1), len(tokens)):
             self._follow(tokens, end)

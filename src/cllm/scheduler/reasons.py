@@ -35,7 +35,7 @@ class TooManyDeferred(NamedTuple):
 
 
 class TooFewCells(NamedTuple):
-    """``growth``: cells that the running sequences will probably still need."""
+    """The running sequences will probably need ``growth`` more cells."""
 
     name: str
     needed: int
@@ -63,18 +63,6 @@ class PrefillBudgetUsed(NamedTuple):
 class DecodingFirst(NamedTuple):
     def __str__(self) -> str:
         return "prompts have had their share of the time; running answers get this step"
-
-
-class Behind(NamedTuple):
-    head: str
-
-    def __str__(self) -> str:
-        return f"behind {self.head}, the head of the queue"
-
-
-class NextStep(NamedTuple):
-    def __str__(self) -> str:
-        return "can be admitted in the next step"
 
 
 class AwaitsLeader(NamedTuple):

@@ -10,7 +10,7 @@ import msgspec
 
 from cllm.core.output import Stats
 from cllm.core.sequence import Sequence
-from cllm.scheduler.reasons import Behind, DecodingFirst, NextStep, PrefillBudgetUsed
+from cllm.scheduler.reasons import DecodingFirst, PrefillBudgetUsed
 from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.trace import MAX_NAMED, Explanation, WaitingSequence
 
@@ -22,13 +22,13 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     waiting: list[Iterable[tuple[Sequence, object]]] = [sequences.deferred.reasons.items()]
     head = sequences.waiting.head(now)
     if head is not None:
-        behind = Behind(head.name)
+        behind = f"behind {head.name}, the head of the queue"
         others = ((seq, behind) for seq in sequences.waiting if seq is not head)
         blocked = scheduler.step.blocked
         # these concern running sequences
         if isinstance(blocked, (PrefillBudgetUsed, DecodingFirst)):
             blocked = None
-        waiting = [[(head, blocked or NextStep())], *waiting, others]
+        waiting = [[(head, blocked or "can be admitted in the next step")], *waiting, others]
     return Explanation(
         steps=[
             msgspec.structs.replace(step, blocked=str(step.blocked))

@@ -46,7 +46,7 @@ class Scheduler:
         policy: Policy,
         speculation: Speculation | None = None,
     ) -> None:
-        """``end_tokens``: ids of the tokens with which the model ends its output."""
+        """The model ends its output with one of ``end_tokens``."""
         if params.max_num_batched_tokens < kv_cache.seq_ids.size:
             raise ValueError(
                 f"max_num_batched_tokens ({params.max_num_batched_tokens}) must be at least the "
@@ -61,8 +61,7 @@ class Scheduler:
         self.pacing = Pacing(self.cost, params, kv_cache.layout)
         self._plan = Plan([], False)  # of the current or last step
         self._prompt_order = PromptOrder(self.cost)
-        self.turns = AdapterTurns()
-        self.turns.weights = params.weights
+        self.turns = AdapterTurns(params.weights)
         self._speculation = speculation
 
     def add(self, seq: Sequence, now: float) -> list[TokenOutput]:
@@ -372,9 +371,8 @@ class Scheduler:
         """Append the sampled tokens, ``num_samples`` for each row in order; release finished
         sequences.
 
-        ``logprobs``: by index into ``tokens``, for the tokens whose logprobs are reported. NO_TOKEN
-        means that the sequence's grammar allows no token, FAILED that it cannot be sampled; both
-        end the sequence.
+        ``logprobs`` has those that are reported, by index into ``tokens``. NO_TOKEN means that the
+        sequence's grammar allows no token, FAILED that it cannot be sampled; both end the sequence.
         """
         sequences = self.sequences
         sequences.finish_operations(batch.operations)

@@ -63,7 +63,7 @@ class Speculation:
     """
 
     def __init__(self, drafter: Drafter, max_draft_tokens: int, max_samples: int) -> None:
-        """``max_samples``: maximum rows of logits in one step."""
+        """A step has at most ``max_samples`` rows of logits."""
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._max_samples = max_samples
@@ -150,11 +150,11 @@ class Speculation:
 
 
 class Prospects(NamedTuple):
-    """What draft tokens would cost in the next step.
+    """What draft tokens would cost in the next step, which has ``num_rows`` sequences.
 
-    num_drafting: how many of the ``num_rows`` sequences are expected to get a draft.
-    seconds: of the step with 0, 1, ... draft tokens for each of these. is_known: whether a step
-    with that many has been observed.
+    ``num_drafting`` of them are expected to get a draft. ``seconds`` are the durations of the step
+    with 0, 1, ... draft tokens for each of these. ``is_known`` says whether a step with that many
+    has been observed.
     """
 
     num_rows: int
@@ -164,9 +164,7 @@ class Prospects(NamedTuple):
 
     def choose_count(self, first: float, following: float) -> int:
         """Return the number of draft tokens per sequence that maximizes the expected tokens per
-        second.
-
-        ``first``, ``following``: see Rates.
+        second, for a sequence with the rates ``first`` and ``following``; see Rates.
         """
         max_count = len(self.seconds) - 1
         if not self.seconds[0]:

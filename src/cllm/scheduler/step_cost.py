@@ -34,7 +34,7 @@ class StepCost:
     """
 
     def __init__(self, tile: int, row_seconds: float = 0.0) -> None:
-        """``tile``: tokens. ``row_seconds``: of a step of one row, 0 if unknown. See ModelInfo."""
+        """``tile`` and ``row_seconds`` (0 if unknown) are explained at ModelInfo."""
         self.tile = tile
         self._measured_row = row_seconds
         self.per_rows: dict[int, float] = {}  # the least recently observed one first
@@ -167,8 +167,8 @@ class StepCost:
         return self._tile_seconds + slope * (num_before - self._num_before)
 
     def estimate_prefill(self, num_tokens: int, num_before: float | None = None) -> float:
-        """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been
-        observed. ``num_before``: see ``estimate_tile``.
+        """Return the expected seconds for ``num_tokens`` prefill tokens after ``num_before``
+        tokens, as in ``estimate_tile``; 0 if none has been observed.
         """
         return num_tokens / self.tile * self.estimate_tile(num_before)
 
@@ -204,7 +204,7 @@ class StepCost:
         """Return how many prefill tokens to compute with the decoding rows: at most ``space``,
         within ``seconds``.
 
-        ``tile_offset``: see ``Layout``. ``num_before``: see ``count_tiles``.
+        ``Layout`` explains ``tile_offset``. The first prompt has ``num_before`` computed tokens.
         """
         if not num_rows or math.isinf(seconds):
             return space

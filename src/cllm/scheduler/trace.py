@@ -68,8 +68,8 @@ class Explanation(msgspec.Struct, frozen=True):
     """The state of the engine: the last steps, the running sequences, the first MAX_NAMED waiting
     ones, and costs.
 
-    row_seconds: seconds of a step, by its number of decoding rows. token_seconds: seconds per
-    prefill token.
+    ``row_seconds`` are the seconds of a step, by its number of decoding rows. A prefill token takes
+    ``token_seconds``.
     """
 
     steps: list[Step]
