@@ -14,7 +14,7 @@ from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import Add, Command
 from cllm.engine.params import EngineParams
 from cllm.process.launch import EngineSpec
-from cllm.process.member import Booked, Member
+from cllm.process.member import AssignedRequest, Member
 from cllm.process.messages import LENGTH, Abandon, Ping, Ready, Stepped, Tokenize
 
 INFO = FakeBackend().info
@@ -100,7 +100,7 @@ class FakeMember(Member):
     def get(self, *names: str, n: int = 1, priority: Priority = Priority.NORMAL) -> None:
         """Give it requests, as a pool does."""
         for name in names:
-            self.give(name, Booked(None, priority, n))
+            self.give(name, AssignedRequest(None, priority, n))
             if self.has(name):
                 self.sent.append(Add(ask(name)))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.config.sources import load_settings
 from cllm.engine.build import build_backend, fit_memory
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.errors import StartupError
 from cllm.models.gguf import read_header
 
@@ -62,7 +62,7 @@ def load(path: Path, *, check_tokens: bool) -> Callable[[int], None]:
 
     def work(pipe: int) -> None:
         settings = load_settings(None, {}, SMALL).settings
-        params = fit_memory(engine_params(settings, path, check_tokens=check_tokens))
+        params = fit_memory(make_engine_params(settings, path, check_tokens=check_tokens))
         build_backend(params, lambda share: os.write(pipe, VOCABULARY_READ) if share == 0 else None)
 
     return work

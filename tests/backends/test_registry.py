@@ -16,7 +16,7 @@ from cllm.backends.registry import BACKENDS, Loader, import_loader, import_optio
 from cllm.config.settings import BACKEND_SECTIONS, Section
 from cllm.config.sources import load_settings
 from cllm.engine.params import EngineParams
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 
 OPTIONS = """
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,11 +39,11 @@ registry.BACKENDS += ("toy",)
 from cllm.config.settings import OPTIONS, Settings
 from cllm.config.sources import load_settings
 from cllm.engine.build import build_backend
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.cli.config import page
 
 loaded = load_settings(None, {"CLLM_BACKEND_TOY_SPEED": "5"}, {"backend.name": "toy"})
-params = engine_params(loaded.settings, None)
+params = make_engine_params(loaded.settings, None)
 print(json.dumps([params.options, build_backend(params).info.name, page()]))
 """
 
@@ -130,12 +130,12 @@ def test_backend_options_follow_the_rules_of_all_settings(name: str) -> None:
 def test_options_of_the_chosen_backend_reach_the_engine() -> None:
     """The fake backend has no options and needs no file."""
     tree = load_settings(None, {}, {"backend.name": "fake", "backend.llama_cpp.n_ubatch": 64})
-    assert engine_params(tree.settings, None) == EngineParams(backend="fake", log_level="info")
+    assert make_engine_params(tree.settings, None) == EngineParams(backend="fake", log_level="info")
 
 
 @pytest.mark.llama
 def test_options_and_sizes_of_a_model_file_reach_the_engine(builtin_path: Path) -> None:
     settings = load_settings(None, {}, {"backend.llama_cpp.n_ubatch": 64}).settings
-    params = engine_params(settings, builtin_path)
+    params = make_engine_params(settings, builtin_path)
     assert params.options == {**import_options("llama_cpp").Options().model_dump(), "n_ubatch": 64}
     assert params.weight_bytes > params.kv_bytes_per_token > 0

@@ -42,7 +42,7 @@ def test_table_is_the_same_after_a_transfer():
         if hasattr(vocabulary, name):
             assert getattr(table, name) == getattr(vocabulary, name)
     assert [*table.pieces] == [*vocabulary.pieces]
-    assert [table.text_of(token) for token in (97, *CONTROL)] == [
+    assert [table.find_text(token) for token in (97, *CONTROL)] == [
         b"a",
         *(text.encode() for text in CONTROL.values()),
     ]

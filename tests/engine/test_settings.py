@@ -10,7 +10,7 @@ import pytest
 from cllm.backends.params import BackendParams, ModelSize
 from cllm.config.settings import Settings
 from cllm.engine import settings as module
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.errors import StartupError
 
 
@@ -41,7 +41,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> SizedLoader:
 
 def test_each_setting_reaches_its_parameter(loader: SizedLoader) -> None:
     """All values differ, so that two that are swapped are seen."""
-    params = engine_params(
+    params = make_engine_params(
         settings(
             model={"max_context_length": 4096, "draft_path": "small"},
             scheduler={
@@ -86,7 +86,7 @@ def test_each_setting_reaches_its_parameter(loader: SizedLoader) -> None:
 
 
 def test_memory_that_is_not_set_is_left_to_the_machine(loader: SizedLoader) -> None:
-    params = engine_params(settings(kv={"disk_cache_mb": 5}), Path("large"))
+    params = make_engine_params(settings(kv={"disk_cache_mb": 5}), Path("large"))
     assert params.kv_memory == 0
     assert params.ram_cache_bytes is None
     assert (params.disk_cache, params.disk_cache_bytes) == ("", 0), "no folder, no cache"
@@ -94,22 +94,22 @@ def test_memory_that_is_not_set_is_left_to_the_machine(loader: SizedLoader) -> N
 
 
 def test_ram_cache_of_0_is_not_the_default(loader: SizedLoader) -> None:
-    assert engine_params(settings(kv={"ram_cache_mb": 0}), Path("large")).ram_cache_bytes == 0
+    assert make_engine_params(settings(kv={"ram_cache_mb": 0}), Path("large")).ram_cache_bytes == 0
 
 
 def test_latency_target_depends_on_the_machine(loader: SizedLoader) -> None:
     unset = settings(scheduler={"target_itl_ms": None})
-    assert engine_params(unset, Path("large")).target_itl is None
+    assert make_engine_params(unset, Path("large")).target_itl is None
 
 
 def test_draft_model_that_needs_no_file_keeps_its_name(loader: SizedLoader) -> None:
     drafted = settings(model={"draft_path": "as-it-is"})
-    assert engine_params(drafted, Path("large")).draft_path == "as-it-is"
-    assert engine_params(settings(), Path("large")).draft_path == ""
+    assert make_engine_params(drafted, Path("large")).draft_path == "as-it-is"
+    assert make_engine_params(settings(), Path("large")).draft_path == ""
 
 
 def test_backend_without_a_file() -> None:
-    params = engine_params(settings(backend={"name": "fake"}, kv={"max_memory_mb": 11}), None)
+    params = make_engine_params(settings(backend={"name": "fake"}, kv={"max_memory_mb": 11}), None)
     assert (params.backend, params.path, params.weight_bytes) == ("fake", "", 0)
 
 
@@ -120,7 +120,7 @@ def test_step_must_have_a_token_for_each_sequence(num_tokens: int, fits: bool) -
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": num_tokens},
     )
     if fits:
-        assert engine_params(sizes, None).max_num_batched_tokens == num_tokens
+        assert make_engine_params(sizes, None).max_num_batched_tokens == num_tokens
     else:
         with pytest.raises(StartupError, match=r"max_num_batched_tokens \(7\).*max_num_seqs \(8\)"):
-            engine_params(sizes, None)
+            make_engine_params(sizes, None)

@@ -154,7 +154,7 @@ def test_texts_to_tokenize_do_not_reach_the_engine(exits: Exits) -> None:
     inbox = make_inbox(io.BytesIO(frame(asked) + frame(Abort("A"))))
     assert exits.called.wait(PATIENCE)
     assert inbox.drain(block=False) == [Abort("A")]
-    assert inbox.questions.take(long=False) == asked
+    assert inbox.texts.take(long=False) == asked
 
 
 def test_parent_sees_how_much_was_read(exits: Exits) -> None:

@@ -9,7 +9,7 @@ from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import Priority
 from cllm.engine.commands import Abort, Add, Explain, LoadAdapter, SetYielding
 from cllm.errors import EngineError
-from cllm.process.member import Booked
+from cllm.process.member import AssignedRequest
 from cllm.process.messages import AdapterLoaded, Explained
 from cllm.process.supervisor import HEALTHY_AFTER, Death
 from cllm.routing.router import Candidate, Router, RoutingRequest
@@ -128,7 +128,7 @@ def test_abort_reaches_the_engine_only_if_it_has_the_request():
     router = Router("least-loaded", max_blocks=0)
     member = FakeMember()
     booking = router.choose(RoutingRequest((), (), 10), [Candidate(0, 2)])
-    member.give("a", Booked(booking, Priority.NORMAL, 3))
+    member.give("a", AssignedRequest(booking, Priority.NORMAL, 3))
     assert router.booked(0).num_seqs == 1
     member.abort("a")
     assert member.take_sent() == [Abort("a")]

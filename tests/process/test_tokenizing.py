@@ -23,7 +23,7 @@ from cllm.process.tokenizing import (
     LONG,
     MAX_TOKENS,
     NUM_THREADS,
-    Questions,
+    TokenizeQueue,
     divide,
     start_tokenizing,
 )
@@ -45,8 +45,8 @@ class Tokenizer:
         return [len(text)]
 
 
-def start(tokenizer: Tokenizer) -> tuple[Questions, queue.Queue[Tokenized]]:
-    questions = Questions()
+def start(tokenizer: Tokenizer) -> tuple[TokenizeQueue, queue.Queue[Tokenized]]:
+    questions = TokenizeQueue()
     answers: queue.Queue[Tokenized] = queue.Queue()
     start_tokenizing(questions, tokenizer, answers.put)
     return questions, answers
@@ -106,7 +106,7 @@ def test_failure_is_an_answer_and_the_next_text_is_tokenized(caplog):
 
 def test_answer_that_cannot_be_sent_is_a_failure_and_the_next_text_is_tokenized():
     """The first part of an answer has been sent when memory runs out."""
-    questions, answers = Questions(), queue.Queue()
+    questions, answers = TokenizeQueue(), queue.Queue()
     is_short_of_memory = True
 
     def send(answer):

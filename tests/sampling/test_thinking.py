@@ -5,7 +5,7 @@ import pytest
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.sampling.thinking import forced_token, is_closed
+from cllm.sampling.thinking import find_forced_token, is_closed
 
 OPEN, CLOSE = 7, 9
 
@@ -16,7 +16,7 @@ def forced(output, guesses=(), begin=None, num_tokens=3, ahead=0) -> int | None:
     for token in output:
         seq.append(token)
     budget = ThinkingBudget(num_tokens, begin, CLOSE, (CLOSE, 11))
-    return forced_token(seq, budget, seq.num_tokens + ahead, guesses)
+    return find_forced_token(seq, budget, seq.num_tokens + ahead, guesses)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from cllm.bench.load.workload import Group, Task
 from cllm.bench.programs import last_line, run_program
 from cllm.errors import StartupError
 from cllm.http_client import read_local
-from cllm.observe.cpu_time import process_tree
+from cllm.observe.cpu_time import list_process_tree
 
 START_TIMEOUT = 180.0  # seconds
 STOP_TIMEOUT = 20.0
@@ -201,7 +201,7 @@ def memory_mb(pid: int) -> float | None:
     if not Path("/proc/self/smaps_rollup").exists():
         return None
     total = 0
-    for member in process_tree(pid):
+    for member in list_process_tree(pid):
         with contextlib.suppress(OSError):  # the process has ended
             count = re.search(
                 r"^Pss: +(\d+) kB", Path(f"/proc/{member}/smaps_rollup").read_text(), re.MULTILINE

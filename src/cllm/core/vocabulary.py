@@ -182,6 +182,6 @@ class VocabularyTable(msgspec.Struct, frozen=True, dict=True):
         """The number of bytes of the longest text of a token."""
         return max(self.pieces.longest, *map(len, self.control_tokens), 0)
 
-    def text_of(self, token: int) -> bytes:
+    def find_text(self, token: int) -> bytes:
         """Return the bytes of a token id of the vocabulary; for a control token, its name."""
         return self.pieces[token] or self.special_tokens.get(token, "").encode()

@@ -286,7 +286,7 @@ class Engine:
         if self._record is not None:
             names = [row.seq.request.request_id for row in batch.rows]
             self._record.begin(names, self.scheduler.pacing.estimate_seconds(batch.rows))
-        self._faults.strike(batch)
+        self._faults.cause_due(batch)
         logits = self.backend.forward(batch)
         tokens = self.sampler.sample(batch, logits)
         self._batch = None

@@ -21,7 +21,7 @@ class Faults:
         """Cause ``faults`` from now on, and none that were set before."""
         self._faults = {fault: fault.after_steps for fault in faults}
 
-    def strike(self, batch: Batch) -> None:
+    def cause_due(self, batch: Batch) -> None:
         """Cause the faults that are due in the step that computes ``batch``."""
         for fault, num_left in [*self._faults.items()]:
             if fault.token is not None and all(

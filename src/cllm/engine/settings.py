@@ -14,7 +14,7 @@ from cllm.models.catalog import check_sha256
 from cllm.models.template_file import read_template
 
 
-def engine_params(
+def make_engine_params(
     settings: Settings, path: Path | None, *, check_tokens: bool = False
 ) -> EngineParams:
     """Return the parameters for the model at ``path`` (None if the backend needs no file), after

@@ -18,7 +18,7 @@ from cllm.core.params import MAX_LEXER_STATES, SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request, check_generates, check_prompt
 from cllm.core.segments import tokenize_segments
 from cllm.engine.build import build_backend, build_engine, fit_memory
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest
 from cllm.local.completion import Ranked
@@ -61,7 +61,7 @@ class LocalModel:
         """Load the model of ``settings``. Raises StartupError."""
         model = settings.model
         path = import_loader(settings.backend.name).resolve(model.path, model.quantization)
-        params = fit_memory(engine_params(settings, path, check_tokens=True))
+        params = fit_memory(make_engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self._own_template = params.chat_template
         self._chat_templates = make_templates(self._backend.vocabulary, self._own_template)

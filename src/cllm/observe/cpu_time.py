@@ -62,10 +62,10 @@ def read_tree_cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and its descendants, in seconds, including those that have
     ended and were waited for.
     """
-    return sum(_seconds(_read_stat(member)[11:15]) for member in process_tree(pid))
+    return sum(_seconds(_read_stat(member)[11:15]) for member in list_process_tree(pid))
 
 
-def process_tree(pid: int) -> list[int]:
+def list_process_tree(pid: int) -> list[int]:
     """Return the ids of a process and its descendants; only its own if there is no /proc."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*"):

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from cllm.core.request import EmbeddingRequest, Request
-from cllm.process.member import Booked, Member
+from cllm.process.member import AssignedRequest, Member
 from cllm.routing.router import Candidate, Router, RoutingRequest
 
 # Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK
@@ -40,7 +40,7 @@ class Assignments:
 
     def assign(
         self, request: Request | EmbeddingRequest, members: Sequence[Member] = ()
-    ) -> tuple[Member, Booked]:
+    ) -> tuple[Member, AssignedRequest]:
         """Choose one of ``members``, or else of the engines that are ready, or else of all. Return
         it, and what is booked there.
         """
@@ -52,7 +52,7 @@ class Assignments:
             booking = self._router.choose(describe(request), candidates)
             member = self._members[booking.number]
         num_seqs = 0 if isinstance(request, EmbeddingRequest) else request.params.n
-        return member, Booked(booking, request.priority, num_seqs)
+        return member, AssignedRequest(booking, request.priority, num_seqs)
 
     def find(self, request_id: str) -> Member | None:
         """Return the engine of a request that has not ended."""

@@ -267,7 +267,7 @@ class Backlog:
         ahead = self._estimate_load_ahead(newcomer, excess)
         reservation = self.reservations.find(newcomer, claim)
         is_expected = reservation is not None and self.reservations.is_due(reservation)
-        find_excess = self._excess_of_expected if is_expected else self._excess_of_newcomer
+        find_excess = self._check_returning if is_expected else self._check_newcomer
         exceeded = find_excess(newcomer, ahead)
         if exceeded is None:
             return self._estimate_behind(ahead, newcomer)
@@ -280,7 +280,7 @@ class Backlog:
             )
         raise QueueFull(exceeded.what, exceeded.bound, seconds, ticket)
 
-    def _excess_of_expected(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
+    def _check_returning(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
         """Return the limit that a client that returns on time exceeds, if any.
 
         Such clients may use the whole queue. They may exceed it by the number of sequences that are
@@ -292,7 +292,7 @@ class Backlog:
             newcomer, ahead.scale(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs)))
         )
 
-    def _excess_of_newcomer(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
+    def _check_newcomer(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
         """Return the limit that ``newcomer`` exceeds, if any.
 
         Clients that will return before the newcomer's turn keep their part of the queue. Newcomers

@@ -45,7 +45,7 @@ from cllm.process.messages import (
     frame,
 )
 from cllm.process.step_record import StepRecord
-from cllm.process.tokenizing import Questions, start_tokenizing
+from cllm.process.tokenizing import TokenizeQueue, start_tokenizing
 from cllm.scheduler.trace import Explanation
 
 Message = Command | Tokenize | Abandon | Ping
@@ -53,13 +53,13 @@ PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the p
 
 
 class PipeInbox:
-    """Commands from stdin. Texts to tokenize go to ``questions``."""
+    """Commands from stdin. Texts to tokenize go to ``texts``."""
 
     def __init__(self, stdin: BinaryIO, record: StepRecord, num_read: int) -> None:
         """``num_read`` bytes of stdin have been read; ``record`` gets the number after each
         message.
         """
-        self.questions = Questions()
+        self.texts = TokenizeQueue()
         self.record = record
         self.record.num_read = num_read
         self._stdin = stdin
@@ -73,9 +73,9 @@ class PipeInbox:
                 self.record.num_read += LENGTH.size + len(body)
                 message = self._decoder.decode(body)
                 if isinstance(message, Tokenize):
-                    self.questions.put(message)
+                    self.texts.put(message)
                 elif isinstance(message, Abandon):
-                    self.questions.abandon(message.number)
+                    self.texts.abandon(message.number)
                 elif not isinstance(message, Ping):
                     self._queue.put(message)
         except msgspec.DecodeError:
@@ -185,7 +185,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()  # automatic collections scan all waiting requests, which would slow steps down
 
-    start_tokenizing(inbox.questions, backend.vocabulary, outbox.send_message)
+    start_tokenizing(inbox.texts, backend.vocabulary, outbox.send_message)
     vocabulary = VocabularyTable.of(backend.vocabulary)
     if own := params.chat_template:
         vocabulary = msgspec.structs.replace(vocabulary, chat_template=own, tool_template=None)

@@ -65,7 +65,7 @@ class Owner(Protocol):
         ...
 
 
-class Booked(NamedTuple):
+class AssignedRequest(NamedTuple):
     """A request of an engine: its booking, if there are several engines, its class, and how many
     sequences it has.
     """
@@ -98,7 +98,7 @@ class Member:
         self.number = spec.number
         self.place = spec.place
         self.stats = Stats()
-        self.bookings: dict[str, Booked] = {}
+        self.bookings: dict[str, AssignedRequest] = {}
         self.num_seqs = [0] * len(Priority)
         self.supervisor = Supervisor(params, self, spec, clock)
         self._owner = owner
@@ -186,7 +186,7 @@ class Member:
         """Whether further requests wait until it is known which one has killed engines."""
         return self._suspects.is_searching or self._owner.is_separating_texts(self)
 
-    def give(self, request_id: str, booked: Booked) -> None:
+    def give(self, request_id: str, booked: AssignedRequest) -> None:
         """Note that a request belongs to this engine. If the engine ``has`` it then, the caller
         sends it.
         """
@@ -195,7 +195,7 @@ class Member:
         if self.is_searching:
             self._held.add(request_id)
 
-    def take_over(self, request_id: str, booked: Booked) -> None:
+    def take_over(self, request_id: str, booked: AssignedRequest) -> None:
         """Continue a request of another engine."""
         self.give(request_id, booked)
         if self.ready:

@@ -16,55 +16,55 @@ from cllm.core.segments import Tokenizer, count_characters, tokenize_segments
 from cllm.process.messages import Tokenize, Tokenized
 
 NUM_THREADS = 2  # for short texts, and as many for long ones, so that short ones need not wait
-LONG = 20_000  # characters of all texts of a question
-# of a message: decoding more would keep the event loop of the API process from its clients
+LONG = 20_000  # characters of all texts of a request
+# in a message, because decoding more would keep the event loop of the API process from its clients
 MAX_TOKENS = 100_000
 
 log = logging.getLogger("cllm.engine")
 
 
-class Questions:
+class TokenizeQueue:
     """Texts that wait to be tokenized."""
 
     def __init__(self) -> None:
-        self._short: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of questions
+        self._short: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of requests
         self._long: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._waiting: dict[int, Tokenize] = {}
 
-    def put(self, asked: Tokenize) -> None:
-        is_long = count_characters(asked.texts) > LONG
-        self._waiting[asked.number] = asked
-        (self._long if is_long else self._short).put(asked.number)
+    def put(self, request: Tokenize) -> None:
+        is_long = count_characters(request.texts) > LONG
+        self._waiting[request.number] = request
+        (self._long if is_long else self._short).put(request.number)
 
     def abandon(self, number: int) -> None:
-        """Forget a question whose answer is not needed any longer."""
+        """Forget a request whose answer is not needed any longer."""
         self._waiting.pop(number, None)
 
     def take(self, *, long: bool) -> Tokenize:
-        """Wait for the next question that is still wanted."""
+        """Wait for the next request that is still wanted."""
         while True:
             number = (self._long if long else self._short).get()
-            if (asked := self._waiting.pop(number, None)) is not None:
-                return asked
+            if (request := self._waiting.pop(number, None)) is not None:
+                return request
 
 
 def start_tokenizing(
-    questions: Questions, tokenizer: Tokenizer, send: Callable[[Tokenized], None]
+    requests: TokenizeQueue, tokenizer: Tokenizer, send: Callable[[Tokenized], None]
 ) -> None:
-    """Answer ``questions`` with ``send``, in threads that end with the process."""
+    """Answer ``requests`` with ``send``, in threads that end with the process."""
 
     def answer_next(long: bool) -> None:
-        asked = questions.take(long=long)
+        request = requests.take(long=long)
         try:
-            texts = [tokenize_segments(tokenizer, text) for text in asked.texts]
-            for answer in divide(asked.number, texts):
+            texts = [tokenize_segments(tokenizer, text) for text in request.texts]
+            for answer in divide(request.number, texts):
                 send(answer)
         except Exception:  # the thread must go on, and the caller gets an error
             log.exception("cannot tokenize")
             with contextlib.suppress(Exception):
-                send(Tokenized(asked.number, None))
+                send(Tokenized(request.number, None))
 
-    def answer_all(long: bool) -> None:  # of a thread
+    def answer_all(long: bool) -> None:
         while True:
             answer_next(long)
 
@@ -73,7 +73,7 @@ def start_tokenizing(
 
 
 def divide(number: int, texts: list[list[int]]) -> Iterator[Tokenized]:
-    """Return the answer to question ``number`` in messages of at most MAX_TOKENS tokens."""
+    """Return the answer to request ``number`` in messages of at most MAX_TOKENS tokens."""
     part: list[list[int]] = []
     room = MAX_TOKENS
     for tokens in texts:

@@ -29,7 +29,7 @@ from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import find_top_tokens
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import derive_seed, uniform
-from cllm.sampling.thinking import forced_token, is_closed
+from cllm.sampling.thinking import find_forced_token, is_closed
 from cllm.sampling.top_k import Ids, LogitRow, top_k
 
 Rows = npt.NDArray[np.float32] | list[LogitRow]
@@ -145,7 +145,7 @@ class Sampler:
     ) -> int:
         params = seq.request.params
         if params.thinking is not None:
-            if (token := forced_token(seq, params.thinking, position, draft)) is not None:
+            if (token := find_forced_token(seq, params.thinking, position, draft)) is not None:
                 return token
             if is_closed(seq, params.thinking, position, draft):
                 row[params.thinking.close] = -np.inf

@@ -13,7 +13,7 @@ from cllm.core.sequence import Sequence
 LEAD = 4
 
 
-def forced_token(
+def find_forced_token(
     seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()
 ) -> int | None:
     """Return the token that is forced at ``position``, or None if it is to be sampled.
@@ -23,7 +23,7 @@ def forced_token(
     the end of the budget.
     """
     first = seq.num_prompt_tokens
-    end = end_of_budget(seq, budget, position, guesses)
+    end = find_budget_end(seq, budget, position, guesses)
     if end is None or not 0 <= position - end < len(budget.force):
         return None
     at = position - end
@@ -40,7 +40,7 @@ def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run
     """Return whether ``close`` must not be sampled at ``position``: after a forced end, models tend
     to repeat it.
     """
-    end = end_of_budget(seq, budget, position, guesses) if budget.closes_once else None
+    end = find_budget_end(seq, budget, position, guesses) if budget.closes_once else None
     if end is None or position < end + len(budget.force):
         return False
     behind = end + len(budget.force)
@@ -48,7 +48,7 @@ def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run
     return (*seq.tokens[end:behind], *guessed) == budget.force
 
 
-def end_of_budget(
+def find_budget_end(
     seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int]
 ) -> int | None:
     """Return the position after the budget's last token; None if that is not reached, or if there

@@ -36,7 +36,7 @@ def top_k(row: LogitRow, k: int) -> tuple[Ids, LogitRow]:
         maxima = np.maximum(row[:half], row[half : 2 * half]).reshape(-1, width).max(axis=0)
         threshold = np.partition(maxima, width - k)[width - k]
         columns = (maxima >= threshold).nonzero()[0]
-        ids = (columns + line_starts(width)).ravel()
+        ids = (columns + compute_line_starts(width)).ravel()
         if size > 2 * half:
             ids = np.concatenate((ids, np.arange(2 * half, size)))
         values = row[ids]
@@ -47,6 +47,6 @@ def top_k(row: LogitRow, k: int) -> tuple[Ids, LogitRow]:
 
 
 @cache
-def line_starts(width: int) -> Ids:
+def compute_line_starts(width: int) -> Ids:
     """Return the id at which each line begins, shape (NUM_BLOCKS, 1)."""
     return np.arange(0, width * NUM_BLOCKS, width)[:, None]

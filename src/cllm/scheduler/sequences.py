@@ -445,10 +445,10 @@ class Sequences:
             seq.status = Status.WAITING if seq.num_cached_tokens is None else Status.PARKED
             seq.seq_id, seq.num_computed_tokens = -1, 0
             seq.num_failures += seq in suspects
-            is_culprit = (
+            must_end = (
                 suspects == {seq} or max(seq.num_failures, self._num_recoveries) >= MAX_FAILURES
             )
-            if is_culprit or not self._try_push(seq):
+            if must_end or not self._try_push(seq):
                 self.release(seq)
                 self.outputs.append(seq.make_end_output(FinishReason.ERROR))
         self.suspects = ()

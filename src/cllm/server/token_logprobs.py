@@ -19,7 +19,7 @@ def token_objects(
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = vocabulary.text_of(token)
+        data = vocabulary.find_text(token)
         return {
             "token": data.decode("utf-8", "replace"),
             "logprob": max(logprob, LEAST),

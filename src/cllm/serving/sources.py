@@ -22,7 +22,7 @@ from cllm.config.sources import LoadedConfig
 from cllm.core.params import LARGEST
 from cllm.core.request import AdapterFile
 from cllm.engine.params import EngineParams
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.gguf import read_header
@@ -75,7 +75,7 @@ class Source:
         downloaded if necessary. Raises StartupError.
         """
         path = self.path or resolve(self.settings, progress)
-        params = engine_params(self.settings, path)
+        params = make_engine_params(self.settings, path)
         files = {name: adapter_path(adapter) for name, adapter in self.adapters.items()}
         files = {name: file for name, file in files.items() if file.is_file()}
         if weight_bytes := params.weight_bytes:  # 0: nothing is checked

@@ -91,7 +91,7 @@ def find_places(vocabulary: VocabularyTable, tokens: list[int], data: bytes) -> 
     """
     at = 0
     for token in tokens:
-        piece = vocabulary.text_of(token)
+        piece = vocabulary.find_text(token)
         is_control = not vocabulary.pieces[token]
         if data.startswith(piece, at):
             start, length = at, len(piece)

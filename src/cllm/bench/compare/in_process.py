@@ -25,7 +25,7 @@ from cllm.engine.build import build_backend, build_engine, build_vocabulary, fit
 from cllm.engine.commands import Add
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.process.launch import build_engine_environment
 
 
@@ -99,7 +99,7 @@ def make_params(job: EngineJob) -> EngineParams:
     """
     if not job.depth:
         settings = Settings.model_validate({"log": {"level": "error"}})
-        return fit_memory(engine_params(settings, Path(job.model)))
+        return fit_memory(make_engine_params(settings, Path(job.model)))
     settings = Settings.model_validate(
         {
             "model": {"max_context_length": job.context},
@@ -108,7 +108,7 @@ def make_params(job: EngineJob) -> EngineParams:
             "log": {"level": "error"},
         }
     )
-    params = engine_params(settings, Path(job.model))
+    params = make_engine_params(settings, Path(job.model))
     return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
 
 

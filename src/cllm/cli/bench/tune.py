@@ -51,7 +51,7 @@ from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, setti
 from cllm.config.sources import LoadedConfig
 from cllm.engine.build import build_vocabulary, fit_memory
 from cllm.engine.params import EngineParams
-from cllm.engine.settings import engine_params
+from cllm.engine.settings import make_engine_params
 from cllm.errors import StartupError
 from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
@@ -179,7 +179,10 @@ def find_subject(loaded: LoadedConfig, options: TuneOptions) -> Subject:
     words = TEXT if options.text is None else read_text(options.text)
     with hub.stderr_progress() as progress:
         path = catalog.resolve(settings.model.path, settings.model.quantization, progress)
-    params, header = fit_memory(engine_params(settings, path, check_tokens=True)), read_header(path)
+    params, header = (
+        fit_memory(make_engine_params(settings, path, check_tokens=True)),
+        read_header(path),
+    )
     tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)
     if len(tokens) < 2:
         raise StartupError(f"--text {options.text} is too short to measure quality")

@@ -164,7 +164,7 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
         content["tokens"] = [TokenPiece(id=one, piece=piece(vocabulary, one)) for one in tokens]
     if body.return_token_strs:
         content["token_strs"] = [
-            vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens
+            vocabulary.find_text(token).decode("utf-8", "replace") for token in tokens
         ]
     return to_json(content)
 
@@ -239,12 +239,12 @@ def text_of(service: Service, tokens: list[int]) -> str:
         if not 0 <= token < size:
             message = f"Invalid 'tokens[{i}]': token ids must be between 0 and {size - 1}."
             raise BadRequest(message, param=f"tokens[{i}]", code="invalid_value")
-    return b"".join(map(service.vocabulary.text_of, tokens)).decode("utf-8", "replace")
+    return b"".join(map(service.vocabulary.find_text, tokens)).decode("utf-8", "replace")
 
 
 def piece(vocabulary: VocabularyTable, token: int) -> str | list[int]:
     """Return the text of a token, or its bytes if they are not valid UTF-8."""
-    data = vocabulary.text_of(token)
+    data = vocabulary.find_text(token)
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -76,7 +76,7 @@ def token_text(vocabulary: VocabularyTable, token: int) -> str:
     """Return the text of a token, or its bytes as OpenAI writes them, if it is a part of a
     character.
     """
-    data = vocabulary.text_of(token)
+    data = vocabulary.find_text(token)
     try:
         return data.decode()
     except UnicodeDecodeError:
