@@ -33,21 +33,13 @@ class Outbox:
 
     def __init__(self) -> None:
         self.sent = []
-        self.explanations = []
-        self.adapters = []
-        self.withdrawn = []
+        self.replies = []
 
     def send(self, outputs, stats) -> None:
         self.sent.append((outputs, stats))
 
-    def send_explanation(self, explanation) -> None:
-        self.explanations.append(explanation)
-
-    def send_withdrawn(self, request_id, done) -> None:
-        self.withdrawn.append((request_id, done))
-
-    def send_adapter(self, name, error) -> None:
-        self.adapters.append((name, error))
+    def send_message(self, message) -> None:
+        self.replies.append(message)
 
 
 def add(name: str, prompt: list[int], **params) -> Add:

@@ -9,13 +9,12 @@ from fake_engines import FakeMember, FakePool, ask, step
 
 from cllm.core.output import Stats, TokenOutput
 from cllm.core.request import EmbeddingRequest, Priority
-from cllm.engine.commands import Withdraw
+from cllm.engine.commands import Withdraw, Withdrawn
 from cllm.process.assignments import Assignments
 from cllm.process.backlog import Backlog, QueueLimits
 from cllm.process.balancer import BALANCE_SECONDS, Balancer
 from cllm.process.embeddings import InFlightEmbeddings
 from cllm.process.in_flight import InFlightRequests
-from cllm.process.messages import Withdrawn
 from cllm.process.results import ResultCache
 from cllm.process.supervisor import Death
 from cllm.scheduler.policy import Fair

@@ -89,7 +89,7 @@ def test_outbox_sends_one_message_for_a_step(pipe: tuple[BinaryIO, int]) -> None
     outbox, stats = PipeOutbox(descriptor), Stats()
     outbox.send([], stats)
     stats = msgspec.structs.replace(stats, decode_cpu_seconds=decoding.seconds)
-    outbox.send_embedded(EmbeddingOutput("E", [b"1234"]))
+    outbox.send_message(EmbeddingOutput("E", [b"1234"]))
     assert DECODER.decode(read_frame(stream) or b"") == Stepped([], stats)
     assert DECODER.decode(read_frame(stream) or b"") == EmbeddingOutput("E", [b"1234"])
 

@@ -7,10 +7,17 @@ from fake_engines import FakeMember, ask, step
 
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import Priority
-from cllm.engine.commands import Abort, Add, Explain, LoadAdapter, SetYielding
+from cllm.engine.commands import (
+    Abort,
+    AdapterLoaded,
+    Add,
+    Explain,
+    Explained,
+    LoadAdapter,
+    SetYielding,
+)
 from cllm.errors import EngineError
 from cllm.process.member import AssignedRequest
-from cllm.process.messages import AdapterLoaded, Explained
 from cllm.process.supervisor import HEALTHY_AFTER, Death
 from cllm.routing.router import Candidate, Router, RoutingRequest
 from cllm.scheduler.trace import Explanation

@@ -1,4 +1,4 @@
-"""Commands to an engine."""
+"""Commands to an engine, and its replies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest, Progress, Request
+from cllm.scheduler.trace import Explanation
 
 if TYPE_CHECKING:
     from cllm.core.sequence import Sequence
@@ -100,6 +102,26 @@ class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_steps: int
 
 
+class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The reply to Explain."""
+
+    explanation: Explanation
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The reply to Withdraw. ``done`` says that the request had not begun, and is forgotten."""
+
+    request_id: str
+    done: bool
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The reply to LoadAdapter. ``error`` says why it was not loaded, and is "" if it was."""
+
+    name: str
+    error: str = ""
+
+
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop the engine, even if sequences are running. It gets ``seconds`` to save prefixes on disk,
     and as many again to write them.
@@ -121,3 +143,4 @@ Command = (
     | SetYielding
     | Close
 )
+Reply = EmbeddingOutput | Explained | Withdrawn | AdapterLoaded

@@ -10,22 +10,26 @@ import msgspec
 
 from cllm.backends.base import Backend
 from cllm.core.batch import Batch
-from cllm.core.output import NO_TOKEN, EmbeddingOutput, FinishReason, Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, FinishReason, Stats, TokenOutput
 from cllm.core.request import Progress
 from cllm.core.sequence import Sequence
 from cllm.engine.commands import (
     Abort,
+    AdapterLoaded,
     Add,
     Close,
     Command,
     Embed,
     Explain,
+    Explained,
     LoadAdapter,
+    Reply,
     Resume,
     SetFaults,
     SetWeights,
     SetYielding,
     Withdraw,
+    Withdrawn,
 )
 from cllm.engine.disk import DiskTier
 from cllm.engine.embeddings import Embeddings
@@ -38,7 +42,6 @@ from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
 from cllm.scheduler.report import collect_stats, explain
 from cllm.scheduler.scheduler import Scheduler
-from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.engine")
 
@@ -60,20 +63,8 @@ class Outbox(Protocol):
         """Send the outputs of one step, and the state of the engine after it."""
         ...
 
-    def send_embedded(self, embedded: EmbeddingOutput) -> None:
-        """Send embeddings of a request."""
-        ...
-
-    def send_explanation(self, explanation: Explanation) -> None:
-        """Send the answer to Explain."""
-        ...
-
-    def send_withdrawn(self, request_id: str, done: bool) -> None:
-        """Send the answer to Withdraw."""
-        ...
-
-    def send_adapter(self, name: str, error: str) -> None:
-        """Send the answer to LoadAdapter: why it was not loaded, or ""."""
+    def send_message(self, message: Reply) -> None:
+        """Send embeddings of a request, or the reply to another command."""
         ...
 
 
@@ -128,13 +119,12 @@ class Engine:
                         self.close(seconds)
                         return
                     case Explain():
-                        outbox.send_explanation(
-                            explain(self.scheduler, self.clock(), command.num_steps)
-                        )
+                        explanation = explain(self.scheduler, self.clock(), command.num_steps)
+                        outbox.send_message(Explained(explanation))
                     case Withdraw(request_id):
                         withdrawn[request_id] = self.scheduler.sequences.withdraw(request_id)
                     case LoadAdapter(name, path):
-                        outbox.send_adapter(name, self._load_adapter(name, path))
+                        outbox.send_message(AdapterLoaded(name, self._load_adapter(name, path)))
                     case SetFaults(faults):
                         self._faults.set(faults)
                     case SetWeights(weights):
@@ -146,10 +136,10 @@ class Engine:
                         outputs += self.handle(command)
             outputs += self.step()
             for embedded in self.embeddings.take():
-                outbox.send_embedded(embedded)
+                outbox.send_message(embedded)
             outbox.send(outputs, self.stats())
             for request_id, done in withdrawn.items():
-                outbox.send_withdrawn(request_id, done)
+                outbox.send_message(Withdrawn(request_id, done))
 
     def close(self, seconds: float = Close().seconds) -> None:
         """Save prefixes on disk, and write them, each for up to ``seconds``."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from cllm.core.request import Priority
-from cllm.engine.commands import Withdraw
+from cllm.engine.commands import Withdraw, Withdrawn
 from cllm.process.assignments import Assignments
 from cllm.process.embeddings import InFlightEmbeddings
 from cllm.process.in_flight import InFlightRequests
 from cllm.process.member import Member
-from cllm.process.messages import Withdrawn, frame
+from cllm.process.messages import frame
 
 BALANCE_SECONDS = 0.05  # between two looks at whether requests wait for the wrong engine
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.core.output import Stats, TokenOutput
 from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
@@ -31,8 +31,6 @@ from cllm.observe.cpu_time import decoding
 from cllm.process.messages import (
     LENGTH,
     Abandon,
-    AdapterLoaded,
-    Explained,
     Failed,
     FromChild,
     Loading,
@@ -41,12 +39,10 @@ from cllm.process.messages import (
     Start,
     Stepped,
     Tokenize,
-    Withdrawn,
     frame,
 )
 from cllm.process.step_record import StepRecord
 from cllm.process.tokenizing import TokenizeQueue, start_tokenizing
-from cllm.scheduler.trace import Explanation
 
 Message = Command | Tokenize | Abandon | Ping
 PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the parent is busy
@@ -104,18 +100,6 @@ class PipeOutbox:
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
         stats = msgspec.structs.replace(stats, decode_cpu_seconds=decoding.seconds)
         self.send_message(Stepped(outputs, stats))
-
-    def send_embedded(self, embedded: EmbeddingOutput) -> None:
-        self.send_message(embedded)
-
-    def send_explanation(self, explanation: Explanation) -> None:
-        self.send_message(Explained(explanation))
-
-    def send_withdrawn(self, request_id: str, done: bool) -> None:
-        self.send_message(Withdrawn(request_id, done))
-
-    def send_adapter(self, name: str, error: str) -> None:
-        self.send_message(AdapterLoaded(name, error))
 
     def send_message(self, message: FromChild) -> None:
         data = frame(message)

@@ -13,18 +13,12 @@ import msgspec
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import Priority
-from cllm.engine.commands import Abort, Command, Explain, LoadAdapter
+from cllm.engine.commands import Abort, AdapterLoaded, Command, Explain, Explained, LoadAdapter
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
 from cllm.process.futures import resolve
 from cllm.process.launch import EngineSpec
-from cllm.process.messages import (
-    AdapterLoaded,
-    Explained,
-    Ready,
-    Stepped,
-    frame,
-)
+from cllm.process.messages import Ready, Stepped, frame
 from cllm.process.supervisor import HEALTHY_AFTER, Death, Event, Supervisor
 from cllm.process.suspects import Suspects
 from cllm.routing.router import Booking, Candidate, is_crowded

@@ -2,7 +2,7 @@
 stdout.
 
 To the child: Start once, then commands (engine/commands.py), Tokenize, Abandon and Ping. From the
-child: the other structs below and EmbeddingOutput (core/output.py).
+child: the other structs below, and an engine's replies (engine/commands.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from cllm.core.model_info import ModelInfo
-from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.core.output import Stats, TokenOutput
 from cllm.core.segments import Segment
 from cllm.core.vocabulary import VocabularyTable
+from cllm.engine.commands import Reply
 from cllm.engine.params import EngineParams
-from cllm.scheduler.trace import Explanation
 
 LENGTH = struct.Struct("<I")
 
@@ -59,26 +59,6 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stats: Stats
 
 
-class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to Explain."""
-
-    explanation: Explanation
-
-
-class Withdrawn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to Withdraw. ``done`` says that the request had not begun, and is forgotten."""
-
-    request_id: str
-    done: bool
-
-
-class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to LoadAdapter. ``error`` says why it was not loaded, and is "" if it was."""
-
-    name: str
-    error: str = ""
-
-
 class Tokenize(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Texts to tokenize; the answer is one or more Tokenized with the same ``number``."""
 
@@ -109,17 +89,7 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True, array_like=True):
     more: bool = False
 
 
-FromChild = (
-    Loading
-    | Ready
-    | Failed
-    | Stepped
-    | EmbeddingOutput
-    | Explained
-    | Withdrawn
-    | AdapterLoaded
-    | Tokenized
-)
+FromChild = Loading | Ready | Failed | Stepped | Tokenized | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 

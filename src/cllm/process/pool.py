@@ -25,6 +25,7 @@ from cllm.engine.commands import (
     SetFaults,
     SetWeights,
     SetYielding,
+    Withdrawn,
 )
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError, FatalRequest
@@ -36,7 +37,7 @@ from cllm.process.embeddings import InFlightEmbeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import ANYWHERE, EngineSpec, Place, Popen
 from cllm.process.member import Member
-from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, Withdrawn, frame
+from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame
 from cllm.process.pending_tokens import Texts
 from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
