@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -18,6 +19,7 @@ FLAGS = {
     "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
     "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
 }
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # files here are never written to a disk
 
 
 def open_private(path: Path, mode: str, buffering: int = -1) -> BinaryIO:
@@ -55,3 +57,33 @@ def lock(file: BinaryIO | int, *, shared: bool = False, waits: bool = False) -> 
     if fcntl is not None:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(file, kind if waits else kind | fcntl.LOCK_NB)
+
+
+def create_shared_file(prefix: str, num_bytes: int) -> Path:
+    """Create a file of zeros for processes to map, in memory where the system has a folder for
+    that. Raises OSError.
+
+    All of it is allocated, because memory that is missing later would end the process that writes.
+    """
+    reason = OSError()
+    for folder in (SHARED_MEMORY, None):  # None: the folder for temporary files
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+        except OSError as error:
+            reason = error
+            continue
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(num_bytes))
+        except OSError as error:
+            reason = error
+            remove_shared_file(Path(name))
+        else:
+            return Path(name)
+    raise reason
+
+
+def remove_shared_file(path: Path) -> None:
+    """Remove the file, unless the system refuses it while a process has mapped it."""
+    with suppress(OSError):
+        path.unlink()

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, FakeEngine
 
 from cllm.engine import shared_cores
-from cllm.engine.shared_cores import MOST_SECONDS, SharedCores, create_cores_file, remove_cores_file
+from cllm.engine.shared_cores import MOST_SECONDS, SharedCores, create_cores_file
+from cllm.private_files import remove_shared_file
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="bytes cannot be locked so")
 
@@ -24,9 +26,9 @@ for line in sys.stdin:
 
 @pytest.fixture
 def path():
-    found = create_cores_file()
-    yield found
-    remove_cores_file(found)
+    created = create_cores_file()
+    yield created
+    remove_shared_file(Path(created))
 
 
 def start(path):

@@ -24,6 +24,7 @@ from cllm.core.segments import Segment
 from cllm.engine.commands import Abort, Add, Command
 from cllm.engine.params import EngineParams
 from cllm.observe.cpu_time import decoding
+from cllm.private_files import remove_shared_file
 from cllm.process import child
 from cllm.process.child import PipeInbox, PipeOutbox, claim_stdout, read_frame, write_all
 from cllm.process.messages import (
@@ -38,7 +39,7 @@ from cllm.process.messages import (
     Tokenize,
     frame,
 )
-from cllm.process.step_record import SIZE, StepRecord, create_file, remove_file
+from cllm.process.step_record import SIZE, StepRecord, create_file
 
 DECODER = msgspec.msgpack.Decoder(FromChild)
 
@@ -119,7 +120,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
 def make_inbox(stdin: BinaryIO) -> PipeInbox:
     path = create_file()
     record = StepRecord(path)
-    remove_file(path)
+    remove_shared_file(path)
     return PipeInbox(stdin, record, 0)
 
 

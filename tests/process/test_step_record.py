@@ -8,14 +8,15 @@ import sys
 import pytest
 
 from cllm.errors import StartupError
-from cllm.process.step_record import HEAD, SIZE, StepRecord, create_file, remove_file
+from cllm.private_files import remove_shared_file
+from cllm.process.step_record import HEAD, SIZE, StepRecord, create_file
 
 
 @pytest.fixture
 def path():
     path = create_file()
     yield path
-    remove_file(path)
+    remove_shared_file(path)
     assert not path.exists()
 
 
@@ -67,7 +68,7 @@ def test_dead_process_leaves_its_step(path):
 
 
 def test_full_disk_is_a_readable_error(monkeypatch, tmp_path):
-    monkeypatch.setattr("cllm.process.step_record.SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr("cllm.private_files.SHARED_MEMORY", tmp_path / "missing")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(StartupError, match="cannot create a temporary file of 65536 bytes"):
         create_file()

@@ -11,15 +11,14 @@ import contextlib
 import mmap
 import os
 import sys
-import tempfile
 import time
-from pathlib import Path
+
+from cllm.private_files import create_shared_file
 
 if sys.platform != "win32":
     import fcntl
 
 MOST_SECONDS = 5.0  # that a step is expected to take
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  # files here are never written to a disk
 SLOTS = 256  # engines that can use a file
 BUSY_SECONDS = 0.5  # after the expected end of a step; then an engine counts as idle
 
@@ -60,16 +59,6 @@ def create_cores_file() -> str:
     """Create a file for ``SharedCores``, and return its path; "" where that is impossible."""
     if sys.platform == "win32":
         return ""
-    for folder in (SHARED_MEMORY, None):  # None: the folder for temporary files
-        with contextlib.suppress(OSError):
-            descriptor, path = tempfile.mkstemp(prefix="cllm-cores-", dir=folder)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(bytes(8 * SLOTS))
-            return path
-    return ""
-
-
-def remove_cores_file(path: str) -> None:
-    """Remove the file, if there is one. Engines that have opened it can still use it."""
     with contextlib.suppress(OSError):
-        Path(path).unlink()
+        return str(create_shared_file("cllm-cores-", 8 * SLOTS))
+    return ""

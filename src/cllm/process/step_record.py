@@ -5,22 +5,18 @@ while the process hangs: the step that it computes, and how much it has read of 
 from __future__ import annotations
 
 import mmap
-import os
 import struct
-import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from cllm.errors import StartupError
+from cllm.private_files import create_shared_file
 
 SIZE = 1 << 16  # bytes
 # version (odd while the rest is being written), seconds that the step should take, bytes of names
 HEAD = struct.Struct("<QdQ")
 NUM_READ = struct.Struct("<Q")  # at the end; another thread writes it
-# files here are never written to a disk
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 class CurrentStep(NamedTuple):
@@ -88,29 +84,8 @@ class StepRecord:
 
 
 def create_file() -> Path:
-    """Create the file of a record, readable only by this user.
-
-    Raises StartupError if that is impossible. All of it is allocated, because memory that is
-    missing later would end the process that writes.
-    """
-    for folder in (SHARED_MEMORY, None):  # None: the folder for temporary files
-        try:
-            descriptor, name = tempfile.mkstemp(prefix="cllm-step-", dir=folder)
-        except OSError as error:
-            reason = error
-            continue
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(bytes(SIZE))
-        except OSError as error:
-            reason = error
-            remove_file(Path(name))
-            continue
-        return Path(name)
-    raise StartupError(f"cannot create a temporary file of {SIZE} bytes: {reason}")
-
-
-def remove_file(path: Path) -> None:
-    """Remove the file, unless the system refuses it while a process has mapped it."""
-    with suppress(OSError):
-        path.unlink()
+    """Create the file of a record. Raises StartupError if that is impossible."""
+    try:
+        return create_shared_file("cllm-step-", SIZE)
+    except OSError as error:
+        raise StartupError(f"cannot create a temporary file of {SIZE} bytes: {error}") from None

@@ -19,12 +19,13 @@ from cllm.engine.commands import Close
 from cllm.engine.params import EngineParams
 from cllm.errors import KilledWhileLoading, StartupError
 from cllm.models.memory import count_oom_kills
+from cllm.private_files import remove_shared_file
 from cllm.process.futures import resolve
 from cllm.process.launch import EngineSpec
 from cllm.process.liveness import WATCH_SECONDS, Hang, Liveness
 from cllm.process.messages import Failed, FromChild, Loading, Ping, Ready, Start, frame
 from cllm.process.spawn import EngineProcess, spawn
-from cllm.process.step_record import CurrentStep, StepRecord, create_file, remove_file
+from cllm.process.step_record import CurrentStep, StepRecord, create_file
 
 log = logging.getLogger("cllm.process")
 
@@ -206,7 +207,7 @@ class Supervisor:
             self._record = StepRecord(path)
             ready = await self._load(str(path))
         finally:
-            remove_file(path)
+            remove_shared_file(path)
         self._ready_since = self._clock()
         self._load_seconds = self._ready_since - self._started
         self.ready, self.num_failed = True, 0

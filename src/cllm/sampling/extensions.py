@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Sequence
-from cllm.errors import EngineError
 from cllm.sampling.random import derive_seed, uniform
-from cllm.sampling.top_k import Ids, LogitRow, top_k
+from cllm.sampling.top_k import Ids, LogitRow, check_finite, top_k
 
 XTC_STREAM = 0x587463  # seed index of the random numbers that decide whether XTC applies
 
@@ -51,8 +50,7 @@ def candidates(row: LogitRow, params: SamplingParams) -> tuple[Ids, Values]:
 
     Raises EngineError if the largest logit is not finite.
     """
-    if not np.isfinite(row.max()):
-        raise EngineError("the model produced non-finite logits")
+    check_finite(row.max())
     if 0 < params.top_k < row.shape[0]:
         ids, logits = top_k(row, params.top_k)
         if params.top_n_sigma > 0:
@@ -128,8 +126,7 @@ def draw_mirostat(row: LogitRow, seq: Sequence, number: float, position: int) ->
     if mu is None:
         mu = 2 * params.mirostat_tau
     largest = float(row.max())
-    if not math.isfinite(largest):
-        raise EngineError("the model produced non-finite logits")
+    check_finite(largest)
     scaled = (row - np.float64(largest)) / params.temperature
     norm = math.log(float(np.exp(scaled).sum()))
     ids = np.flatnonzero(norm - scaled <= mu * math.log(2))

@@ -30,7 +30,7 @@ from cllm.sampling.logprobs import find_top_tokens
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.thinking import find_forced_token, is_closed
-from cllm.sampling.top_k import Ids, LogitRow, top_k
+from cllm.sampling.top_k import Ids, LogitRow, check_finite, top_k
 
 Rows = npt.NDArray[np.float32] | list[LogitRow]
 
@@ -213,12 +213,6 @@ def choose(row: LogitRow, seq: Sequence, position: int) -> int:
     token = int(row.argmax())
     check_finite(row[token])
     return token
-
-
-def check_finite(largest: float) -> None:
-    """Raise EngineError if the largest logit is not a number or infinite."""
-    if not math.isfinite(largest):
-        raise EngineError("the model produced non-finite logits")
 
 
 def draw(row: LogitRow, params: SamplingParams, number: float) -> int:

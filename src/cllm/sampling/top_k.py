@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from cllm.errors import EngineError
+
 NUM_BLOCKS = 32
 
 Ids = npt.NDArray[np.intp]
 LogitRow = npt.NDArray[np.float32]
+
+
+def check_finite(largest: float) -> None:
+    """Raise EngineError if the largest logit is not a number or infinite."""
+    if not math.isfinite(largest):
+        raise EngineError("the model produced non-finite logits")
 
 
 def top_k(row: LogitRow, k: int) -> tuple[Ids, LogitRow]:

@@ -6,13 +6,15 @@ It imports little, because the first engine is started before the rest of the se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
-from cllm.engine.shared_cores import create_cores_file, remove_cores_file
+from cllm.engine.shared_cores import create_cores_file
 from cllm.models.memory import measure_available_bytes
+from cllm.private_files import remove_shared_file
 from cllm.process.backlog import QueueLimits
 from cllm.process.launch import ANYWHERE, Popen
 from cllm.process.places import find_places
@@ -30,7 +32,7 @@ class Engines:
 
     def close(self) -> None:
         """Remove the file by which the engines share cores."""
-        remove_cores_file(self._cores_file)
+        remove_shared_file(Path(self._cores_file))
 
     def limit_memory(self, settings: Settings, sources: Sequence[Source]) -> int:
         """Return the bytes for all loaded models together; 0 for any, if there is only one
