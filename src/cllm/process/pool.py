@@ -233,7 +233,7 @@ class Pool:
             member.supervisor.unloaded = True
 
     def seconds_until_ready(self) -> float:
-        """See Supervisor; of the engine that is ready first."""
+        """Return the expected seconds until the first engine is ready; see Supervisor."""
         return min(member.supervisor.seconds_until_ready() for member in self.members)
 
     # --- messages of the engines -----------------------------------------------------------------

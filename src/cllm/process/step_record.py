@@ -30,7 +30,7 @@ class CurrentStep(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody knows how long the step should take."""
+        """Whether the duration of the step cannot be estimated."""
         return bool(self.request_ids) and not self.expected_seconds
 
 

@@ -58,7 +58,7 @@ class AdapterTurns:
         for seq in running:
             if seq not in paused:
                 groups.setdefault(seq.adapters, set()).add(seq.request.account)
-        if len(groups) == 1:  # it owes nobody anything
+        if len(groups) == 1:  # no other group waits for its turn
             (self.current,) = groups
             self._left = {self.current: 0.0}
             self._first, self._others = 0.0, []

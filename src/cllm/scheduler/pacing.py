@@ -1,8 +1,8 @@
 """Divides time between decoding sequences, prompts, and sequences so long that they would slow down
 all others.
 
-Accounts of seconds, as in deficit round robin (Shreedhar and Varghese, 1995): whoever has used time
-waits until the others have had their share.
+Each has an account of seconds, as in deficit round robin (Shreedhar and Varghese, 1995). One that
+has used its time waits until the others have had their share.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from cllm.scheduler.trace import Step
 MIN_TARGET_STEPS, MAX_TARGET_STEPS = 23, 35
 SHORTEST_TARGET = 0.1  # seconds; shorter times between tokens gain nothing for a reader
 LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than all others together
-USUAL_SHARE = 0.5  # of the time, for one long sequence or one long prompt beside the others
+USUAL_SHARE = 0.5  # share of the time for one long sequence or one long prompt
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
-LONG_STEPS = 40  # a prompt is long if it takes more time than so many steps of one row
-MANY_STREAMS = 16  # for each prompt
-SHARE_BESIDE_MANY = 0.33  # of the time, for a long prompt beside more streams than that
-ADVANCE = 8.0  # seconds in which such a prompt advances by a tile, if USUAL_SHARE suffices
-LARGEST_SHARE = 0.95  # of the time, for however many prompts
-OUTLIER = 2.0  # time that is charged: at most this many times what is usual, half of it at least
+LONG_STEPS = 40  # a prompt is long if it takes more time than this many steps of one row
+MANY_STREAMS = 16  # decoding sequences for each long prompt
+SHARE_BESIDE_MANY = 0.33  # share of the time for a long prompt if more streams than that decode
+ADVANCE = 8.0  # seconds within which such a prompt advances by a tile, if USUAL_SHARE suffices
+LARGEST_SHARE = 0.95  # share of the time for any number of prompts
+# A step is charged at most this many times its usual time, and its prompts at least half of theirs.
+OUTLIER = 2.0
 
 
 class Lane:
