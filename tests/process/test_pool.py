@@ -25,6 +25,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.observe.metrics import Metrics, render
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
+from cllm.process.launch import make_specs
 from cllm.process.messages import Loading
 from cllm.process.pending_tokens import Texts
 from cllm.process.pool import Pool
@@ -979,7 +980,7 @@ def test_death_while_loading_names_file_and_signal():
     launched = subprocess.Popen([sys.executable, "-c", code], bufsize=0, **pipes)
 
     async def main():
-        pool = Pool(EngineParams(path="m.gguf"), launched=launched)
+        pool = Pool(EngineParams(path="m.gguf"), specs=make_specs(launched=launched))
         with pytest.raises(
             StartupError, match=r"died \(SIGSEGV\) while loading m\.gguf: the file may be damaged"
         ):
@@ -994,6 +995,7 @@ def test_request_for_an_unloaded_engine_waits_for_the_next_one():
     wanted = []
 
     async def test(pool):
+        pool.on_wanted = lambda: wanted.append(1)
         assert await tokens(ask(pool, "before", range(50), max_tokens=2)) == [50, 51]
         pid = pool.pid
         await pool.unload()
@@ -1012,13 +1014,14 @@ def test_request_for_an_unloaded_engine_waits_for_the_next_one():
         assert pool.stats_since_start.num_prefill_tokens == 50 + 20
         assert pool.num_restarts == 0
 
-    run(test, on_wanted=lambda: wanted.append(1))
+    run(test)
 
 
 def test_request_that_arrives_while_the_engine_is_unloaded_calls_for_the_next_one():
     wanted = []
 
     async def test(pool):
+        pool.on_wanted = lambda: wanted.append(1)
         unloading = asyncio.create_task(pool.unload())
         await asyncio.sleep(0)  # as few turns of the loop as there can be
         stream = ask(pool, "meanwhile", range(60, 80), max_tokens=2)
@@ -1027,7 +1030,7 @@ def test_request_that_arrives_while_the_engine_is_unloaded_calls_for_the_next_on
         await pool.start()
         assert await tokens(stream) == [80, 81]
 
-    run(test, on_wanted=lambda: wanted.append(1))
+    run(test)
 
 
 def test_explanation_wanted_while_the_engine_is_unloaded_gets_an_error():

@@ -21,7 +21,7 @@ from cllm.engine.commands import InjectedFault
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
 from cllm.process import places
-from cllm.process.launch import ANYWHERE, Place
+from cllm.process.launch import ANYWHERE, Place, make_specs
 from cllm.process.places import find_places
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
@@ -36,7 +36,7 @@ def run(test, count, params=PARAMS, **more):
     """Run ``test(pool)`` with ``count`` started engines, and end them."""
 
     async def main():
-        pool = Pool(params, places=[ANYWHERE] * count, **more)
+        pool = Pool(params, specs=make_specs([ANYWHERE] * count), **more)
         await pool.start()
         try:
             await asyncio.wait_for(test(pool), PATIENCE)
@@ -396,7 +396,7 @@ def test_unloaded_engines_leave_their_requests_to_the_next_ones():
 def test_failed_start_ends_all_engines(tmp_path):
     async def main():
         params = EngineParams(path=str(tmp_path / "missing.gguf"))
-        pool = Pool(params, places=[ANYWHERE] * 2)
+        pool = Pool(params, specs=make_specs([ANYWHERE] * 2))
         with pytest.raises(StartupError):
             await pool.start()
         assert all(member.supervisor.process.ended.is_set() for member in pool.members)
@@ -509,7 +509,7 @@ def test_an_engine_stays_at_its_place():
     place = Place((cpu,), {"CUDA_VISIBLE_DEVICES": "7"})
 
     async def main():
-        pool = Pool(PARAMS, places=[place, ANYWHERE])
+        pool = Pool(PARAMS, specs=make_specs([place, ANYWHERE]))
         await pool.start()
         pid = pool.members[0].supervisor.pid
         assert os.sched_getaffinity(pid) == {cpu}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,12 +21,14 @@ else:
 
 __all__ = [
     "ANYWHERE",
+    "ONE_ENGINE",
     "EngineSpec",
     "Place",
     "Popen",
     "build_engine_environment",
     "enable_huge_pages",
     "launch",
+    "make_specs",
 ]
 
 
@@ -51,6 +53,23 @@ class EngineSpec(NamedTuple):
     label: str = "the engine"
     place: Place = ANYWHERE
     launched: Popen[bytes] | None = None
+
+
+ONE_ENGINE = (EngineSpec(),)
+
+
+def make_specs(
+    places: Sequence[Place] = (ANYWHERE,), launched: Popen[bytes] | None = None
+) -> list[EngineSpec]:
+    """Return the engines of a pool: one at each of ``places``. The first one uses the process
+    ``launched``, if it has been started.
+    """
+    if len(places) == 1:
+        return [EngineSpec(place=places[0], launched=launched)]
+    return [
+        EngineSpec(number, f"engine {number}", place, None if number else launched)
+        for number, place in enumerate(places)
+    ]
 
 
 def enable_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:

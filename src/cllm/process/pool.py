@@ -35,7 +35,7 @@ from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
-from cllm.process.launch import ANYWHERE, EngineSpec, Place, Popen
+from cllm.process.launch import ONE_ENGINE, EngineSpec
 from cllm.process.member import Member
 from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame
 from cllm.process.pending_tokens import Texts
@@ -65,19 +65,15 @@ class Pool:
         on_loading: Callable[[float], None] | None = None,
         limits: QueueLimits | None = None,
         results: ResultCache | None = None,
-        launched: Popen[bytes] | None = None,
+        specs: Sequence[EngineSpec] = ONE_ENGINE,
         clock: Callable[[], float] = time.monotonic,
-        on_wanted: Callable[[], None] = lambda: None,
-        places: Sequence[Place] = (ANYWHERE,),
     ) -> None:
-        """Without ``limits`` the queue has none, and without ``results`` there is no result cache.
-        There is one engine at each of ``places``; ``launched`` is the process of the first one, if
-        it has been started. ``on_loading`` gets the loaded share of the model, 0 to 1.
-        ``on_wanted`` is called when something arrives while the engines are unloaded. ``clock``
-        returns seconds. Raises StartupError for an unknown policy.
+        """``on_loading`` gets the loaded share of the model, 0 to 1. Without ``limits`` the queue
+        has none, and without ``results`` there is no result cache. There is an engine for each of
+        ``specs``. ``clock`` returns seconds. Raises StartupError for an unknown policy.
         """
         self.params = params
-        self._shares = [0.0] * len(places)  # loaded, of each engine's model
+        self._shares = [0.0] * len(specs)  # loaded, of each engine's model
         self._on_loading = on_loading
         self._embeddings = InFlightEmbeddings(limits or QueueLimits())
         backlog = Backlog(
@@ -87,12 +83,6 @@ class Pool:
             clock,
         )
         ends = Counter[str]()  # see Suspects
-        specs = [
-            EngineSpec(number, f"engine {number}", place, None if number else launched)
-            for number, place in enumerate(places)
-        ]
-        if len(specs) == 1:
-            specs = [specs[0]._replace(label="the engine")]
         self.members = [Member(params, self, spec, ends, clock) for spec in specs]
         self._assignments = Assignments(self.members)
         self._texts = Texts(self.members, lambda member: member.resume())
@@ -102,7 +92,8 @@ class Pool:
         self._balancer = Balancer(
             self.members, self._assignments, self._in_flight, self._embeddings, clock
         )
-        self.on_wanted = on_wanted
+        # called when something arrives while the engines are unloaded
+        self.on_wanted: Callable[[], None] = lambda: None
         self.draining = False  # whether the server shuts down, and accepts no further requests
         self._faults: list[InjectedFault] = []
         self.more_adapters: dict[str, str] = {}  # paths of those that were loaded meanwhile

@@ -16,7 +16,7 @@ from cllm.engine.shared_cores import create_cores_file
 from cllm.models.memory import measure_available_bytes
 from cllm.private_files import remove_shared_file
 from cllm.process.backlog import QueueLimits
-from cllm.process.launch import ANYWHERE, Popen
+from cllm.process.launch import ANYWHERE, Popen, make_specs
 from cllm.process.places import find_places
 from cllm.process.pool import Pool
 from cllm.process.results import ResultCache
@@ -65,7 +65,7 @@ class Engines:
         if launched is not None and places[0] != ANYWHERE:
             end_process(launched)
             launched = None
-        return Pool(params, on_loading, limits, results, launched, places=places)
+        return Pool(params, on_loading, limits, results, make_specs(places, launched))
 
 
 def end_process(process: Popen[bytes]) -> None:
