@@ -88,12 +88,12 @@ def list_adapters(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
 
 def own_settings(loaded: LoadedConfig, name: str) -> dict[str, Any]:
     """Return the settings of a model of the section models that differ from those of the others."""
-    own = loaded.models[name]
+    settings = loaded.models[name]
     shared = loaded.settings.model_copy(update={"model": ModelSettings()})
     return {
-        short: get_value(own, key)
+        short: get_value(settings, key)
         for short, key in MODEL_KEYS.items()
-        if get_value(own, key) != get_value(shared, key)
+        if get_value(settings, key) != get_value(shared, key)
     }
 
 

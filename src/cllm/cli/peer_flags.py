@@ -227,17 +227,17 @@ VARIABLES = {
 COMMANDS_WITH_HINTS = ("cllm serve", "cllm chat", "cllm run", "cllm generate")
 
 
-def accept_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+def accept_flags(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the words of a command line without the flags of peers that are not needed and with
     cLLM's flags for others, and a note about each.
 
-    ``own`` are the names of the command's own options, which stay as they are.
+    ``known`` are the names of the command's own options, which stay as they are.
     """
     kept, notes, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
         flag, has_value, value = word.partition("=")
-        if flag in own:
+        if flag in known:
             kept.append(word)
             continue
         takes_value = flag in (*NOT_NEEDED_WITH_VALUE, *NOT_NEEDED_IF_ONE, *HUB)
@@ -245,12 +245,12 @@ def accept_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str],
         instead = REWRITTEN.get(flag, "")
         if flag in HUB and following:
             name = f"hf:{following.removeprefix('hf:')}"
-            instead = f"--model={name}" if "--model" in own else name
+            instead = f"--model={name}" if "--model" in known else name
         is_not_needed = (flag in NOT_NEEDED and not has_value) or (
             bool(following)
             and (flag in NOT_NEEDED_WITH_VALUE or (flag in NOT_NEEDED_IF_ONE and following == "1"))
         )
-        if instead and (instead.partition("=")[0] in own or flag in HUB):
+        if instead and (instead.partition("=")[0] in known or flag in HUB):
             kept.append(instead)
             notes.append(f"{flag} is read as {instead}")
         elif is_not_needed:

@@ -170,7 +170,7 @@ def split_names(value: object) -> object:
     return list(filter(None, map(str.strip, value.split(","))))
 
 
-class Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         # A few lines of nested aliases can expand to gigabytes; a settings file needs none.
         if self.check_event(yaml.AliasEvent):
@@ -200,7 +200,7 @@ def read_yaml(
     text = read_text(path)
     collector = Collector(path, keys, mappings, lists, named_keys)
     try:
-        root = yaml.compose(text, Loader=Loader)
+        root = yaml.compose(text, Loader=PlainLoader)
         if root is not None and read_value(root, f"{path}:1") is not None:
             collector.collect(root, "")
     except yaml.MarkedYAMLError as error:
@@ -366,7 +366,7 @@ def read_value(node: yaml.Node, place: str) -> object:
         return Compound("a list" if kind == "seq" else "a mapping")
     try:
         if kind in ("int", "float", "bool", "null"):
-            return Loader("").construct_object(node)
+            return PlainLoader("").construct_object(node)
     except (ValueError, LookupError):
         raise StartupError(f"{place}: {show(node.value)} cannot be read as {kind}") from None
     raise StartupError(f"{place}: the tag {show(node.tag)[1:-1]} is not allowed")

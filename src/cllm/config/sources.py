@@ -80,8 +80,8 @@ def load_settings(
     origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
     shared = {key: one for key, one in given.items() if not key.startswith("model.")}
     of_models = {
-        name: make_settings(shared | own | {"model.name": Given(name, "")})
-        for name, own in models.items()
+        name: make_settings(shared | of_model | {"model.name": Given(name, "")})
+        for name, of_model in models.items()
     }
     return LoadedConfig(make_settings(given), origins, notes + more_notes, of_models, adapters)
 
@@ -183,11 +183,11 @@ def from_file(
     of_models = {
         name: {
             MODEL_KEYS[key]: check_value(OPTIONS[MODEL_KEYS[key]], entry, f"models.{name}.{key}")
-            for key, entry in own.items()
+            for key, entry in values.items()
         }
-        for name, own in named["models"].items()
+        for name, values in named["models"].items()
     }
-    adapters = {name: make_adapter(name, own) for name, own in named["adapters"].items()}
+    adapters = {name: make_adapter(name, values) for name, values in named["adapters"].items()}
     return entries, of_models, adapters, notes
 
 

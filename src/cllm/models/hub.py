@@ -208,10 +208,10 @@ def list_cached() -> dict[str, list[Path]]:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         cached = _find_cached_files(repo)
         for name, files in group_files(cached).items():
-            own = f"{repo}:{parse_quantization(name) or name}"
-            if own in models:  # several files have this quantization
-                own = f"{repo}:{name}"
-            models[own] = [cached[file] for file in files]
+            title = f"{repo}:{parse_quantization(name) or name}"
+            if title in models:  # several files have this quantization
+                title = f"{repo}:{name}"
+            models[title] = [cached[file] for file in files]
     return models
 
 

@@ -96,14 +96,14 @@ class Builder:
         return models + adapted
 
     def _make_model(self, source: Source) -> ServedModel:
-        own = source.settings.model
+        options = source.settings.model
         return ServedModel(
             name=source.name,
-            aliases=own.aliases,
+            aliases=options.aliases,
             open=partial(self._open_service, source),
-            keep_alive=own.keep_alive,
-            pinned=own.pinned,
-            preload=own.preload or source.is_first,
+            keep_alive=options.keep_alive,
+            pinned=options.pinned,
+            preload=options.preload or source.is_first,
             is_found=source.is_found,
             sampling=source.settings.sampling,
             backend=source.settings.backend.name,

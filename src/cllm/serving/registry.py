@@ -103,8 +103,8 @@ class Registry:
         """
         if not name:
             return self.default
-        if (own := self.get(name)) is not None:
-            return own
+        if (model := self.get(name)) is not None:
+            return model
         if len(name) <= MAX_NAME:
             for model in self.models:
                 if any(fnmatchcase(name, alias) for alias in model.aliases):

@@ -248,8 +248,8 @@ class Service:
         text.
         """
         if self.system and not any(message["role"] == "system" for message in chat.messages):
-            own = {"role": "system", "content": self.system}
-            chat = replace(chat, messages=[own, *chat.messages])
+            system = {"role": "system", "content": self.system}
+            chat = replace(chat, messages=[system, *chat.messages])
         chat_format = self.texts.chat_formats.of(chat)
         chat, shows_thought = chat_format.split_begun(chat), chat_format.shows_thought(chat)
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)

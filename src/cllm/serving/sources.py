@@ -59,14 +59,14 @@ class Source:
 
     def recipe(self) -> object:
         """Return what its engine and service are made from, to compare it with another one."""
-        own = self.settings
-        live = own.model.model_copy(
+        settings = self.settings
+        live = settings.model.model_copy(
             update={"aliases": [], "keep_alive": None, "pinned": False, "preload": False}
         )
         adapters = [(name, one, stamp(adapter_path(one))) for name, one in self.adapters.items()]
-        scheduler = own.scheduler.model_copy(update={"weights": {}, "priorities": {}})
-        others = (own.kv, own.engine, own.backend, own.sampling, scheduler)
-        template = own.model.chat_template_file
+        scheduler = settings.scheduler.model_copy(update={"weights": {}, "priorities": {}})
+        others = (settings.kv, settings.engine, settings.backend, settings.sampling, scheduler)
+        template = settings.model.chat_template_file
         template_stamp = stamp(Path(template).expanduser()) if template else ()
         return live, others, self.path, stamp(self.path), template_stamp, adapters
 
@@ -105,8 +105,8 @@ def list_sources(
     """
     settings = loaded.settings
     sources = [
-        Source(name, own, None if catalog.is_on_hub(own.model.path) else resolve(own))
-        for name, own in loaded.models.items()
+        Source(name, one, None if catalog.is_on_hub(one.model.path) else resolve(one))
+        for name, one in loaded.models.items()
     ]
     names_models = loaded.models or settings.models.folder or settings.models.hub_cache
     if settings.model.path is not None or not names_models:
@@ -247,8 +247,8 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
             names = [source.name, *list_tags(source, is_default=source.name in repos.values())]
             forms = [prefix + each for prefix in ("hf.co/", "hf:") for each in names]
             model = source.settings.model.model_copy(update={"aliases": [*names[1:], *forms]})
-            own = source.settings.model_copy(update={"model": model})
-            sources.append(replace(source, settings=own))
+            changed = source.settings.model_copy(update={"model": model})
+            sources.append(replace(source, settings=changed))
     taken = {source.name.removesuffix(":latest") for source in others}
     files = {source.path.resolve() for source in others if source.path is not None}
     return [
@@ -279,5 +279,5 @@ def make_found(settings: Settings, paths: Mapping[str, Path]) -> Iterator[Source
         except ValidationError:
             catalog.warn_once(f"{str(path)!r} is not served: its name cannot be a model's")
         else:
-            own = settings.model_copy(update={"model": model})
-            yield Source(name, own, path, is_found=True)
+            changed = settings.model_copy(update={"model": model})
+            yield Source(name, changed, path, is_found=True)

@@ -118,17 +118,17 @@ class Store:
         self.batches = BatchStore(batches, self._database, self.files, self.room)
         self.files.load(self.batches.load())
 
-    def _take_over(self, own: Path) -> None:
+    def _take_over(self, source: Path) -> None:
         """Move what this server kept in its own folder while another one used the shared one.
 
         Raises BlockingIOError while an earlier server of the same port uses it.
         """
         assert self._database is not None
-        handle = lock_folder(own, self.port)
+        handle = lock_folder(source, self.port)
         try:
-            move_records(own, self.folder, self._database)
+            move_records(source, self.folder, self._database)
         except OSError as error:
-            log.warning("files and batches stay in %s: %s", own, error.strerror)
+            log.warning("files and batches stay in %s: %s", source, error.strerror)
         finally:
             os.close(handle)
 
