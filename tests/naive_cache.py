@@ -9,7 +9,7 @@ import numpy as np
 from cllm.core.batch import Operation, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cache import KVCache, Match
-from cllm.kv_cache.cells import Chain
+from cllm.kv_cache.cell_counts import Chain
 from cllm.kv_cache.radix_tree import Tokens
 
 
@@ -28,7 +28,7 @@ class NaiveCache(KVCache):
     def find(self, seq: Sequence) -> Match:
         return Match()
 
-    def num_shared(self, match: Match) -> int:
+    def count_shared_cells(self, match: Match) -> int:
         return 0
 
     def lease(self, seq: Sequence, match: Match) -> tuple[int, int, list[Operation]] | None:
@@ -61,7 +61,7 @@ class NaiveCache(KVCache):
         return self._chains[seq_id].length
 
     def count_private_cells(self, seq_id: int) -> int:
-        return self.cells.num_private(self._chains[seq_id])
+        return self.cells.count_private(self._chains[seq_id])
 
     def rewind(self, seq_id: int, keep: int) -> list[Operation]:
         self.cells.cut(self._chains[seq_id], keep)

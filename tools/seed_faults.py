@@ -92,8 +92,8 @@ FAULTS = [
         ("if self.discard(seq)]", "if self.discard(seq) or True]"),
     ),
     *faults_in(
-        "kv_cache/cells.py",
-        "kv_cache/test_cells.py",
+        "kv_cache/cell_counts.py",
+        "kv_cache/test_cell_counts.py",
         ("if chain.leaf is None or chain.leaf.refs > 1:", "if chain.leaf is None:"),
         ("        extent.length -= length\n", ""),
         ("self.num_used -= extent.length", "pass"),

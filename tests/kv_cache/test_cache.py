@@ -192,7 +192,7 @@ def test_prefix_of_running_sequence_is_shared():
     cache = KVCache(128, 100, 3, UNIFIED)
     first = start(cache, LONG)
     match = match_tokens(cache, [*LONG, 1, 2])
-    assert cache.num_shared(match) == 40
+    assert cache.count_shared_cells(match) == 40
     second, num_found, operations = lease(cache, [*LONG, 1, 2])
     assert (num_found, operations) == (40, [Copy(0, 1, 40)])
     compute(cache, second)
@@ -218,7 +218,7 @@ def test_copy_takes_cells_in_partitioned_layout():
     _, num_found, operations = lease(cache, [*LONG, 1])
     assert (num_found, operations) == (40, [Copy(0, 1, 40)])
     assert str(cache) == "<KVCache 200: held 80 idle 0 free 120>"
-    assert cache.num_shared(match_tokens(cache, [*LONG, 1])) == 0
+    assert cache.count_shared_cells(match_tokens(cache, [*LONG, 1])) == 0
 
 
 def test_longer_idle_prefix_stays_if_there_is_room():

@@ -22,7 +22,7 @@ import numpy as np
 
 from cllm.core.batch import Copy, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.cells import CellCounts, Chain
+from cllm.kv_cache.cell_counts import CellCounts, Chain
 from cllm.kv_cache.layouts import Layout, Partitioned
 from cllm.kv_cache.model_state import Prefix
 from cllm.kv_cache.radix_tree import RadixTree, Tokens, common_prefix
@@ -36,10 +36,10 @@ MIN_EVICTED_TOKENS = 32  # evicting single cells would cost an operation in each
 class Holding:
     """Tokens in the cells of a seq_id.
 
-    ``seq``: the running sequence they belong to, or None while they are idle.
+    ``seq`` is the running sequence they belong to, or None while they are idle.
 
-    ``path``: the tokens in the tree. These are all tokens if idle, else the shareable tokens that
-    the sequence had when it was admitted, some of which may not be computed yet.
+    ``path`` has the tokens in the tree. These are all tokens if idle, else the shareable tokens
+    that the sequence had when it was admitted, some of which may not be computed yet.
     """
 
     __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id")
@@ -132,8 +132,8 @@ class KVCache:
         for owner, shared in self._tree.match(seq.reusable_tokens, seq.request.cache_salt):
             if shared < least and shared < max(inflight + 1, best + MIN_SHARED_TOKENS):
                 break
-            usable = self._num_reusable(owner, shared)
-            net_tokens = usable - self._cost(owner, usable)
+            usable = self._count_reusable(owner, shared)
+            net_tokens = usable - self._estimate_cost(owner, usable)
             if net_tokens >= least:
                 best, source, least = usable, owner, net_tokens + 1
             if isinstance(owner, Holding) and shared > inflight and self._will_have(owner, shared):
@@ -142,12 +142,12 @@ class KVCache:
             inflight, leader = 0, None
         return Match(best, source, inflight, leader)
 
-    def _num_reusable(self, owner: Holding | Snapshot, shared: int) -> int:
+    def _count_reusable(self, owner: Holding | Snapshot, shared: int) -> int:
         """Return how many of ``shared`` tokens can be reused from ``owner`` now."""
         # a file of an engine with a longer context is too long
         if isinstance(owner, Snapshot) and len(owner.tokens) > self.cells_per_seq:
             return 0
-        return self.layout.state.num_reusable(owner, shared)
+        return self.layout.state.count_reusable(owner, shared)
 
     def _will_have(self, holding: Holding, shared: int) -> bool:
         """Return whether ``shared`` tokens of a running sequence will be reusable once it has
@@ -159,7 +159,7 @@ class KVCache:
             shared, holding.chain.length, can_be_saved=self.snapshots.can_hold(shared)
         )
 
-    def _cost(self, owner: Holding | Snapshot, usable: int) -> int:
+    def _estimate_cost(self, owner: Holding | Snapshot, usable: int) -> int:
         """Return the rough cost of reusing ``usable`` tokens, in tokens that could be computed in
         that time.
         """
@@ -167,15 +167,15 @@ class KVCache:
             return 4 + len(owner.tokens) // (64 if owner.tier is StorageTier.RAM else 16)
         if owner.is_final and owner.chain.length == usable:
             return 0
-        return self.layout.copy_cost(owner.chain.length)
+        return self.layout.estimate_copy_cost(owner.chain.length)
 
-    def num_shared(self, match: Match) -> int:
+    def count_shared_cells(self, match: Match) -> int:
         """Return the number of cells that a sequence with this match would share with a running
         one.
         """
         source, count = match.source, match.num_tokens
         if isinstance(source, Holding) and not source.is_final:
-            return count - self.layout.num_copied_cells(count)
+            return count - self.layout.count_copied_cells(count)
         return 0
 
     # --- leasing ---------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class KVCache:
             if idle.salt == seq.request.cache_salt:
                 # too few for a match, but free to keep: for example, the start of a template
                 shared = common_prefix(idle.path, seq.reusable_tokens)
-                count = self.layout.state.num_reusable(idle, shared)
+                count = self.layout.state.count_reusable(idle, shared)
             source = idle if count else None
         if (
             isinstance(source, Holding)
@@ -229,9 +229,9 @@ class KVCache:
         ``seq_id`` and copy or load them; None if they do not fit.
         """
         if isinstance(source, Snapshot):
-            room = self.layout.num_loaded_cells(len(source.tokens), count)
+            room = self.layout.count_loaded_cells(len(source.tokens), count)
         else:
-            room = self.layout.num_copied_cells(count)
+            room = self.layout.count_copied_cells(count)
         if room > self.num_available:
             return None
         operations: list[Operation] = []
@@ -266,7 +266,7 @@ class KVCache:
         age = {seq_id: i for i, seq_id in enumerate(self._idle)}
 
         def rank(seq_id: int) -> tuple[int, int, int]:
-            neighbours = self.layout.num_neighbours(self.seq_ids, seq_id)
+            neighbours = self.layout.count_neighbours(self.seq_ids, seq_id)
             return -neighbours, age.get(seq_id, -1), seq_id
 
         return min(free, key=rank)
@@ -275,7 +275,7 @@ class KVCache:
         """Return whether an idle prefix's tokens after ``count`` cost less to recompute than to
         keep.
         """
-        return holding.chain.length - count <= self.layout.copy_cost(count)
+        return holding.chain.length - count <= self.layout.estimate_copy_cost(count)
 
     def _is_worth_moving(self, holding: Holding, count: int) -> bool:
         """Return whether an idle prefix is longer than ``count`` and can be kept whole under a
@@ -321,7 +321,7 @@ class KVCache:
             if holding is self._needed:
                 continue
             keep = holding.chain.length - max(missing, MIN_EVICTED_TOKENS)
-            if keep < MIN_SHARED_TOKENS or self.cells.num_private(holding.chain) < missing:
+            if keep < MIN_SHARED_TOKENS or self.cells.count_private(holding.chain) < missing:
                 keep = 0
             operations += self._shrink(holding, self.layout.state.count_remaining(keep))
         return operations
@@ -355,7 +355,7 @@ class KVCache:
 
     def count_private_cells(self, seq_id: int) -> int:
         """Return the number of cells that a leased seq_id shares with no other prefix."""
-        return self.cells.num_private(self._leased[seq_id].chain)
+        return self.cells.count_private(self._leased[seq_id].chain)
 
     def hold(self, seq_id: int, num_tokens: int) -> None:
         """Count ``num_tokens`` more cells for ``seq_id``. Call ``make_room`` first."""
@@ -437,7 +437,7 @@ class KVCache:
         for owner, shared in self._tree.match(tokens, holding.salt):
             if shared < len(tokens):
                 return False
-            if owner is not holding and self._num_reusable(owner, shared) == shared:
+            if owner is not holding and self._count_reusable(owner, shared) == shared:
                 return True
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from cllm.core.model_info import ModelInfo
-from cllm.kv_cache.cells import CellCounts, Chain
+from cllm.kv_cache.cell_counts import CellCounts, Chain
 from cllm.kv_cache.model_state import ModelState, Recurrent, Trimmable
 from cllm.kv_cache.seq_id_pool import SeqIdPool
 
@@ -15,13 +15,13 @@ COPIED_PER_COMPUTED = 32  # tokens that are copied between seq_ids in the time o
 class Layout(ABC):
     """How the seq_ids use the cells.
 
-    ``separates``: whether prompts and decoding sequences are computed in calls of their own, so
-    that a step with both saves nothing. ``can_swap``: whether two seq_ids can exchange their cells
-    at no cost. ``undivided``: prompts of at most so many tokens are computed in one step, because
-    each part of a prompt costs a pass.
+    If it ``separates``, prompts and decoding sequences are computed in calls of their own, so that
+    a step with both saves nothing. If it ``can_swap``, two seq_ids can exchange their cells at no
+    cost. Prompts of up to ``undivided`` tokens are computed in one step, because each part of a
+    prompt costs a pass.
 
-    ``state``: which tokens of a seq_id can be reused. ``num_spare_ids``: extra seq_ids that keep
-    idle prefixes but cannot compute.
+    ``state`` says which tokens of a seq_id can be reused. ``num_spare_ids`` extra seq_ids keep idle
+    prefixes but cannot compute.
     """
 
     separates = False
@@ -33,15 +33,15 @@ class Layout(ABC):
         self.num_spare_ids = num_spare_ids
 
     @abstractmethod
-    def copy_cost(self, num_tokens: int) -> int:
+    def estimate_copy_cost(self, num_tokens: int) -> int:
         """Return the cost of copying a prefix, in tokens that could be computed in that time."""
 
     @abstractmethod
-    def num_copied_cells(self, num_tokens: int) -> int:
+    def count_copied_cells(self, num_tokens: int) -> int:
         """Return how many cells a copy of ``num_tokens`` tokens takes."""
 
     @abstractmethod
-    def num_loaded_cells(self, length: int, num_tokens: int) -> int:
+    def count_loaded_cells(self, length: int, num_tokens: int) -> int:
         """Return how many free cells are needed to load ``num_tokens`` tokens of a snapshot of
         ``length`` tokens.
         """
@@ -51,13 +51,13 @@ class Layout(ABC):
         """Return a leased chain for a copy of the first ``num_tokens`` tokens, at least one."""
 
     @abstractmethod
-    def num_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
+    def count_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
         """Return how many neighbours of a free seq_id are leased, so that one pass can compute them
         together.
         """
 
     @abstractmethod
-    def tile_offset(self, num_decoding: int, tile: int) -> int:
+    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
         """Return the position in a tile at which the step's prompt tokens begin; -1 if the first of
         them is computed with the decoding rows.
         """
@@ -66,13 +66,13 @@ class Layout(ABC):
 class Partitioned(Layout):
     """Each seq_id has cells of its own. Gaps between leased seq_ids cost extra passes."""
 
-    def copy_cost(self, num_tokens: int) -> int:
+    def estimate_copy_cost(self, num_tokens: int) -> int:
         return num_tokens // COPIED_PER_COMPUTED
 
-    def num_copied_cells(self, num_tokens: int) -> int:
+    def count_copied_cells(self, num_tokens: int) -> int:
         return num_tokens
 
-    def num_loaded_cells(self, length: int, num_tokens: int) -> int:
+    def count_loaded_cells(self, length: int, num_tokens: int) -> int:
         return length  # the snapshot is loaded as a whole, then trimmed
 
     def copy(self, cells: CellCounts, source: Chain, num_tokens: int) -> Chain:
@@ -80,10 +80,10 @@ class Partitioned(Layout):
         cells.grow(chain, num_tokens)
         return chain
 
-    def num_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
+    def count_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
         return seq_ids.is_leased(seq_id - 1) + seq_ids.is_leased(seq_id + 1)
 
-    def tile_offset(self, num_decoding: int, tile: int) -> int:
+    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
         # a prompt's first token is computed with the decoding rows, the others separately
         return -1
 
@@ -91,22 +91,22 @@ class Partitioned(Layout):
 class Unified(Layout):
     """All seq_ids use one pool and can share cells, so a copy is free."""
 
-    def copy_cost(self, num_tokens: int) -> int:
+    def estimate_copy_cost(self, num_tokens: int) -> int:
         return 0
 
-    def num_copied_cells(self, num_tokens: int) -> int:
+    def count_copied_cells(self, num_tokens: int) -> int:
         return 0
 
-    def num_loaded_cells(self, length: int, num_tokens: int) -> int:
+    def count_loaded_cells(self, length: int, num_tokens: int) -> int:
         return length
 
     def copy(self, cells: CellCounts, source: Chain, num_tokens: int) -> Chain:
         return cells.fork(source, num_tokens)
 
-    def num_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
+    def count_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
         return 0
 
-    def tile_offset(self, num_decoding: int, tile: int) -> int:
+    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
         return num_decoding % tile  # prompts continue the tiles of the decoding rows
 
 
@@ -119,10 +119,10 @@ class Paged(Unified):
     can_swap = True
     undivided = 128
 
-    def num_loaded_cells(self, length: int, num_tokens: int) -> int:
+    def count_loaded_cells(self, length: int, num_tokens: int) -> int:
         return num_tokens
 
-    def tile_offset(self, num_decoding: int, tile: int) -> int:
+    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
         return 0  # prompts and decoding rows are computed separately
 
 

@@ -25,7 +25,7 @@ class ModelState(ABC):
     """The state that a model keeps of the tokens it has computed."""
 
     @abstractmethod
-    def num_reusable(self, prefix: Prefix, num_shared: int) -> int:
+    def count_reusable(self, prefix: Prefix, num_shared: int) -> int:
         """Return how many of the first ``num_shared`` tokens of ``prefix`` can be reused now."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class ModelState(ABC):
         """Return how many tokens remain if an idle prefix is cut to ``num_tokens``."""
 
     @abstractmethod
-    def checkpoints(self, positions: Iterable[int]) -> list[int]:
+    def select_checkpoints(self, positions: Iterable[int]) -> list[int]:
         """Return those of the ``positions``, where others need the state, at which to save it."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Trimmable(ModelState):
     of it can be reused, even while it runs.
     """
 
-    def num_reusable(self, prefix: Prefix, num_shared: int) -> int:
+    def count_reusable(self, prefix: Prefix, num_shared: int) -> int:
         return min(num_shared, prefix.num_computed)
 
     def will_be_reusable(self, num_shared: int, num_held: int, *, can_be_saved: bool) -> bool:
@@ -61,7 +61,7 @@ class Trimmable(ModelState):
     def count_remaining(self, num_tokens: int) -> int:
         return num_tokens
 
-    def checkpoints(self, positions: Iterable[int]) -> list[int]:
+    def select_checkpoints(self, positions: Iterable[int]) -> list[int]:
         return []
 
     def select_superseded(self, shorter: Iterable[T]) -> list[T]:
@@ -73,7 +73,7 @@ class Recurrent(ModelState):
     where others will need it.
     """
 
-    def num_reusable(self, prefix: Prefix, num_shared: int) -> int:
+    def count_reusable(self, prefix: Prefix, num_shared: int) -> int:
         return num_shared if prefix.is_final and num_shared == prefix.num_computed else 0
 
     def will_be_reusable(self, num_shared: int, num_held: int, *, can_be_saved: bool) -> bool:
@@ -82,7 +82,7 @@ class Recurrent(ModelState):
     def count_remaining(self, num_tokens: int) -> int:
         return 0
 
-    def checkpoints(self, positions: Iterable[int]) -> list[int]:
+    def select_checkpoints(self, positions: Iterable[int]) -> list[int]:
         return list(positions)
 
     def select_superseded(self, shorter: Iterable[T]) -> list[T]:

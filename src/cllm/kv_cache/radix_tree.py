@@ -21,9 +21,10 @@ Key = int | tuple[str, int]
 
 
 class Node(Generic[Owner]):
-    """An edge and the subtree below it. ``owners``: all owners whose paths contain the whole edge.
+    """An edge and the subtree below it.
 
-    ``key``: its key in the parent's ``children``.
+    ``owners`` are all owners whose paths contain the whole edge. ``key`` is the node's key in the
+    parent's ``children``.
     """
 
     __slots__ = ("children", "edge", "key", "owners", "parent")

@@ -248,7 +248,7 @@ class Pacing:
             left = seconds - self._cost.estimate_decode(len(decoding))
             if self.waited and left < self._cost.estimate_tile(num_before):
                 return 0
-        offset = self._layout.tile_offset(num_tokens, self._cost.tile)
+        offset = self._layout.find_tile_offset(num_tokens, self._cost.tile)
         space = self._max_tokens - num_tokens
         num_rows = len(decoding) or int(plan.others_wait)
         return self._cost.compute_prefill_budget(space, num_rows, seconds, offset, num_before)

@@ -317,7 +317,7 @@ class Scheduler:
         ``growth`` more; None if it will.
         """
         kv_cache, estimates = self.sequences.kv_cache, self.sequences.length_estimates
-        need = estimates.estimate_length(seq) - kv_cache.num_shared(match)
+        need = estimates.estimate_length(seq) - kv_cache.count_shared_cells(match)
         num_available = kv_cache.num_available
         if not self.sequences.running or need + growth <= num_available:
             return None

@@ -267,7 +267,7 @@ class Sequences:
         """Return the positions, from the current one on, where the state is saved: where followers
         wait, where an activated LoRA begins, and before the last prompt token.
         """
-        awaited = self.kv_cache.layout.state.checkpoints(
+        awaited = self.kv_cache.layout.state.select_checkpoints(
             (
                 *self.deferred.count_awaited(seq),
                 seq.request.num_base_tokens or seq.num_prompt_tokens - 1,

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 class Extent:
     """A run of cells that belong to the same sequences.
 
-    ``refs``: number of chains that end here plus extents that follow it. ``leases``: leased chains
-    through it.
+    ``refs`` counts the chains that end here and the extents that follow it, ``leases`` the leased
+    chains through it.
     """
 
     __slots__ = ("leases", "length", "parent", "refs")
@@ -137,7 +137,7 @@ class CellCounts:
             elif extent.parent is not None:  # now the chain ends at the parent
                 extent.parent.refs += 1
 
-    def num_private(self, chain: Chain) -> int:
+    def count_private(self, chain: Chain) -> int:
         """Return the number of cells that become free when ``chain`` is removed."""
         count = 0
         for extent in chain.extents():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cllm.kv_cache.cells import CellCounts, Chain
+from cllm.kv_cache.cell_counts import CellCounts, Chain
 
 
 def make_chain(cells: CellCounts, count: int) -> Chain:
@@ -40,7 +40,7 @@ def test_fork_takes_no_cells():
     cells.grow(fork, 5)
     cells.grow(source, 5)
     assert count_cells(cells) == (40, 0, 60)
-    assert (cells.num_private(source), cells.num_private(fork)) == (15, 5)
+    assert (cells.count_private(source), cells.count_private(fork)) == (15, 5)
 
 
 def test_fork_at_end_of_extent_splits_nothing():
@@ -59,7 +59,7 @@ def test_shared_cells_remain_until_last_chain_is_cut():
     fork = cells.fork(source, 20)
     cells.cut(source, 0)
     assert (fork.length, count_cells(cells)) == (20, (20, 0, 80))
-    assert cells.num_private(fork) == 20
+    assert cells.count_private(fork) == 20
     cells.cut(fork, 0)
     assert count_cells(cells) == (0, 0, 100)
 
@@ -71,7 +71,7 @@ def test_shared_cells_are_held_while_one_chain_is_leased():
     cells.unlease(source)
     fork = cells.fork(source, 20)
     assert count_cells(cells) == (20, 10, 70)
-    assert cells.num_private(source) == 10
+    assert cells.count_private(source) == 10
     cells.unlease(fork)
     assert count_cells(cells) == (0, 30, 70)
 
@@ -133,7 +133,7 @@ class CellsMachine(RuleBasedStateMachine):
             others = {
                 id(cell) for other, cells in self.chains if other is not chain for cell in cells
             }
-            assert self.cells.num_private(chain) == sum(id(cell) not in others for cell in model)
+            assert self.cells.count_private(chain) == sum(id(cell) not in others for cell in model)
 
 
 TestCells = CellsMachine.TestCase
