@@ -34,7 +34,6 @@ class DiskTier(SideJob):
         self._sequences = scheduler.sequences
         self._clock = clock
         self._buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled
-        self._failed_reads: list[Read] = []  # reads that failed before they reached the thread
         self._num_steps = 0  # when ``after`` was last called
         self._snapshots = self._sequences.kv_cache.snapshots
         for file, tokens, salt in files.find():
@@ -58,14 +57,13 @@ class DiskTier(SideJob):
             self._buffers[snapshot.key] = buffer
         except Exception:
             log.exception("cannot read a prefix from disk")
-            self._failed_reads.append(Read(snapshot.key, succeeded=False))
+            self._files.fail_read(snapshot.key)
 
     def after(self, now: float) -> list[TokenOutput]:
         num_steps, self._num_steps = self._num_steps, self._scheduler.statistics.num_steps
         is_waiting = num_steps == self._num_steps and self._sequences.has_work()
-        unread, self._failed_reads = self._failed_reads, []
         failure: Exception | None = None
-        for result in [*unread, *self._files.results(WAIT if is_waiting and not unread else 0.0)]:
+        for result in self._files.results(WAIT if is_waiting else 0.0):
             try:
                 self._finish(result)
             except Exception as error:  # noqa: BLE001  # raised below, after the other results

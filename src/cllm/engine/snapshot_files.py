@@ -212,6 +212,10 @@ class SnapshotFiles:
             return False
         return True
 
+    def fail_read(self, key: int) -> None:
+        """Let ``results`` say that the snapshot ``key`` could not be read, without trying it."""
+        self._results.put(Read(key, succeeded=False))
+
     def delete_all_except(self, keys: KeysView[int]) -> None:
         """Start deleting the files of all snapshots that are neither in ``keys`` nor being written.
 
