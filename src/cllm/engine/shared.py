@@ -25,7 +25,7 @@ Output = TokenOutput | EmbeddingOutput
 EXIT_SECONDS = 10.0  # that the last step of a process gets to end
 
 
-class Inbox:
+class PendingOutputs:
     """The outputs for some requests that their reader has not taken yet.
 
     If the reader is a coroutine, the thread that computes calls ``wake`` when there is something to
@@ -48,8 +48,8 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._commands: list[Add | Embed | Abort] = []
-        self._inboxes: dict[str, Inbox] = {}  # by request id
-        self._num_awaited = 0  # inboxes of coroutines
+        self._pending: dict[str, PendingOutputs] = {}  # by request id
+        self._num_awaited = 0  # those that coroutines read
         self._driver: threading.Thread | None = None  # computes for coroutines
         self._is_stepping = False
         self._num_users = 0
@@ -66,17 +66,19 @@ class SharedEngine:
 
     def submit(
         self, commands: list[Add] | list[Embed], wake: Callable[[], None] | None = None
-    ) -> Inbox:
-        """Hand requests to the engine; ``wake`` is for the Inbox, which the caller must ``drop``.
+    ) -> PendingOutputs:
+        """Hand requests to the engine; return their outputs, which the caller must ``drop``.
+
+        ``wake`` wakes a coroutine that reads them, see PendingOutputs.
 
         Raises RuntimeError after ``close``.
         """
-        inbox = Inbox([command.request.request_id for command in commands], wake)
+        pending = PendingOutputs([command.request.request_id for command in commands], wake)
         with self._turn:
             self._check_open()
             self._commands += commands
-            self._inboxes |= dict.fromkeys(inbox.request_ids, inbox)
-            if wake is not None and inbox.request_ids:
+            self._pending |= dict.fromkeys(pending.request_ids, pending)
+            if wake is not None and pending.request_ids:
                 self._num_awaited += 1
                 if self._driver is None:
                     self._driver = threading.Thread(
@@ -84,10 +86,10 @@ class SharedEngine:
                     )
                     self._driver.start()
                 self._turn.notify_all()
-        return inbox
+        return pending
 
-    def take(self, inbox: Inbox) -> Output:
-        """Return the next output for ``inbox``, waiting for it.
+    def take(self, pending: PendingOutputs) -> Output:
+        """Return the next output for ``pending``, waiting for it.
 
         Raises RuntimeError after ``close``.
         """
@@ -96,10 +98,10 @@ class SharedEngine:
             try:
                 with self._turn:
                     self._check_open()
-                    self._turn.wait_for(lambda: inbox.outputs or not self._is_stepping)
+                    self._turn.wait_for(lambda: pending.outputs or not self._is_stepping)
                     self._check_open()
-                    if inbox.outputs:
-                        return inbox.outputs.popleft()
+                    if pending.outputs:
+                        return pending.outputs.popleft()
                     steps = self._is_stepping = True
                 with late_interrupt():
                     self._step()
@@ -107,17 +109,17 @@ class SharedEngine:
                 if steps:
                     self._end_step()
 
-    def take_all(self, inbox: Inbox) -> list[Output]:
-        """Return the outputs that have come for ``inbox``, without waiting.
+    def take_all(self, pending: PendingOutputs) -> list[Output]:
+        """Return the outputs that have come for ``pending``, without waiting.
 
         Raises RuntimeError after ``close``, and EngineError if the engine's own thread has failed.
         """
         with self._turn:
             self._check_open()
-            if inbox.error is not None:
-                raise inbox.error
-            outputs = [*inbox.outputs]
-            inbox.outputs.clear()
+            if pending.error is not None:
+                raise pending.error
+            outputs = [*pending.outputs]
+            pending.outputs.clear()
             return outputs
 
     def abort(self, request_id: str, index: int) -> None:
@@ -125,18 +127,18 @@ class SharedEngine:
         with self._turn:
             self._commands.append(Abort(request_id, index))
 
-    def drop(self, inbox: Inbox) -> None:
-        """Abort the unfinished requests of ``inbox`` and forget it. May be called again."""
+    def drop(self, pending: PendingOutputs) -> None:
+        """Abort the unfinished requests of ``pending`` and forget it. May be called again."""
         with self._turn:
-            self._forget(inbox)
+            self._forget(pending)
             if not (self._is_closed or self._is_stepping):
                 self._deliver(self._handle_commands())
             self._turn.notify_all()
 
-    def _forget(self, inbox: Inbox) -> None:
-        known = [name for name in inbox.request_ids if self._inboxes.pop(name, None)]
+    def _forget(self, pending: PendingOutputs) -> None:
+        known = [name for name in pending.request_ids if self._pending.pop(name, None)]
         self._commands += map(Abort, known)
-        if known and inbox.wake is not None:
+        if known and pending.wake is not None:
             self._num_awaited -= 1
 
     @contextmanager
@@ -167,7 +169,7 @@ class SharedEngine:
             if not self._is_closed:
                 self._is_closed = True
                 self._free = free
-                self._wake({*self._inboxes.values()})
+                self._wake({*self._pending.values()})
                 self._free_if_unused()
                 self._turn.notify_all()
             if waits:
@@ -209,22 +211,22 @@ class SharedEngine:
     def _deliver(self, outputs: list[Output]) -> None:
         awaited = set()
         for output in outputs:
-            if inbox := self._inboxes.get(output.request_id):
-                inbox.outputs.append(output)
-                if inbox.wake is not None:
-                    awaited.add(inbox)
+            if pending := self._pending.get(output.request_id):
+                pending.outputs.append(output)
+                if pending.wake is not None:
+                    awaited.add(pending)
         self._wake(awaited)
 
-    def _wake(self, inboxes: set[Inbox]) -> None:
-        """Wake the coroutines that read ``inboxes``; abort the requests of those that cannot
+    def _wake(self, awaited: set[PendingOutputs]) -> None:
+        """Wake the coroutines that read ``awaited``; abort the requests of those that cannot
         run.
         """
-        for inbox in inboxes:
+        for pending in awaited:
             try:
-                if inbox.wake is not None:
-                    inbox.wake()
+                if pending.wake is not None:
+                    pending.wake()
             except RuntimeError:
-                self._forget(inbox)
+                self._forget(pending)
 
     def _drive(self) -> None:
         """Compute steps while coroutines wait for outputs."""
@@ -254,11 +256,11 @@ class SharedEngine:
     def _fail(self, error: BaseException) -> None:
         """End the requests of all coroutines with an EngineError."""
         with self._turn:
-            awaited = {inbox for inbox in self._inboxes.values() if inbox.wake is not None}
-            for inbox in awaited:
-                inbox.error = EngineError(f"the engine failed: {error}")
-                inbox.error.__cause__ = error
-                self._forget(inbox)
+            awaited = {pending for pending in self._pending.values() if pending.wake is not None}
+            for pending in awaited:
+                pending.error = EngineError(f"the engine failed: {error}")
+                pending.error.__cause__ = error
+                self._forget(pending)
             self._wake(awaited)
 
     def end_driver(self) -> None:

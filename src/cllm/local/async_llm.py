@@ -312,7 +312,7 @@ class WorkReader:
         """Wait until something is computed, and return it. Raises what ``work.read`` raises."""
         await self._arrival.wait()
         self._arrival.clear()
-        pieces = map(work.read, self._model._shared.take_all(work.inbox))
+        pieces = map(work.read, self._model._shared.take_all(work.pending))
         return [piece for piece in pieces if piece is not None]
 
 

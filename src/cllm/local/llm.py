@@ -240,7 +240,7 @@ class LLM(LocalModel):
     def _read(self, work: GenerationWork | EmbeddingWork) -> Iterator[Piece]:
         """Yield what is computed until ``work`` has finished."""
         while not work.finished:
-            piece = work.read(self._shared.take(work.inbox))
+            piece = work.read(self._shared.take(work.pending))
             if piece is not None:
                 yield piece
 

@@ -51,7 +51,7 @@ class GenerationWork:
         self._prompts = prompts
         self._readers = readers
         self._num_going = len(requests)
-        self.inbox = shared.submit([Add(request) for request in requests], wake)
+        self.pending = shared.submit([Add(request) for request in requests], wake)
 
     @property
     def finished(self) -> bool:
@@ -59,7 +59,7 @@ class GenerationWork:
 
     def close(self) -> None:
         """Abort what has not finished. May be called again."""
-        self._shared.drop(self.inbox)
+        self._shared.drop(self.pending)
 
     def read(self, output: TokenOutput | EmbeddingOutput) -> Piece | None:
         """Return what an output adds, None if that is nothing.
@@ -133,7 +133,7 @@ class EmbeddingWork:
         self._shared = shared
         self._num_texts, self._size = len(request.texts), size
         self._vectors: list[bytes] = []
-        self.inbox = shared.submit([Embed(request)] if request.texts else [], wake)
+        self.pending = shared.submit([Embed(request)] if request.texts else [], wake)
 
     @property
     def finished(self) -> bool:
@@ -141,7 +141,7 @@ class EmbeddingWork:
 
     def close(self) -> None:
         """Abort what has not finished. May be called again."""
-        self._shared.drop(self.inbox)
+        self._shared.drop(self.pending)
 
     def read(self, output: TokenOutput | EmbeddingOutput) -> None:
         """Raises EngineError."""
