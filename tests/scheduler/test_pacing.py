@@ -216,10 +216,10 @@ def test_short_prompts_do_not_wait_for_a_whole_step_of_a_long_one(fake_engine):
 class LongCosts(Costs, frozen=True):
     """Prompt tokens cost more after many others, as their attention does; in tiles of 64."""
 
-    def of(self, batch):
+    def compute_seconds(self, batch):
         prompts = [row for row in batch.rows if row.num_tokens > 1]
         tiles = sum(-(-row.num_tokens // 64) * (row.start + row.num_tokens / 2) for row in prompts)
-        return super().of(batch) + 64 * tiles * 1.6e-5
+        return super().compute_seconds(batch) + 64 * tiles * 1.6e-5
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ class Costs(msgspec.Struct, frozen=True):
     context: float = 0.0
     switch: float = 0.0
 
-    def of(self, batch: Batch) -> float:
+    def compute_seconds(self, batch: Batch) -> float:
         rows = sum(row.size for row in batch.rows if row.num_tokens == 1)
         before = sum(row.start for row in batch.rows if row.num_tokens == 1) if self.context else 0
         others = batch.num_tokens - rows
@@ -148,7 +148,7 @@ class FakeBackend:
         self._check_num_cells()
         switch = self._costs.switch if batch.adapters != self._adapters else 0.0
         self._adapters = batch.adapters
-        self._sleep(self._costs.of(batch) + switch)
+        self._sleep(self._costs.compute_seconds(batch) + switch)
         logits = np.zeros((batch.num_samples, VOCABULARY_SIZE), np.float32)
         at, shift = 0, round(sum(scale for _, scale in batch.adapters))
         for row in batch.rows:

@@ -30,7 +30,7 @@ from cllm.backends.llama_cpp.fit import (
     MIN_SEQS,
     PAD,
     USUAL_CONTEXT,
-    Fit,
+    KVSizes,
     fit,
     max_samples,
     pad_context,
@@ -203,7 +203,7 @@ class LlamaCppBackend:
             f"{'' if plain else sizes}{describe_positions(options)}",
         )
 
-    def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[Fit, Probed]:
+    def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[KVSizes, Probed]:
         """Open a context of the size that fits; if it cannot have paged memory, one without.
 
         Raises StartupError if that fails, or if paged memory was asked for.
@@ -228,12 +228,12 @@ class LlamaCppBackend:
 
     def _measure_kv(self) -> None:
         """Measure the memory of a token's keys and values, if the file's header does not say it."""
-        probed = self._open_context(Fit(PAD, 1, PAD, "partitioned"))
+        probed = self._open_context(KVSizes(PAD, 1, PAD, "partitioned"))
         self._close_context()
         num_bytes = max(0, probed.state_bytes_per_token - CELL)
         self._params = msgspec.structs.replace(self._params, kv_bytes_per_token=num_bytes)
 
-    def _open_context(self, sizes: Fit) -> Probed:
+    def _open_context(self, sizes: KVSizes) -> Probed:
         """Open a context of these sizes, and try it out.
 
         Raises NotPaged if the KV cache cannot have the paged memory that it should have, and
@@ -350,7 +350,7 @@ class LlamaCppBackend:
             raise failed[0]
         return check_pointer(model, f"cannot load {self._path}")
 
-    def _make_context(self, sizes: Fit) -> Any:
+    def _make_context(self, sizes: KVSizes) -> Any:
         params, options = self._params, self._options
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells

@@ -9,7 +9,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import StateBuffer
-from cllm.backends.llama_cpp.fit import Fit, pad_context
+from cllm.backends.llama_cpp.fit import KVSizes, pad_context
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.states import Bytes, PagedStates, States
 from cllm.core.batch import Copy, Drop, Load, Operation, Save, Swap, Trim
@@ -28,7 +28,7 @@ class Cells:
     tokens.
     """
 
-    def __init__(self, context: Any, sizes: Fit, *, plain: bool) -> None:
+    def __init__(self, context: Any, sizes: KVSizes, *, plain: bool) -> None:
         self._memory = lib.llama_get_memory(context)
         self._num_seqs = self.num_ids = sizes.max_num_seqs
         self._is_unified = sizes.layout == "unified"
@@ -149,7 +149,7 @@ class PagedCells(Cells):
     Snapshots are in paged memory, too, except those that were installed and not yet loaded.
     """
 
-    def __init__(self, context: Any, sizes: Fit, pages: PagedMemory) -> None:
+    def __init__(self, context: Any, sizes: KVSizes, pages: PagedMemory) -> None:
         """Raises NotPaged if the system refuses the addresses."""
         super().__init__(context, sizes, plain=True)
         self._pages = pages

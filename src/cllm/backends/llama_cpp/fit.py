@@ -15,7 +15,7 @@ PAD = 256  # llama.cpp makes streams a multiple of this many tokens long
 POSITION_BYTES = 52  # that llama.cpp writes for each cell at load, see llama-kv-cells.h
 
 
-class Fit(NamedTuple):
+class KVSizes(NamedTuple):
     """The KV cache: tokens per sequence, number of sequences, tokens in total, and layout."""
 
     context_length: int
@@ -35,7 +35,7 @@ def fit(
     *,
     plain: bool = True,
     pages: bool = False,
-) -> Fit:
+) -> KVSizes:
     """Divide kv_memory into cells and sequences.
 
     A ``plain`` model has no other memory than attention to all tokens; only plain ones can be
@@ -78,11 +78,11 @@ def fit(
     if not layout:
         layout = "unified" if plain and wanted > affordable else "partitioned"
     if layout != "partitioned":
-        return Fit(context, params.max_num_seqs, min(affordable, wanted), layout)
+        return KVSizes(context, params.max_num_seqs, min(affordable, wanted), layout)
     num_seqs = min(params.max_num_seqs, affordable // context)
-    return Fit(context, num_seqs, num_seqs * context, layout)
+    return KVSizes(context, num_seqs, num_seqs * context, layout)
 
 
-def max_samples(params: BackendParams, sizes: Fit) -> int:
+def max_samples(params: BackendParams, sizes: KVSizes) -> int:
     """Return the maximum number of positions whose logits one step may request."""
     return min(params.max_num_batched_tokens, max(MIN_SAMPLES, sizes.max_num_seqs))

@@ -37,7 +37,7 @@ NEW_PAGES_BYTES = 32 << 20  # smaller buffers are filled in a few milliseconds
 SMALL_BYTES = 1 << 30
 
 
-class Tensor(ctypes.Structure):
+class GgmlTensor(ctypes.Structure):
     """The beginning of ggml_tensor of ggml.h."""
 
     _fields_ = (
@@ -96,7 +96,7 @@ class KVAddresses:
         return buffer
 
     def _register(self, buffer: int, address: int) -> int:
-        tensor = Tensor.from_address(address)
+        tensor = GgmlTensor.from_address(address)
         if not tensor.view_src:
             offset = sum(rows.stream_bytes for rows in self._rows)
             _, row_bytes, stream_bytes, _ = tensor.nb

@@ -118,7 +118,7 @@ class Timekeeper(FakeBackend):
 
     def forward(self, batch: Batch) -> Logits:
         self.num_steps += 1
-        self._sleep(self._costs.of(batch))
+        self._sleep(self._costs.compute_seconds(batch))
         last = [
             token
             for row in batch.rows
