@@ -5,6 +5,9 @@ RUN   := tools/setup.sh uv run
 CHECK := tools/setup.sh --no-llama uv run
 ARGS  ?=
 
+# Images of containers set it; every process would then compile the modules again that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Three processes, because many tests wait; each runs the tests of one file after another. In one process: ARGS="-n 0".
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 

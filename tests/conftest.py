@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,20 @@ IS_FULL = bool(os.environ.get("CLLM_FULL_TESTS"))
 def repeat(full: int, short: int) -> int:
     """Return how often a test repeats something: ``full`` times in make test-all."""
     return full if IS_FULL else short
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file whose tests all have a mark that ``-m`` excludes: it may import clients,
+    which takes seconds.
+    """
+    if not re.fullmatch(r"not \w+( and not \w+)*", config.option.markexpr):
+        return None
+    if not collection_path.match("test_*.py"):
+        return None
+    excluded = {*re.findall(r"not (\w+)", config.option.markexpr)}
+    text = collection_path.read_text(encoding="utf-8")
+    marks = re.search(r"^pytestmark = .*", text, re.MULTILINE)
+    return True if marks and excluded & {*re.findall(r"mark\.(\w+)", marks[0])} else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

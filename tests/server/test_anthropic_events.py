@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import anthropic
 import httpx2
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from cllm.server.anthropic.stream import MessageEvents, collect
 from cllm.serving.answer import Generation
 from cllm.text.output_reader import Delta
 from cllm.text.tools.parser import Channel
+
+pytestmark = pytest.mark.slow  # loading the client takes seconds
 
 TEXTS = st.text(max_size=20)
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)

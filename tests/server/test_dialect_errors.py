@@ -18,6 +18,8 @@ import ollama
 import pytest
 from conftest import PATIENCE
 
+pytestmark = pytest.mark.server  # all of them, so that `make check` need not load the clients
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 ANTHROPIC = {"model": "fake", "messages": MESSAGES, "max_tokens": 4}
 OLLAMA = {"model": "fake", "messages": MESSAGES, "stream": False}

@@ -17,6 +17,8 @@ from schemathesis import checks
 
 from benchmarks.reliability.hostile import try_out
 
+pytestmark = pytest.mark.server  # all of them, so that `make check` need not load schemathesis
+
 TIMEOUT = 20  # seconds for one answer
 DEADLINES = {"deadline_ms", "queue_timeout_ms"}
 
