@@ -77,6 +77,7 @@ def test_quantized_model_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_same_seed_gives_same_file(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make(tmp_path / name, "f16", seed=seed)

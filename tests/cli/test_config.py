@@ -34,6 +34,7 @@ def shown(cllm, *arguments: str) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_show_runs_as_process() -> None:
     """The installed command prints the tree with the origin of each value."""
     environ = {**os.environ, "CLLM_LOG_LEVEL": "debug"}
@@ -189,6 +190,7 @@ def test_command_errors_set_exit_code(
     assert cllm() == (code, "", line)
 
 
+@pytest.mark.slow
 def test_closed_stdout_ends_command_quietly() -> None:
     """A closed pipe ends the command without a message."""
     reading, writing = os.pipe()

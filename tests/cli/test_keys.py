@@ -133,6 +133,7 @@ def test_changes_are_in_the_audit_log(keys):
     assert keys.audit.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_commands_at_the_same_time_lose_nothing(keys):
     command = [sys.executable, "-m", "cllm", "keys", "add", "--file", str(keys.path)]
     running = [
@@ -159,6 +160,7 @@ def add_on_terminal(path, answer):
     return code.returncode, shown.decode()
 
 
+@pytest.mark.slow
 def test_first_key_names_the_servers_that_need_keys_from_then_on(keys):
     """On a terminal it asks before; a script gets its key."""
     with (

@@ -902,6 +902,7 @@ print(llm.generate("a", SamplingParams(temperature=0, max_tokens=2))[0].text)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_forked_process_gets_an_error_and_can_load_its_own():
     done = subprocess.run(
@@ -937,6 +938,7 @@ def test_reranker_scores_documents_and_refuses_everything_else(tiny_model):
             assert caught.value.param == "model"
 
 
+@pytest.mark.slow
 def test_daemon_threads_that_generate_do_not_crash_the_exit():
     """The engine computes no step while the interpreter is taken down."""
     program = """

@@ -139,6 +139,7 @@ def test_download_is_rejected_if_the_disk_is_too_small(
     assert "needs 1.0 MB" in refusal("o/models", "Q8_0")
 
 
+@pytest.mark.slow
 def test_hub_variables_are_read_from_the_environment(fake_hub: FakeHub, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN, in a process of its own. Without a terminal, progress is
     written in lines.

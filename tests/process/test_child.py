@@ -239,6 +239,7 @@ def test_engine_that_cannot_start_says_why_and_exits_with_2(tmp_path: Path) -> N
     assert process.returncode == 2
 
 
+@pytest.mark.slow
 def test_engine_without_parameters_ends(tmp_path: Path) -> None:
     process = start(None, tmp_path)
     assert process.communicate(timeout=PATIENCE)[0] == b""

@@ -504,6 +504,7 @@ def test_other_machines_are_not_served_without_keys(tmp_path):
     assert "cllm keys add" in start_fails(tmp_path, "--host", "::")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -521,6 +522,7 @@ def test_settings_that_cannot_work_are_one_line(tmp_path, arguments, expected):
     assert "a key with spaces" not in line
 
 
+@pytest.mark.slow
 def test_certificate_cannot_be_a_pipe(tmp_path):
     """It would be read twice, and reading waits for a writer."""
     os.mkfifo(tmp_path / "pipe")

@@ -27,6 +27,7 @@ def test_faults_are_off_by_default(fake_server):
     assert "server.enable_faults" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_faults_need_a_loopback_address():
     where = ("--host", "0.0.0.0", "--port", "0")
     result = preloaded.run("serve", *FAKE, "--server.enable-faults", *where)

@@ -244,6 +244,7 @@ def test_changes_need_permission(fake_server):
     assert loaded(fake_server) == {"fake"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -36,6 +36,8 @@ from cllm.serving.service import MANY_FENCES, Service
 from cllm.text.chat import Chat
 from cllm.text.templates.fences import Fences
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
 ENDLESS = {"max_tokens": 32_000, "ignore_eos": True, "stream": True}  # minutes
 MESSAGES = [{"role": "user", "content": "hi"}]

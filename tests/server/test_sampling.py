@@ -147,6 +147,7 @@ def test_breakers_are_found_in_another_thread(texts):
     assert threads != [threading.main_thread()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -69,6 +69,7 @@ def test_python_uses_a_template_file(tmp_path, builtin_path):
         assert llm.detokenize(llm.encode_chat(ASK)) == "[hi]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -118,6 +118,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_grammar_after_a_hostile_one_is_checked(name):
     """It waits until the limits end the hostile one."""

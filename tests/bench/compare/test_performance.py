@@ -186,6 +186,7 @@ def test_spread_is_computed() -> None:
     assert spread([]) == ""
 
 
+@pytest.mark.slow
 def test_page_shows_figures_and_rows(tmp_path: Path) -> None:
     """The page shows every picture, and no cell's content breaks a table."""
     path = tmp_path / "performance.md"

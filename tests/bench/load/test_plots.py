@@ -21,6 +21,8 @@ from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
 
+pytestmark = pytest.mark.slow  # matplotlib takes seconds to load and to draw
+
 EVIL = '<script>alert(1)</script>"&$x_1$'
 
 

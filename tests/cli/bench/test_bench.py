@@ -236,6 +236,7 @@ def test_url_is_normalized() -> None:
     assert server_url("https://host/prefix/v1/") == "https://host/prefix"
 
 
+@pytest.mark.slow
 def test_make_model_writes_file(cllm, tmp_path: Path) -> None:
     """The command prints what it made, and replaces a file only if asked to."""
     out_file = tmp_path / "tiny.gguf"
