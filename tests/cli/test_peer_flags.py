@@ -28,10 +28,11 @@ FAKE = ("--backend.name", "fake")
 
 
 def test_other_names_set_the_same_options(cllm) -> None:
-    for key, names in OTHER_NAMES.items():
-        for name in names:
-            value = OPTIONS[key].default
-            shown = json.loads(cllm("config", "show", "--json", f"{name}={value}").out)
+    for turn in range(max(map(len, OTHER_NAMES.values()))):
+        names = {key: names[turn] for key, names in OTHER_NAMES.items() if len(names) > turn}
+        words = [f"{name}={OPTIONS[key].default}" for key, name in names.items()]
+        shown = json.loads(cllm("config", "show", "--json", *words).out)
+        for key, name in names.items():
             assert shown["origins"][key] == OPTIONS[key].flag, name
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import pairwise
 
 from cyclopts import (
@@ -181,10 +182,11 @@ def commands_with(flag: str) -> list[str]:
     return [f"cllm {name}" for name in ("serve", "chat") if flag in list_names(name)]
 
 
-def list_names(command: str) -> set[str]:
+@cache
+def list_names(command: str) -> frozenset[str]:
     """Return the names of a command's options."""
     options = app[command].assemble_argument_collection()
-    return {name for option in options for name in option.names if name.startswith("-")}
+    return frozenset(name for option in options for name in option.names if name.startswith("-"))
 
 
 SHORT_FLAG = re.compile("-[A-Za-z]{2,}")
