@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -74,19 +75,38 @@ TEMPLATES = {
 }
 
 
-def render(source: str, chat: Chat) -> str:
-    vocabulary = FakeVocabulary()
-    vocabulary.chat_template = source
+class Renderer:
+    """Renders with a process for each template, which all tests share."""
 
-    async def render() -> str:
-        engine = SimpleNamespace(vocabulary=VocabularyTable.of(vocabulary))
-        service = Service(ModelTexts(engine, Metrics("m")), "m")
-        try:
-            return await service.render_chat(chat)
-        finally:
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.services: dict[str, Service] = {}
+
+    async def render(self, source: str, chat: Chat) -> str:
+        if source not in self.services:
+            vocabulary = FakeVocabulary()
+            vocabulary.chat_template = source
+            engine = SimpleNamespace(vocabulary=VocabularyTable.of(vocabulary))
+            self.services[source] = Service(ModelTexts(engine, Metrics("m")), "m")
+        return await self.services[source].render_chat(chat)
+
+    async def close(self) -> None:
+        for service in self.services.values():
             await service.texts.close()
 
-    return asyncio.run(render())
+
+RENDERER = Renderer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_renderer() -> Iterator[None]:
+    yield
+    RENDERER.runner.run(RENDERER.close())
+    RENDERER.runner.close()
+
+
+def render(source: str, chat: Chat) -> str:
+    return RENDERER.runner.run(RENDERER.render(source, chat))
 
 
 def rendered(source: str, content: str, *, thought: str = "", **options) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cllm.server.ollama.schema import OllamaChatBody
 from cllm.server.openai.responses.items import messages_of
 from cllm.server.openai.schema import ChatBody
 from cllm.text.chat import Chat
+from cllm.text.chat_format import ChatFormat
 from cllm.text.templates.chat_template import ChatTemplate
 from cllm.text.templates.turns import shorten
 
@@ -160,12 +162,17 @@ def find_faults(form: str, prompt: str) -> list[str]:
     return faults
 
 
+@cache
+def load(family: str) -> tuple[ChatTemplate, ChatFormat]:
+    vocabulary = Vocabulary((FOLDER / f"{family}.jinja").read_text())
+    return ChatTemplate(vocabulary), chat_format_of(vocabulary)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_text_is_shown_once_and_in_order(family: str, dialect: str) -> None:
     """Nothing is refused, and the tools are shown. Reasoning may be omitted, which some families do on purpose."""
-    vocabulary = Vocabulary((FOLDER / f"{family}.jinja").read_text())
-    template, chat_format = ChatTemplate(vocabulary), chat_format_of(vocabulary)
+    template, chat_format = load(family)
     faults = {}
     for form in HISTORIES:
         if not is_expressible(dialect, form):
@@ -179,9 +186,8 @@ def test_every_text_is_shown_once_and_in_order(family: str, dialect: str) -> Non
 
 
 def rendered(family: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-    vocabulary = Vocabulary((FOLDER / f"{family}.jinja").read_text())
-    messages = chat_format_of(vocabulary).template_input(Chat(messages, tools)).messages
-    return ChatTemplate(vocabulary).render(messages, tools)
+    template, chat_format = load(family)
+    return template.render(chat_format.template_input(Chat(messages, tools)).messages, tools)
 
 
 def test_ids_of_kimi_name_the_function_and_count_over_the_conversation() -> None:
