@@ -236,6 +236,47 @@ FAULTS = [
         ("self.deadline_ms / 1000", "self.deadline_ms"),
         ("self.user or user", "user or self.user"),
     ),
+    *faults_in(
+        "process/liveness.py",
+        "process/test_liveness.py",
+        ("> 2 * WATCH_SECONDS", "> 200 * WATCH_SECONDS"),
+        ("num_read >= num_sent", "num_read > num_sent"),
+        ("max(HANG_SECONDS, HANG_FACTOR", "min(HANG_SECONDS, HANG_FACTOR"),
+    ),
+    *faults_in(
+        "process/step_record.py",
+        "process/test_step_record.py",
+        ("if version % 2:", "if not version:"),
+        ("[: SIZE - HEAD.size - NUM_READ.size]", ""),
+    ),
+    *faults_in(
+        "process/balancer.py",
+        "process/test_balancer.py",
+        ("-one.count_seqs(priority)", "one.count_seqs(priority)"),
+        ("self._in_flight.note_begun([message.request_id])", "pass"),
+        ("move.transfer(-1)  # it must not", "pass  # it must not"),
+    ),
+    *faults_in(
+        "process/assignments.py",
+        "process/test_assignments.py",
+        ("request.prompt[: request.num_base_tokens or None]", "request.prompt"),
+        ("num_seqs = 0 if", "num_seqs = 1 if"),
+    ),
+    *faults_in(
+        "store/responses.py",
+        "store/test_responses.py",
+        (" and self._stored[name].account == account.name", ""),
+    ),
+    *faults_in(
+        "bench/compare/workloads.py",
+        "bench/compare/test_scheduling.py",
+        ("[-ACCOUNT_SEQS - 1]", "[-1]"),
+    ),
+    *faults_in(
+        "bench/compare/targets.py",
+        "bench/compare/test_performance.py",
+        ("settings not in failed}", "settings not in groups}"),
+    ),
 ]
 
 

@@ -80,7 +80,7 @@ def test_fairness_counts_while_both_accounts_wait() -> None:
     first, second = EQUAL_ACCOUNTS
     answers = [answer("alone", 0.0, [2.0]), answer("small", 0.0, [3.0])]
     answers += [answer(first, 0.0, [1.0 + i, 1.0 + i]) for i in range(count)]
-    answers += [answer(second, 0.0, [1.0 + i, 50.0]) for i in range(count)]
+    answers += [answer(second, 0.0, [1.0 + i, 9.5]) for i in range(count)]
     figures = account_figures(answers)
     assert figures[SLOWER] == 1.5
     assert figures[FAIRNESS] == pytest.approx(36 / 40)  # 4 chunks and 2
