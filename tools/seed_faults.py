@@ -261,11 +261,18 @@ FAULTS = [
         "process/test_assignments.py",
         ("request.prompt[: request.num_base_tokens or None]", "request.prompt"),
         ("num_seqs = 0 if", "num_seqs = 1 if"),
+        ("hash((name, *prompt[begin:end:stride]))", "hash((*prompt[begin:end:stride],))"),
     ),
     *faults_in(
         "store/responses.py",
         "store/test_responses.py",
         (" and self._stored[name].account == account.name", ""),
+    ),
+    *faults_in(
+        "server/infill.py",
+        "server/test_infill.py",
+        ("before[len(before) - num_before :]", "before[:num_before]"),
+        ("in reversed(snippets):", "in snippets:"),
     ),
     *faults_in(
         "bench/compare/workloads.py",
