@@ -66,11 +66,12 @@ async def measure_success(total: int) -> list[Figure]:
     return figures
 
 
-async def measure_overload(rounds: int, tokens: int) -> list[Figure]:
-    """Send ten times as many requests as can run and wait. overload.py's medians over ``rounds``,
-    with answers of about ``tokens`` tokens.
+async def measure_overload(rounds: int, tokens: int, seqs: int) -> list[Figure]:
+    """Send ten times as many requests as can run (``seqs``) and wait (twice as many).
+    overload.py's medians over ``rounds``, with answers of about ``tokens`` tokens.
     """
-    options = overload.parse(["--tokens", str(tokens)])
+    sizes = {"--tokens": tokens, "--seqs": seqs, "--queue": 2 * seqs}
+    options = overload.parse([str(word) for pair in sizes.items() for word in pair])
     with overload.serve(options) as server:
         done = [await overload.one_round(server.url, options, 2 * i) for i in range(rounds)]
     figures = []

@@ -158,13 +158,13 @@ def test_full_queue_rejects_embeddings(start_server) -> None:
 def test_embeddings_survive_a_crash_of_the_engine(start_server) -> None:
     server = start_server("--backend.name", "fake", "--context", "512")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.client.post, "/v1/embeddings", json=slow_body())
+        answer = pool.submit(server.client.post, "/v1/embeddings", json=slow_body(60))
         while not server.metric("embedding_tokens_computed_total"):
             time.sleep(0.01)
         os.kill(server.engine_pid(), signal.SIGKILL)
         survived = answer.result(PATIENCE)
     assert server.metric("engine_restarts_total") == 1
-    assert survived.json() == server.client.post("/v1/embeddings", json=slow_body()).json()
+    assert survived.json() == server.client.post("/v1/embeddings", json=slow_body(60)).json()
 
 
 @pytest.mark.llama

@@ -29,6 +29,7 @@ def add(a: int, b: int = 1) -> str:  # comment
 1. one
 2. two
 """
+DESK = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 
 
@@ -57,8 +58,15 @@ def check(chat) -> None:
     assert chat.page.locator(".log, .models, .sidebar, dialog").evaluate_all(overflow) == 0
 
 
-@pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desk", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        pytest.param("light", DESK, id="light-desk"),
+        pytest.param("dark", PHONE, id="dark-phone"),
+        pytest.param("dark", DESK, id="dark-desk", marks=pytest.mark.full),
+        pytest.param("light", PHONE, id="light-phone", marks=pytest.mark.full),
+    ],
+)
 def test_no_view_has_violations(visit, server, scheme, size):
     chat = visit(server, color_scheme=scheme, viewport=size)
     check(chat)

@@ -54,7 +54,7 @@ def test_candidate_is_measured_in_server() -> None:
         return {"model": {"max_context_length": 1024}, "kv": {"type": choice["kv.type"]}}
 
     bench = ServerBench(settings)
-    assert bench.measure({"kv.type": "f16"}, Traffic("edit", 1.0)).rate > 0
+    assert bench.measure({"kv.type": "f16"}, Traffic("chat", 0.1)).rate > 0
     assert bench.measure({"kv.type": "q8_0"}, Traffic("long-beside-short", 0.1)).rate > 0
     with pytest.raises(CandidateError, match="does not start"):
         bench.measure({"kv.type": "unknown"}, Traffic("chat", 1.0))

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from ollama_server import serving_ollama
 
+from cllm.bench.bare_engine import PARTS
 from cllm.bench.load.workload import WORKLOADS
 from cllm.bench.make_model import QUANTS, SHAPES
-from cllm.bench.stages import STAGES
+from cllm.bench.stages import STAGES, SizeResult, StageResult
 from cllm.cli.remote import server_url
 
 STREAM = b"""\
@@ -256,10 +257,22 @@ def test_make_model_writes_file(cllm, tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-@pytest.mark.slow
-def test_stages_measures_every_stage(cllm, builtin_path: Path, tmp_path: Path) -> None:
+def test_stages_tells_what_every_stage_loses(
+    cllm, builtin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The result is a table or JSON. The exit code is 1 only if a stage loses more than the budget."""
     options = ["--sequences", "2", "--rounds", "1", "--max-tokens", "4", "--prompt-words", "3"]
+    code, _, err = cllm("bench", "stages", "nowhere.gguf", *options)
+    assert code == 2
+    assert "nowhere.gguf" in err
+    stages = [StageResult(stage, [100.0 - i]) for i, stage in enumerate(STAGES)]
+    asked = []
+
+    def measure(path, sizes, rounds, progress):
+        asked.append((path, *((size.num_seqs, size.num_tokens) for size in sizes), rounds))
+        return [SizeResult(2, stages, dict.fromkeys(PARTS, 1.0))]
+
+    monkeypatch.setattr("cllm.bench.stages.run_stages", measure)
     code, out, _ = cllm(
         "bench",
         "stages",
@@ -277,9 +290,8 @@ def test_stages_measures_every_stage(cllm, builtin_path: Path, tmp_path: Path) -
     code, out, _ = cllm("bench", "stages", *options, "--json")
     assert code == 0
     assert [stage["stage"] for stage in json.loads(out)[0]["stages"]] == list(STAGES)
-    code, _, err = cllm("bench", "stages", "nowhere.gguf", *options)
-    assert code == 2
-    assert "nowhere.gguf" in err
+    assert asked == [(builtin_path, (2, 4), 1)] * 2
+    assert cllm("bench", "stages", *options, "--budget", "0.001").code == 1
 
 
 def test_compare_rejects_invalid_options_before_measuring(cllm, tmp_path: Path) -> None:
