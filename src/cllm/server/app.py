@@ -110,7 +110,7 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     )
     lines: dict[str, BatchLines] = dict.fromkeys(ENDPOINTS, OpenAILines(state))
     lines[ENDPOINT] = MessageLines(state)
-    state.batches = make_batches(registry, settings, lines)
+    state.batches = make_batches(state, lines)
     app.state = state  # type: ignore[assignment]  # typed, unlike the framework's
     errors.install(app, answer_fault)
     for router in ROUTERS:

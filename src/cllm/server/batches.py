@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from starlette.requests import Request
 
-from cllm.config.settings import Settings
 from cllm.errors import BadRequest
-from cllm.server.state import get_state
+from cllm.server.call import Call
+from cllm.server.off_loop import admit, off_loop
+from cllm.server.resolve import check_route, find_allowed, load, with_adapters
+from cllm.server.state import ServerState, get_state
 from cllm.serving.batches import Batches, BatchLines
-from cllm.serving.registry import Registry
+from cllm.serving.service import Service
+from cllm.store.batches import BatchRecord
 from cllm.store.files import StoredFile
 from cllm.store.store import Store
 
 CHUNK = 1 << 20
 
 
-def make_batches(
-    registry: Registry, settings: Settings, lines: Mapping[str, BatchLines]
-) -> Batches | None:
+def make_batches(state: ServerState, lines: Mapping[str, BatchLines]) -> Batches | None:
     """Return the batches and files of an application; None if its settings have no folder for
     them.
     """
-    storage = settings.storage
+    storage = state.settings.storage
     if storage.folder is None:
         return None
     folder = Path(storage.folder).expanduser()
     store = Store(folder, storage.max_files, storage.max_files_mb * 1_000_000)
-    return Batches(store, registry, lines, settings.scheduler.max_num_seqs)
+    return Batches(store, state.registry, lines, state.settings.scheduler.max_num_seqs)
 
 
 async def open_batches(request: Request) -> Batches:
@@ -48,6 +49,29 @@ async def open_batches(request: Request) -> Batches:
         )
     await batches.open()
     return batches
+
+
+async def begin_request(
+    state: ServerState,
+    record: BatchRecord,
+    custom_id: str,
+    num_bytes: int,
+    read: Callable[[Call], Any],
+    default_model: str | None = None,
+) -> tuple[Call, Service, Any]:
+    """Return the call of a request of a batch, the service of its model, and its body.
+
+    ``read`` returns the body, which has ``num_bytes``. ``default_model`` is the model of a body
+    that names none. Raises what a route with the same body would raise.
+    """
+    call = Call(state, record.account, body_hash=hash((record.id, custom_id)))
+    account = call.account()
+    check_route(account, record.endpoint)
+    admit(call, num_bytes)
+    body = await off_loop(call, lambda: read(call))
+    model = find_allowed(state.registry, account, body.model or default_model)
+    service = await load(state.registry, model, call)
+    return call, with_adapters(state.registry, model, service, call), body
 
 
 def chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -349,16 +349,24 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def rename_parameters(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename sampling parameters in errors to the dialect's ``names``."""
+def rename_parameters(names: Mapping[str, str], opaque: str = "") -> Iterator[None]:
+    """Rename parameters in errors to the dialect's ``names``, with the path of a part of one.
+
+    The parts of the parameter ``opaque`` have other paths in the dialect, which are left out.
+    """
     try:
         yield
     except BadRequest as error:
-        name = names.get(error.param or "")
-        if name is None:
-            raise
-        message = str(error).replace(f"'{error.param}'", f"'{name}'")
-        raise BadRequest(message, param=name, code=error.code, status=error.status) from None
+        param, message = error.param or "", str(error)
+        for name, own in names.items():
+            if param == name or param.startswith((f"{name}[", f"{name}.")):
+                renamed = own if name == opaque else own + param.removeprefix(name)
+                message = message.replace(f"'{param}", f"'{renamed}")
+                message = message.replace(f"'{name}", f"'{own}")
+                raise BadRequest(
+                    message, param=renamed, code=error.code, status=error.status
+                ) from None
+        raise
 
 
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from cllm.config.settings import PriorityName
 from cllm.core.request import Priority
-from cllm.process.backlog import QueuePosition
 from cllm.process.reservations import Claim
 from cllm.server.body import Body
 from cllm.server.call import Call
@@ -77,20 +76,14 @@ class TermsBody(Body):
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
-    """Return the headers that every dialect adds to an answer: its queue position, and schema
-    keywords that were not enforced.
+    """Return the headers that every dialect adds to an answer: its queue position on arrival (0: it
+    runs immediately), the estimated time to its first token, and schema keywords that were not
+    enforced.
     """
-    unenforced = answer.generation.unenforced
-    return queue_position_headers(answer.queue_position) | (
-        {"x-cllm-unenforced-keywords": ", ".join(unenforced)} if unenforced else {}
-    )
-
-
-def queue_position_headers(queue_position: QueuePosition) -> dict[str, str]:
-    """Return headers with the request's queue position on arrival (0: it runs immediately), and the
-    estimated time to its first token.
-    """
-    return {
-        "x-cllm-queue-position": str(queue_position.position),
-        "x-cllm-estimated-ttft-ms": str(round(queue_position.seconds * 1000)),
+    headers = {
+        "x-cllm-queue-position": str(answer.queue_position.position),
+        "x-cllm-estimated-ttft-ms": str(round(answer.queue_position.seconds * 1000)),
     }
+    if answer.generation.unenforced:
+        headers["x-cllm-unenforced-keywords"] = ", ".join(answer.generation.unenforced)
+    return headers

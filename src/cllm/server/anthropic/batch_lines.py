@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from cllm.server.anthropic.errors import anthropic_error
 from cllm.server.anthropic.routes import message_generation
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.anthropic.stream import collect
+from cllm.server.batches import begin_request
 from cllm.server.body import parse_json, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
 from cllm.server.errors import describe
 from cllm.server.http.request_id import new_request_id
 from cllm.server.http.sse import escape_line_ends
-from cllm.server.off_loop import admit, off_loop
-from cllm.server.resolve import check_route, find_allowed, load, with_adapters
 from cllm.server.state import ServerState
 from cllm.serving.served_model import ServedModel
 from cllm.store.batches import BatchRecord
@@ -108,13 +108,8 @@ class MessageLines:
         self, record: BatchRecord, custom_id: str, body: bytes, model: ServedModel
     ) -> bytes:
         del model  # each request names its own
-        call = Call(self._state, record.account, body_hash=hash((record.id, custom_id)))
-        check_route(call.account(), ENDPOINT)
-        admit(call, len(body))
-        asked = await off_loop(call, lambda: read_params(body, call))
-        registry = self._state.registry
-        found = find_allowed(registry, call.account(), asked.model)
-        service = with_adapters(registry, found, await load(registry, found, call), call)
+        read = partial(read_params, body)
+        call, service, asked = await begin_request(self._state, record, custom_id, len(body), read)
         generation = await message_generation(call, service, asked)
         with service.submit(generation) as answer:
             message = await collect(answer, service.model_name, shows_thinking=asked.shows_thinking)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import secrets
 import time
@@ -27,7 +26,7 @@ from cllm.server.anthropic.batch_lines import (
     read_requests,
     write_requests,
 )
-from cllm.server.anthropic.routes import check_version
+from cllm.server.anthropic.routes import check_version, format_time
 from cllm.server.batches import chunks, open_batches, store_file
 from cllm.server.body import Body, check_type, describe_route, example, read_bytes
 from cllm.server.call import get_call
@@ -309,7 +308,3 @@ def count_requests(record: BatchRecord) -> MessageBatchCounts:
         "canceled": record.missing if record.ending == "cancelled" else 0,
         "expired": record.missing if record.ending == "expired" else 0,
     }
-
-
-def format_time(seconds: int) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

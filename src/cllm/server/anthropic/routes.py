@@ -140,9 +140,7 @@ def model_object(model: ServedModel) -> dict[str, Any]:
         "type": "model",
         "id": model.name,
         "display_name": model.name,
-        "created_at": datetime.datetime.fromtimestamp(model.created, datetime.UTC).strftime(
-            "%Y-%m-%dT%H:%M:%SZ"
-        ),
+        "created_at": format_time(model.created),
         "lifecycle": "active",
         "max_input_tokens": info.context_length - 1 if info else None,
         "max_tokens": info.context_length - 1 if info else None,
@@ -155,3 +153,8 @@ def check_version(request: Request) -> None:
     if version is not None and not VERSION.fullmatch(version):
         message = f"anthropic-version: {version[:40]!r} is not a version such as 2023-06-01."
         raise BadRequest(message, param="anthropic-version", code="invalid_value")
+
+
+def format_time(seconds: int) -> str:
+    """Return a time in the form of RFC 3339."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -29,7 +29,6 @@ from cllm.server.openai.stream import (
     ChoiceAccumulator,
     Chunks,
     TokenUsage,
-    UsageChunks,
     usage_object,
 )
 from cllm.server.queueing import answer_headers
@@ -230,12 +229,10 @@ def chat_stream(service: Service, body: ChatBody, answer: Answer) -> Response:
         answer.generation,
         head,
         chat=True,
-        include_usage=body.includes_usage,
+        options=body.stream_options,
         logprobs=logprobs_of(service, body),
     )
-    return EventStream(
-        answer, UsageChunks(chunks) if body.counts_always else chunks, headers_of(answer)
-    )
+    return EventStream(answer, chunks, headers_of(answer))
 
 
 async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> bytes:
@@ -257,8 +254,9 @@ async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> b
 
 
 async def collect(answer: Answer) -> list[ChoiceAccumulator]:
-    """Return all choices of a generation."""
-    choices = [ChoiceAccumulator() for _ in range(answer.generation.params.n)]
+    """Return all choices of a generation, those of its first prompt first."""
+    generation = answer.generation
+    choices = [ChoiceAccumulator() for _ in range(len(generation.prompts) * generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
             choices[delta.index].add(delta)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from fastapi import APIRouter
@@ -21,7 +20,7 @@ from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
-from cllm.server.openai.chat import AnswerHead, encode_choices, head_of, headers_of
+from cllm.server.openai.chat import AnswerHead, collect, encode_choices, head_of, headers_of
 from cllm.server.openai.logprobs import (
     completion_logprobs,
     join_logprobs,
@@ -29,7 +28,7 @@ from cllm.server.openai.logprobs import (
     prompt_logprobs,
 )
 from cllm.server.openai.schema import CompletionBody, list_prompts
-from cllm.server.openai.stream import Chunks, TokenUsage, UsageChunks
+from cllm.server.openai.stream import ChoiceAccumulator, Chunks, TokenUsage
 from cllm.server.resolve import service_for
 from cllm.server.timings import EXAMPLE_TIMINGS, Timings
 from cllm.serving.answer import Answer, Generation
@@ -83,9 +82,7 @@ async def completions(request: Request) -> Response:
     words = CompletionFormatter(service, body, answer)
     if body.stream:
         chunks = CompletionChunks(words, head_of(service, generation, "text_completion"))
-        return EventStream(
-            answer, UsageChunks(chunks) if body.counts_always else chunks, headers_of(answer)
-        )
+        return EventStream(answer, chunks, headers_of(answer))
     with answer:
         content = await until_disconnect(request, completion(words))
     return Response(content, headers=headers_of(answer), media_type="application/json")
@@ -113,17 +110,18 @@ async def completion(words: CompletionFormatter) -> bytes:
     """Return the whole answer to prompts, as JSON."""
     answer = words.answer
     head = head_of(words.service, answer.generation, "text_completion")
-    wholes = await collect(answer, words)
+    wholes = await collect(answer)
+    chosen = words.choose(wholes)
     choices: Iterable[CompletionChoice] = (
         {
             "index": place,
-            "text": words.echoed(whole.index) + "".join(whole.text),
-            "logprobs": words.logprobs(whole.index, whole.token_logprobs, with_prompt=True),
-            "finish_reason": cast("Literal['stop', 'length']", whole.finish),
+            "text": words.echoed(index) + "".join(wholes[index].text),
+            "logprobs": words.logprobs(index, wholes[index].token_logprobs, with_prompt=True),
+            "finish_reason": cast("Literal['stop', 'length']", wholes[index].finish),
         }
-        for place, whole in enumerate(wholes)
+        for place, index in enumerate(chosen)
     )
-    num_tokens = sum(len(whole.token_logprobs) for whole in wholes)
+    num_tokens = sum(len(wholes[index].token_logprobs) for index in chosen)
     if words.params.prompt_logprobs is not None:
         num_tokens += sum(map(len, answer.generation.prompts)) * words.params.n
     return await encode_choices(answer, head, choices, num_tokens)
@@ -185,6 +183,18 @@ class CompletionFormatter:
             or len(self.answer.prompt_logprobs[i]) >= len(self.answer.generation.prompts[i]) - 1
         )
 
+    def choose(self, choices: list[ChoiceAccumulator]) -> list[int]:
+        """Return the indexes of the choices to return: all of them, or with ``best_of`` the best
+        ones of each prompt, best first.
+        """
+        indexes = range(len(choices))
+        if not self.body.chooses:
+            return [*indexes]
+        means = [mean_logprob(choice.token_logprobs) for choice in choices]
+        groups = (indexes[first : first + self.params.n] for first in indexes[:: self.params.n])
+        best = (sorted(group, key=lambda index: -means[index]) for group in groups)
+        return [index for group in best for index in group[: self.body.n or 1]]
+
     def logprobs(
         self, index: int, token_logprobs: list[TokenLogprob], *, with_prompt: bool
     ) -> dict[str, Any] | None:
@@ -204,45 +214,8 @@ class CompletionFormatter:
         return join_logprobs(prompt_logprobs(self._vocabulary, prompt, logprobs, text), own)
 
 
-@dataclass
-class Continuation:
-    """The text of one choice so far.
-
-    ``index`` counts the choices of all prompts; each prompt has ``n``.
-    """
-
-    index: int
-    text: list[str] = field(default_factory=list)
-    token_logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: str = ""
-
-    @property
-    def mean_logprob(self) -> float:
-        return sum(one.logprobs.logprob for one in self.token_logprobs) / max(
-            1, len(self.token_logprobs)
-        )
-
-
-async def collect(answer: Answer, words: CompletionFormatter) -> list[Continuation]:
-    """Return all choices of a generation.
-
-    With ``best_of``, return the best ones of each prompt, best first.
-    """
-    n = answer.generation.params.n
-    choices = [Continuation(i) for i in range(len(answer.generation.prompts) * n)]
-    async for deltas in answer:
-        for delta in deltas:
-            choice = choices[delta.index]
-            choice.text.append(delta.text)
-            choice.token_logprobs += delta.logprobs
-            choice.finish = delta.finish
-    if not words.body.chooses:
-        return choices
-    ranked = [
-        sorted(choices[first : first + n], key=lambda choice: -choice.mean_logprob)
-        for first in range(0, len(choices), n)
-    ]
-    return [choice for group in ranked for choice in group[: words.body.n or 1]]
+def mean_logprob(token_logprobs: list[TokenLogprob]) -> float:
+    return sum(one.logprobs.logprob for one in token_logprobs) / max(1, len(token_logprobs))
 
 
 class CompletionChunks(Chunks):
@@ -253,7 +226,7 @@ class CompletionChunks(Chunks):
 
     def __init__(self, words: CompletionFormatter, head: AnswerHead) -> None:
         super().__init__(
-            words.answer.generation, head, chat=False, include_usage=words.body.includes_usage
+            words.answer.generation, head, chat=False, options=words.body.stream_options
         )
         self._words = words
         self._begun: set[int] = set()

@@ -138,17 +138,6 @@ class GenerationBody(TermsBody, ConstrainedBody):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     dry_sequence_breakers: list[str] | None = None
 
-    @property
-    def counts_always(self) -> bool:
-        """Whether every chunk of a stream includes the usage."""
-        options = self.stream_options
-        return bool(self.includes_usage and options and options.continuous_usage_stats)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether the last chunk of a stream includes the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def num_new_tokens(self) -> int | None:
         given = self.model_fields_set
         return (

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from cllm.server.errors import error_event
+from cllm.server.openai.schema import StreamOptions
 from cllm.server.timings import build_timings
 from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
@@ -80,15 +81,17 @@ class Chunks:
         head: Mapping[str, Any],
         *,
         chat: bool,
-        include_usage: bool,
+        options: StreamOptions | None,
         logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
     ) -> None:
-        """``head``: id, object, created and model, which every chunk repeats. ``logprobs`` makes
-        the logprobs object of a delta.
+        """Every chunk repeats ``head``, which has the id, the object, the time and the model.
+        ``options`` say which chunks include the usage. ``logprobs`` makes the logprobs object of a
+        delta.
         """
         self._generation = generation
         self._chat = chat
-        self._include_usage = include_usage
+        self._include_usage = include_usage = bool(options and options.include_usage)
+        self._counts = bool(include_usage and options and options.continuous_usage_stats)
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
         self._end = (b'],"usage":null}' if include_usage else b"]}") + b"\n\n"
         self._text = b'"delta":{"content":' if chat else b'"text":'
@@ -166,14 +169,12 @@ class Chunks:
             data = self._open(delta) + data
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
-    def count(self) -> None:
-        """Include the usage so far in the next chunks."""
-        self._end = b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n"
-
     def begin(self) -> bytes:
         return b""
 
     def deltas(self, deltas: list[Delta]) -> bytes:
+        if self._counts:
+            self._end = b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n"
         return b"".join(map(self.of, deltas))
 
     def end(self) -> bytes:
@@ -184,18 +185,6 @@ class Chunks:
 
     def fault(self, error: Exception) -> bytes:
         return error_event(error) + DONE
-
-
-class UsageChunks:
-    """Wraps ``chunks`` so that each one includes the usage so far."""
-
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks = chunks
-        self.begin, self.end, self.fault = chunks.begin, chunks.end, chunks.fault
-
-    def deltas(self, deltas: list[Delta]) -> bytes:
-        self._chunks.count()
-        return self._chunks.deltas(deltas)
 
 
 class ChoiceAccumulator:

@@ -28,6 +28,7 @@ from cllm.server.call import get_call
 from cllm.server.openai.paging import ListPage, page
 from cllm.server.state import get_state
 from cllm.store.files import StoredFile, new_file, no_file
+from cllm.store.store import Store
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 
@@ -146,14 +147,14 @@ async def list_files(
 @router.get("/{file_id}")
 async def retrieve(request: Request, file_id: str) -> FileObject:
     """Return the description of a file."""
-    return file_object(await find(request, file_id))
+    _, file = await find(request, file_id)
+    return file_object(file)
 
 
 @router.get("/{file_id}/content", openapi_extra=describe_route(stream="application/octet-stream"))
 async def content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    await find(request, file_id)
-    store = (await open_batches(request)).store
+    store, _ = await find(request, file_id)
     file, content = await store.run(store.files.open, file_id, get_call(request).account())
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(
@@ -164,19 +165,18 @@ async def content(request: Request, file_id: str) -> Response:
 @router.delete("/{file_id}")
 async def delete(request: Request, file_id: str) -> DeletedFile:
     """Delete a file, unless a batch still reads it."""
-    await find(request, file_id)
-    store = (await open_batches(request)).store
+    store, _ = await find(request, file_id)
     await store.run(store.files.delete, file_id, get_call(request).account())
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def find(request: Request, file_id: str) -> StoredFile:
-    """Return a file. Raises BadRequest (404), also for one of another dialect."""
+async def find(request: Request, file_id: str) -> tuple[Store, StoredFile]:
+    """Return the store and a file. Raises BadRequest (404), also for one of another dialect."""
     store = (await open_batches(request)).store
     file = await store.run(store.files.get, file_id, get_call(request).account())
     if file.purpose not in PURPOSES:
         raise no_file(file_id, "file_id")
-    return file
+    return store, file
 
 
 def fields_of(form: FormData) -> dict[str, Any]:

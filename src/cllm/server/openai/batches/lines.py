@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,20 +16,19 @@ import pydantic
 from pydantic_core import from_json, to_json
 
 from cllm.errors import BadRequest
+from cllm.server.batches import begin_request
 from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
 from cllm.server.errors import describe, openai_error
 from cllm.server.http.request_id import new_request_id
 from cllm.server.http.sse import escape_line_ends
-from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.chat import chat_completion, chat_generation
 from cllm.server.openai.completions import CompletionFormatter, completion, completion_generation
 from cllm.server.openai.embeddings import EmbeddingsBody, embedding_list
 from cllm.server.openai.responses.routes import complete_response, response_generation
 from cllm.server.openai.responses.schema import ResponseBody
 from cllm.server.openai.schema import ChatBody, CompletionBody
-from cllm.server.resolve import check_route, find_allowed, load, with_adapters
 from cllm.server.state import ServerState
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service
@@ -114,14 +114,11 @@ class OpenAILines:
         self, record: BatchRecord, custom_id: str, body: LineBody, model: ServedModel
     ) -> bytes:
         kind, compute = ENDPOINTS[record.endpoint]
-        call = Call(self._state, record.account, body_hash=hash((record.id, custom_id)))
-        check_route(call.account(), record.endpoint)
-        admit(call, body.num_bytes)
-        asked: Any = await off_loop(call, lambda: read_value(body.value, kind, call))
-        registry = self._state.registry
-        model = find_allowed(registry, call.account(), asked.model or model.name)
-        service = with_adapters(registry, model, await load(registry, model, call), call)
-        name, content = await compute(call, service, asked)
+        read = partial(read_value, body.value, kind)
+        asked = await begin_request(
+            self._state, record, custom_id, body.num_bytes, read, model.name
+        )
+        name, content = await compute(*asked)
         return answer_line(custom_id, 200, name, content)
 
     def fault(self, custom_id: str, error: Exception) -> bytes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -26,7 +25,7 @@ from cllm.server.openai.chat import chat_generation
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import ListPage, page
 from cllm.server.openai.responses.items import PLACES, new_id
-from cllm.server.openai.responses.schema import ResponseBody, TextFormat, with_own_names
+from cllm.server.openai.responses.schema import ResponseBody, TextFormat, rename_fields
 from cllm.server.openai.responses.stream import ResponseEvents, ResponseUsage
 from cllm.server.openai.responses.tools import OtherTool
 from cllm.server.openai.schema import ChatBody
@@ -201,15 +200,6 @@ async def input_items(
         return to_json(page(items if order == "asc" else items[::-1], after, limit))
 
     return Response(await off_loop(call, answer), media_type="application/json")
-
-
-@contextmanager
-def rename_fields() -> Iterator[None]:
-    """Use the field names of this dialect in errors about the chat."""
-    try:
-        yield
-    except BadRequest as error:
-        raise with_own_names(error) from None
 
 
 async def translate(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, example, first_fault
+from cllm.server.body import Body, example, first_fault, rename_parameters
 from cllm.server.openai.conversation import MAX_TOOLS, ReasoningEffort
 from cllm.server.openai.responses.items import Identifier, Item, MessageItem, messages_of
 from cllm.server.openai.responses.tools import ResponseTool, Toolset
@@ -27,6 +28,8 @@ NAMES = {
 }
 
 
+# Several items become one message, so errors cannot name parts of messages.
+rename_fields = partial(rename_parameters, NAMES, opaque="messages")
 CHOICES = ("function", "custom", "allowed_tools")
 
 
@@ -183,7 +186,10 @@ class ResponseBody(GenerationBody):
         return [item.resource() for item in self.input or []]
 
     def chat(self, items: list[dict[str, Any]]) -> ChatBody:
-        """Return the equivalent chat request for the conversation ``items``. Raises BadRequest."""
+        """Return the equivalent chat request for the conversation ``items``.
+
+        Raises BadRequest with the names of a chat's parameters.
+        """
         own = {*ResponseBody.__annotations__, "max_tokens"}
         shared = (set(GenerationBody.model_fields) - own) & self.model_fields_set
         values = self.model_dump(include=shared, by_alias=True)
@@ -208,7 +214,7 @@ class ResponseBody(GenerationBody):
         try:
             return ChatBody.model_validate(values)
         except pydantic.ValidationError as error:
-            raise with_own_names(first_fault(error)) from None
+            raise first_fault(error) from None
 
     def toolset(self) -> Toolset:
         toolset = Toolset()
@@ -246,18 +252,6 @@ class ResponseBody(GenerationBody):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
-
-
-def with_own_names(error: BadRequest) -> BadRequest:
-    """Return ``error`` about a chat with the names of this dialect."""
-    param, message = error.param or "", str(error)
-    for name, here in NAMES.items():
-        if param == name or param.startswith((f"{name}[", f"{name}.")):
-            # because several items become one message
-            rest = "" if name == "messages" else param[len(name) :]
-            message = message.replace(f"'{param}", f"'{here}{rest}").replace(f"'{name}", f"'{here}")
-            return BadRequest(message, param=here + rest, code=error.code, status=error.status)
-    return error
 
 
 def force_function(name: str) -> dict[str, Any]:
