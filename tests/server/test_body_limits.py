@@ -22,7 +22,7 @@ from cllm.server.body_limits import (
     MAX_VALUES,
     check_parts,
     check_structure,
-    num_parts,
+    count_parts,
 )
 from cllm.server.call import Call
 from cllm.server.http.sse import ClientGone
@@ -94,7 +94,7 @@ def test_10_000_messages_and_parts_are_accepted():
         {"messages": [{"role": "user", "content": [TEXT] * (MAX_PARTS - 1)}], "input": [1] * 20_000}
     )
     assert (
-        num_parts(
+        count_parts(
             [
                 USER,
                 {"content": [TEXT, {"content": [TEXT]}], "tool_calls": [CALL], "other": [TEXT]},

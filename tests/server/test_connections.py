@@ -204,7 +204,7 @@ def test_slow_body_gets_408(monkeypatch):
 
     async def read():
         request = Request({"type": "http", "headers": []}, receive)
-        async for _ in body.parts_of(request, 10**9, BadRequest("too large")):
+        async for _ in body.receive_parts(request, 10**9, BadRequest("too large")):
             pass
 
     with pytest.raises(BadRequest, match="arrives too slowly: less than 30000 bytes") as caught:
@@ -226,7 +226,7 @@ def test_time_between_reads_does_not_count_as_slow(monkeypatch):
     async def read():
         request = Request({"type": "http", "headers": []}, receive)
         size = 0
-        async for part in body.parts_of(request, 10**9, BadRequest("too large")):
+        async for part in body.receive_parts(request, 10**9, BadRequest("too large")):
             size += len(part)
             await asyncio.sleep(0.1)
         return size

@@ -16,7 +16,7 @@ from conftest import PATIENCE
 from store_parts import OWN, opened, put
 
 from cllm.errors import BadRequest
-from cllm.server.anthropic.batches import chunks_of, open_all
+from cllm.server.anthropic.batches import open_all, read_all
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 pytestmark = pytest.mark.slow
@@ -359,7 +359,7 @@ def test_no_file_of_results_stays_open_if_another_one_is_gone(tmp_path, monkeypa
 
 def test_files_of_results_are_closed_if_the_client_reads_no_further():
     contents = [io.BytesIO(b"ab"), io.BytesIO(b"cd")]
-    chunks = chunks_of(contents)
+    chunks = read_all(contents)
     assert next(chunks) == b"ab"
     chunks.close()
     assert all(content.closed for content in contents)

@@ -10,7 +10,7 @@ from openai.types.responses.response import Response
 
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
-from cllm.server.openai.responses.items import MessageItem, messages_of
+from cllm.server.openai.responses.items import MessageItem, make_messages
 from cllm.server.openai.responses.stream import ResponseEvents
 from cllm.server.openai.responses.tools import ToolTarget, extract_input
 from cllm.serving.answer import Generation
@@ -122,7 +122,7 @@ def test_response_items_become_one_assistant_message():
         "call_id": response["output"][2]["call_id"],
         "output": "3",
     }
-    messages = messages_of([user, *response["output"], gave], "Be kind.")
+    messages = make_messages([user, *response["output"], gave], "Be kind.")
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
     assert messages[2]["reasoning_content"] == "Let me see."
     assert messages[2]["content"] == "Hm."

@@ -42,8 +42,8 @@ def check_host(host: str) -> None:
     """Raise StartupError unless a server can listen on ``host``, as far as its form says."""
     name: str | None
     port: int | None
-    if found := WITH_PORT.fullmatch(host):
-        name, port = found["host"], int(found["port"])
+    if match := WITH_PORT.fullmatch(host):
+        name, port = match["host"], int(match["port"])
         name = "0.0.0.0" if name == "*" else name
     elif is_network(host) and "/" not in host:
         return

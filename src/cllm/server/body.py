@@ -179,7 +179,7 @@ def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
     """Return the fields whose value may be an object with a Body model, and the possible models of
     each.
     """
-    found = {
+    models = {
         field.alias or name: [
             kind
             for kind in (field.annotation, *get_args(field.annotation))
@@ -187,7 +187,7 @@ def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
         ]
         for name, field in model.model_fields.items()
     }
-    return {name: kinds for name, kinds in found.items() if kinds}
+    return {name: kinds for name, kinds in models.items() if kinds}
 
 
 async def read_body(request: Request, model: type[Model], *, any_type: bool = False) -> Model:
@@ -262,7 +262,7 @@ async def read_bytes(request: Request, max_mb: int | None = None) -> bytes:
     call = get_call(request)
     parts: list[bytes] = []
     try:
-        async for part in parts_of(request, limit, too_large):
+        async for part in receive_parts(request, limit, too_large):
             parts.append(part)
             size = receiving[call] = receiving.get(call, 0) + len(part)
             if size > LARGE and sum(receiving.values()) > max(limit, MAX_RECEIVING_BYTES):
@@ -273,7 +273,7 @@ async def read_bytes(request: Request, max_mb: int | None = None) -> bytes:
         receiving.pop(call, None)
 
 
-async def parts_of(
+async def receive_parts(
     request: Request, limit: int, too_large: BadRequest
 ) -> AsyncGenerator[bytes, None]:
     """Yield the parts of the body as they arrive. Raises ``too_large`` if there are more than

@@ -47,7 +47,7 @@ def check_parts(body: dict[str, Any]) -> None:
     """Raise BadRequest if a conversation in ``body`` has too many messages and parts."""
     for name in CONVERSATIONS:
         if isinstance(value := body.get(name), list):
-            check_num_parts(num_parts(value), name)
+            check_num_parts(count_parts(value), name)
 
 
 def check_num_parts(count: int, param: str) -> None:
@@ -59,7 +59,7 @@ def check_num_parts(count: int, param: str) -> None:
         raise BadRequest(message, param=param, code="array_above_max_length")
 
 
-def num_parts(conversation: list[Any]) -> int:
+def count_parts(conversation: list[Any]) -> int:
     count, pending = 0, [conversation]
     while pending:
         objects = [item for item in pending.pop() if isinstance(item, dict)]

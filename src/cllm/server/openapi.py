@@ -132,10 +132,10 @@ def page() -> tuple[bytes, str]:
     html = resources.files("cllm.server").joinpath("docs.html").read_text()
 
     def digest(tag: str) -> str:
-        found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        assert found is not None
+        match = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        assert match is not None
         return (
-            "'sha256-" + base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode() + "'"
+            "'sha256-" + base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode() + "'"
         )
 
     policy = (

@@ -91,13 +91,15 @@ def with_adapters(registry: Registry, model: ServedModel, service: Service, call
     if call.lora is None:
         return service
     account = call.account()
-    use = scales_of(call.lora, registry.list_adapters(model), account)
+    use = make_adapter_use(call.lora, registry.list_adapters(model), account)
     if not use.adapters and not may_use(account, model.origin):
         raise BadRequest("Invalid 'lora': it leaves no adapter.", param="lora")
     return replace(service, adapter_use=use)
 
 
-def scales_of(lora: Iterable[Any], adapters: Sequence[ServedModel], account: Account) -> AdapterUse:
+def make_adapter_use(
+    lora: Iterable[Any], adapters: Sequence[ServedModel], account: Account
+) -> AdapterUse:
     """Return the use of ``adapters``. ``lora``: their numbers (id) and scales. Raises
     BadRequest.
     """

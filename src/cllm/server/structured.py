@@ -79,7 +79,7 @@ class StructuredOutputs(Body):
 
     def constraints(self) -> dict[str, Constraint]:
         """Return the constraints by field name."""
-        return constraints_of(
+        return make_constraints(
             "structured_outputs.",
             json=self.json_,
             regex=self.regex,
@@ -112,13 +112,13 @@ class ConstrainedBody(Body):
         """Return the constraint on the answer. Raises BadRequest if there is more than one or it
         cannot be enforced, and EngineError if too many grammars are being checked.
         """
-        constraints = constraints_of(
+        constraints = make_constraints(
             "guided_",
             json=self.guided_json,
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
-        ) | constraints_of(
+        ) | make_constraints(
             "",
             json_schema=self.json_schema,
             regex=self.regex,
@@ -141,15 +141,15 @@ class ConstrainedBody(Body):
         return await service.grammar(constraint, param, scheduling)
 
 
-def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
+def make_constraints(prefix: str, **fields: Any) -> dict[str, Constraint]:
     """Return the constraints of the fields that are not None, by prefixed name.
 
     Raises BadRequest for invalid JSON.
     """
-    found = {name: value for name, value in fields.items() if value is not None}
-    for name in found.keys() & {"json", "json_schema"}:
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in given.keys() & {"json", "json_schema"}:
         try:
-            found[name] = json.loads(found[name]) if isinstance(found[name], str) else found[name]
+            given[name] = json.loads(given[name]) if isinstance(given[name], str) else given[name]
         except (ValueError, RecursionError):
             message = f"Invalid '{prefix}{name}': it is not JSON."
             raise BadRequest(message, param=prefix + name, code="invalid_value") from None
@@ -163,5 +163,5 @@ def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
     }
     return {
         prefix + name: Constraint(kinds[name], value, strict=kinds[name] != "json_schema")
-        for name, value in found.items()
+        for name, value in given.items()
     }

@@ -11,7 +11,7 @@ from cllm.text.alignment import TokenLogprob
 LEAST = -9999.0  # JSON has no infinity
 
 
-def token_objects(
+def list_logprobs(
     vocabulary: VocabularyTable, token_logprobs: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
     """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display:

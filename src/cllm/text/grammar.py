@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cllm.errors import BadRequest
-from cllm.text.schema.lark import Rules, reason_of, regex_term, text_term
+from cllm.text.schema.lark import Rules, explain_error, regex_term, text_term
 from cllm.text.schema.repetitions import LARK, MAX_EXPANSION, expands_too_far
 from cllm.text.schema.rules import json_rule
 
@@ -184,7 +184,7 @@ class Checker:
             ):
                 kind = {key: value for key, value in constraint.value.items() if key == "type"}
                 return CheckedGrammar(to_lark(Constraint("json_schema", kind), param), ("schema",))
-            raise invalid(param, reason_of(matcher.get_error()))
+            raise invalid(param, explain_error(matcher.get_error()))
         return CheckedGrammar(text, tuple(sorted(unenforced)))
 
     def _try(self, matcher: LLMatcher) -> None:

@@ -15,13 +15,13 @@ from cllm.text.schema.alternatives import (
     Alternative,
     constants,
     intersect,
-    item_of,
+    item_schema,
     join_options,
     merge,
     merge_options,
     of_any_type,
     own_alternatives,
-    property_of,
+    property_schema,
     with_option,
 )
 
@@ -48,7 +48,7 @@ def allows(alternative: Alternative, value: Any) -> bool:
             return all(holds(part, value) for part in alternative["parts"])
         case list():
             return alternative["minItems"] <= len(value) <= alternative["maxItems"] and all(
-                holds(item_of(alternative, i), item) for i, item in enumerate(value)
+                holds(item_schema(alternative, i), item) for i, item in enumerate(value)
             )
         case dict():
             return allows_object(alternative, value)
@@ -201,12 +201,12 @@ def test_properties_satisfy_the_patterns_that_their_names_match():
     found = only(schema)
     assert found["properties"]["y"] == WORD
     for alternative_name in ("x1", "x2", "z1"):
-        assert holds(property_of(found, alternative_name), 4)
-    assert not holds(property_of(found, "x1"), 2)
-    assert not holds(property_of(found, "x1"), 6)
-    assert holds(property_of(found, "x2"), 6)
-    assert not holds(property_of(found, "z1"), 6)
-    assert property_of(found, "z") == NONE
+        assert holds(property_schema(found, alternative_name), 4)
+    assert not holds(property_schema(found, "x1"), 2)
+    assert not holds(property_schema(found, "x1"), 6)
+    assert holds(property_schema(found, "x2"), 6)
+    assert not holds(property_schema(found, "z1"), 6)
+    assert property_schema(found, "z") == NONE
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Constraint, to_lark
-from cllm.text.schema.faults import fault_of
+from cllm.text.schema.faults import find_fault
 from cllm.text.schema.json_schema import KEYWORDS, MAX_DEPTH, MAX_REPEAT, enforceable
 
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
@@ -762,7 +762,7 @@ def test_any_schema_is_enforced_with_the_builtin_vocabulary(builtin, schema):
     ],
 )
 def test_fault_of_an_invalid_schema_is_named(schema: dict, why: str) -> None:
-    assert why in fault_of(schema)
+    assert why in find_fault(schema)
 
 
 def test_unenforceable_keywords_are_not_schema_faults() -> None:
@@ -773,7 +773,7 @@ def test_unenforceable_keywords_are_not_schema_faults() -> None:
         "required": None,
         "properties": {"type": {"type": ["null"]}},
     }
-    assert fault_of(schema | {"format": "what", "items": True, "enum": None}) == ""
+    assert find_fault(schema | {"format": "what", "items": True, "enum": None}) == ""
     for _ in range(60):
         schema = {"items": schema}
-    assert "deeper" in fault_of(schema)
+    assert "deeper" in find_fault(schema)

@@ -16,7 +16,7 @@ from call_texts import chat_format_of
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.server.anthropic.schema import CountBody
 from cllm.server.ollama.schema import OllamaChatBody
-from cllm.server.openai.responses.items import messages_of
+from cllm.server.openai.responses.items import make_messages
 from cllm.server.openai.schema import ChatBody
 from cllm.text.chat import Chat
 from cllm.text.chat_format import ChatFormat
@@ -126,7 +126,7 @@ def of_responses(form: str) -> Chat:
             {"type": "function_call", "call_id": call["id"], **call["function"]}
             for call in message.get("tool_calls", ())
         ]
-    return Chat(messages_of(items, None), TOOLS)
+    return Chat(make_messages(items, None), TOOLS)
 
 
 DIALECTS = {

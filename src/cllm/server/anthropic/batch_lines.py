@@ -59,7 +59,7 @@ def read_requests(data: bytes) -> list[BatchRequest]:
         raise BadRequest(message, param="requests", code="invalid_value")
     seen: set[str] = set()
     for i, request in enumerate(requests):
-        fault = fault_of(request, seen)
+        fault = find_fault(request, seen)
         if fault:
             param = f"requests[{i}].custom_id"
             raise BadRequest(f"Invalid '{param}': {fault}.", param=param, code="invalid_value")
@@ -67,7 +67,7 @@ def read_requests(data: bytes) -> list[BatchRequest]:
     return requests
 
 
-def fault_of(request: BatchRequest, seen: set[str]) -> str:
+def find_fault(request: BatchRequest, seen: set[str]) -> str:
     """Return what is wrong with the id of a request, "" if nothing is."""
     if not CUSTOM_ID.fullmatch(request.custom_id):
         return "it must have 1 to 64 letters, digits, _ and -"

@@ -123,7 +123,7 @@ async def create(request: Request) -> MessageBatch:
     record = BatchRecord(
         id=batch_id,
         account=account.name,
-        model=model_of(request, requests[0]),
+        model=find_model(request, requests[0]),
         endpoint=ENDPOINT,
         input_file_id=file.id,
         completion_window="24h",
@@ -146,7 +146,7 @@ class ModelField(msgspec.Struct):
     model: str
 
 
-def model_of(request: Request, first: BatchRequest) -> str:
+def find_model(request: Request, first: BatchRequest) -> str:
     """Return the name of the model for which a batch waits after a restart: that of its first
     request, or else the default one.
     """
@@ -169,19 +169,19 @@ async def list_batches(
     records = await batches.list_for(get_call(request).account(), ENDPOINTS)
     ids = [record.id for record in records]
     if before_id:
-        end = place_of(before_id, ids, "before_id")
+        end = find_place(before_id, ids, "before_id")
         begin = max(0, end - limit)
         has_more = begin > 0
     else:
-        begin = place_of(after_id, ids, "after_id") + 1 if after_id else 0
+        begin = find_place(after_id, ids, "after_id") + 1 if after_id else 0
         end = min(begin + limit, len(ids))
         has_more = end < len(ids)
-    found = records[begin:end]
+    shown = records[begin:end]
     return {
-        "data": [batch_object(request, record) for record in found],
+        "data": [batch_object(request, record) for record in shown],
         "has_more": has_more,
-        "first_id": found[0].id if found else None,
-        "last_id": found[-1].id if found else None,
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
     }
 
 
@@ -206,10 +206,10 @@ async def results(request: Request, batch_id: str) -> Response:
         message = f"The results of the batch {record.id} are no longer available."
         raise BadRequest(message, param="batch_id", code="file_not_found", status=404)
     account, files = get_call(request).account(), batches.store.files
-    found = await batches.store.run(open_all, files, result_files(record), account)
-    headers = {"content-length": str(sum(file.bytes for file, _ in found))}
-    contents = [content for _, content in found]
-    return StreamingResponse(chunks_of(contents), headers=headers, media_type="application/x-jsonl")
+    opened_files = await batches.store.run(open_all, files, result_files(record), account)
+    headers = {"content-length": str(sum(file.bytes for file, _ in opened_files))}
+    contents = [content for _, content in opened_files]
+    return StreamingResponse(read_all(contents), headers=headers, media_type="application/x-jsonl")
 
 
 @router.post("/{batch_id}/cancel")
@@ -237,7 +237,7 @@ async def find(request: Request, batch_id: str) -> tuple[Batches, BatchRecord]:
     return batches, await batches.get(batch_id, get_call(request).account(), ENDPOINTS)
 
 
-def place_of(batch_id: str, ids: list[str], param: str) -> int:
+def find_place(batch_id: str, ids: list[str], param: str) -> int:
     if batch_id not in ids:
         message = f"Invalid '{param}': {batch_id[:100]!r} is not in this list."
         raise BadRequest(message, param=param, code="invalid_value")
@@ -252,16 +252,16 @@ def open_all(
     files: FileStore, file_ids: list[str], account: Account
 ) -> list[tuple[StoredFile, BinaryIO]]:
     """Return the records and the contents of files. Raises BadRequest; then no content is open."""
-    found = []
+    opened_files = []
     with ExitStack() as opened:
         for file_id in file_ids:
-            found.append(files.open(file_id, account))
-            opened.enter_context(found[-1][1])
+            opened_files.append(files.open(file_id, account))
+            opened.enter_context(opened_files[-1][1])
         opened.pop_all()
-    return found
+    return opened_files
 
 
-def chunks_of(contents: list[BinaryIO]) -> Generator[bytes, None, None]:
+def read_all(contents: list[BinaryIO]) -> Generator[bytes, None, None]:
     """Yield the contents, and close all of them, also if no more is read."""
     with ExitStack() as opened:
         for content in contents:

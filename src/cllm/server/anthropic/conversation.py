@@ -36,14 +36,14 @@ The block is left out: it differs in every session, so prompts could not share a
 """
 
 
-def text_in(value: Any) -> str:
+def collect_texts(value: Any) -> str:
     """Return the texts in a block of any type."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return "\n".join(filter(None, map(text_in, value)))
+        return "\n".join(filter(None, map(collect_texts, value)))
     if isinstance(value, dict) and value.get("type") not in UNREADABLE:
-        return "\n".join(filter(None, (text_in(value.get(field)) for field in TEXT_FIELDS)))
+        return "\n".join(filter(None, (collect_texts(value.get(field)) for field in TEXT_FIELDS)))
     return ""
 
 
@@ -81,7 +81,7 @@ class Block(Body):
             or kind in BLOCKS
         ):
             return value
-        return {"type": kind, "text": text_in(value)}
+        return {"type": kind, "text": collect_texts(value)}
 
     @property
     def is_skipped(self) -> bool:
@@ -103,7 +103,7 @@ class AnthropicMessage(Body):
         )
 
 
-def assistant_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
+def make_assistant_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
     turn: dict[str, Any] = {
         "role": "assistant",
         "content": [],
@@ -113,19 +113,19 @@ def assistant_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]
     for i, block in enumerate(message.blocks()):
         at = f"{path}[{i}]"
         if block.type == "thinking":
-            turn["reasoning_content"].append(needed(block.thinking, at, "thinking"))
+            turn["reasoning_content"].append(require(block.thinking, at, "thinking"))
         elif block.type == "tool_use":
             function = {
-                "name": needed(block.name, at, "name"),
-                "arguments": needed(block.input, at, "input"),
+                "name": require(block.name, at, "name"),
+                "arguments": require(block.input, at, "input"),
             }
             turn["tool_calls"].append({"id": block.id, "type": "function", "function": function})
         elif block.type != "redacted_thinking":  # only its author can read it
-            turn["content"].append(text_of(block, at))
+            turn["content"].append(read_text(block, at))
     return [turn]
 
 
-def user_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
+def make_user_turns(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
     """Return the chat messages of a user's turn. Raises BadRequest."""
     results: list[dict[str, Any]] = []
     texts = []
@@ -137,26 +137,28 @@ def user_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
                 if isinstance(block.content, str)
                 else block.content or []
             )
-            content = [text_of(part, f"{at}.content[{j}]") for j, part in enumerate(parts)]
+            content = [read_text(part, f"{at}.content[{j}]") for j, part in enumerate(parts)]
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         else:
-            texts.append(text_of(block, at))
+            texts.append(read_text(block, at))
     return [*results, {"role": "user", "content": texts}] if any(texts) or not results else results
 
 
-def system_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
+def make_system_turn(message: AnthropicMessage, path: str) -> list[dict[str, Any]]:
     return [
         {
             "role": "system",
-            "content": [text_of(block, f"{path}[{i}]") for i, block in enumerate(message.blocks())],
+            "content": [
+                read_text(block, f"{path}[{i}]") for i, block in enumerate(message.blocks())
+            ],
         }
     ]
 
 
-TURNS = {"assistant": assistant_turn, "user": user_turn, "system": system_turn}
+TURNS = {"assistant": make_assistant_turn, "user": make_user_turns, "system": make_system_turn}
 
 
-def finished(turn: dict[str, Any]) -> dict[str, Any]:
+def join_turn(turn: dict[str, Any]) -> dict[str, Any]:
     """Return ``turn`` with its lists of texts joined, and without empty fields other than
     ``content``.
     """
@@ -169,7 +171,7 @@ def finished(turn: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if value or key == "content"}
 
 
-def text_of(block: Block, path: str) -> str:
+def read_text(block: Block, path: str) -> str:
     """Return the text of a block. Raises BadRequest if its type is not allowed here, or if it has
     no text and must not be left out.
     """
@@ -182,11 +184,11 @@ def text_of(block: Block, path: str) -> str:
             param=path,
             code="unsupported_value",
         )
-    text: str = needed(block.text, path, "text")
+    text: str = require(block.text, path, "text")
     return text
 
 
-def needed(value: Any, path: str, name: str) -> Any:
+def require(value: Any, path: str, name: str) -> Any:
     """Return a field of a block. Raises BadRequest if it is missing."""
     if value is None:
         message = f"Missing required parameter: '{path}.{name}'."

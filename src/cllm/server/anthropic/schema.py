@@ -17,9 +17,9 @@ from cllm.server.anthropic.conversation import (
     TURNS,
     AnthropicMessage,
     Block,
-    finished,
     invalid,
-    text_of,
+    join_turn,
+    read_text,
 )
 from cllm.server.body import Body, example, rename_parameters
 from cllm.server.call import Call
@@ -231,7 +231,7 @@ class CountBody(Body):
             if isinstance(self.system, str)
             else self.system or []
         )
-        texts = [text_of(block, f"system[{i}]") for i, block in enumerate(system)]
+        texts = [read_text(block, f"system[{i}]") for i, block in enumerate(system)]
         texts = [text for text in texts if not text.startswith(BILLING)]
         messages: list[dict[str, Any]] = (
             [{"role": "system", "content": texts}] if any(texts) else []
@@ -251,7 +251,7 @@ class CountBody(Body):
                         messages[-1][key] += turn[key]
                 else:
                     messages.append(turn)
-        return [finished(turn) for turn in messages]
+        return [join_turn(turn) for turn in messages]
 
 
 @add_sampling_fields("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")

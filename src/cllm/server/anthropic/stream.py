@@ -100,13 +100,13 @@ def message_object(generation: Generation, model: str) -> MessageAnswer:
     }
 
 
-def ending(last: Delta) -> MessageEnding:
+def make_ending(last: Delta) -> MessageEnding:
     reason: StopReason
     reason = "stop_sequence" if last.stop else REASONS.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop or None}
 
 
-def empty_block(delta: Delta) -> ContentBlock:
+def make_empty_block(delta: Delta) -> ContentBlock:
     """Return the block that ``delta`` begins, without content."""
     if delta.channel is Channel.CALL:
         return {
@@ -130,7 +130,7 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
             if last.text or last.name:
                 if where != (last.channel, last.call):
                     where = (last.channel, last.call)
-                    blocks.append(empty_block(last))
+                    blocks.append(make_empty_block(last))
                     texts.append([])
                 if shows_thinking or last.channel is not Channel.REASONING:
                     texts[-1].append(last.text)
@@ -142,7 +142,7 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
             block[block["type"]] = text
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
-    return {**message_object(answer.generation, model), "content": blocks, **ending(last)}
+    return {**message_object(answer.generation, model), "content": blocks, **make_ending(last)}
 
 
 class MessageEvents:
@@ -185,7 +185,7 @@ class MessageEvents:
         self._where = (delta.channel, delta.call)
         kind, field = DELTAS[delta.channel]
         self._head = self._delta_head(kind, field)
-        block = self._index, to_json(empty_block(delta))
+        block = self._index, to_json(make_empty_block(delta))
         return b"event: content_block_start\ndata: " + (
             b'{"type":"content_block_start","index":%d,"content_block":%s}\n\n' % block
         )
@@ -217,7 +217,7 @@ class MessageEvents:
 
     def end(self) -> bytes:
         usage = usage_object(self._generation.usage)
-        event = to_json({"type": "message_delta", "delta": ending(self._last), "usage": usage})
+        event = to_json({"type": "message_delta", "delta": make_ending(self._last), "usage": usage})
         return self._close() + b"event: message_delta\ndata: " + event + b"\n\n" + STOPPED
 
     def fault(self, error: Exception) -> bytes:

@@ -38,7 +38,7 @@ HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9
 class Protocol(HttpToolsProtocol):
     """Rejects input that is not HTTP or has too large a head. Closes connections whose clients do
     not send a head or do not read their answer. Lets a client that is still sending read an early
-    answer. ``parts_of`` in body.py limits how slowly a body may arrive. An Upgrade field is
+    answer. ``receive_parts`` in body.py limits how slowly a body may arrive. An Upgrade field is
     ignored, which RFC 9110, 7.8 allows.
 
     A client may shut down its sending side after its request (half-close) and still gets the

@@ -36,9 +36,9 @@ from cllm.server.off_loop import off_loop
 from cllm.server.openai.schema import MAX_ADAPTERS, AdapterScale
 from cllm.server.resolve import (
     check_enabled,
+    make_adapter_use,
     may_use,
     model_for,
-    scales_of,
     service_for,
 )
 from cllm.server.state import get_state
@@ -135,7 +135,7 @@ async def set_adapters(request: Request, model: str | None = None) -> Done:
     call.lora = None
     served = model_for(request, model)
     known = get_state(request).registry.list_adapters(served)
-    served.adapter_use = scales_of(body.lora, known, call.account())
+    served.adapter_use = make_adapter_use(body.lora, known, call.account())
     call.audit("adapters", model=served.name)
     return {"success": True}
 
@@ -157,7 +157,7 @@ async def load_adapter(request: Request) -> Response:
     base = model_for(request, body.base_model_name).origin
     check_name(registry, body)
     try:
-        path, found = await asyncio.to_thread(find_file, body.lora_path)
+        path, file = await asyncio.to_thread(find_file, body.lora_path)
     except OSError as error:
         message = f"Invalid 'lora_path': the file cannot be read: {error.strerror}."
         raise BadRequest(message, param="lora_path", code="not_found", status=404) from None
@@ -165,7 +165,7 @@ async def load_adapter(request: Request) -> Response:
         message = f"Invalid 'lora_path': {error}."
         raise BadRequest(message, param="lora_path", code="invalid_value") from None
     service = await service_for(request, base.name)
-    key = f"{body.lora_name}\n{found.hash}"  # requests with a former file go on with that
+    key = f"{body.lora_name}\n{file.hash}"  # requests with a former file go on with that
     get_call(request).audit("load adapter", model=body.lora_name)
     fault = await until_disconnect(request, service.engine.load_adapter(key, path))
     if fault:
@@ -177,7 +177,7 @@ async def load_adapter(request: Request) -> Response:
         raise EngineError("The base of the adapter has been replaced; please retry.")
     if known is not None:
         forget_adapter(registry, known)
-    registry.add(make_adapter(body.lora_name, base, key, found))
+    registry.add(make_adapter(body.lora_name, base, key, file))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -207,11 +207,11 @@ def find_file(name: str) -> tuple[str, AdapterFile]:
     return str(path), inspect_adapter(path)
 
 
-def make_adapter(name: str, base: ServedModel, key: str, found: AdapterFile) -> ServedModel:
+def make_adapter(name: str, base: ServedModel, key: str, file: AdapterFile) -> ServedModel:
     """Return the model that ``base`` becomes with the adapter that its engines have as ``key``."""
     fields: dict[str, Any] = {"parent": base, "sampling": base.sampling, "backend": base.backend}
-    use = AdapterUse.of({key: 1.0}, {key: found})
-    fields |= {"adapter_use": use, "adapter_key": key, "adapter_file": found}
+    use = AdapterUse.of({key: 1.0}, {key: file})
+    fields |= {"adapter_use": use, "adapter_key": key, "adapter_file": file}
     return ServedModel(name=name, is_created=True, path=base.path, **fields)
 
 

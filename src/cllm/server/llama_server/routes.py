@@ -22,7 +22,7 @@ from cllm.server.call import get_call
 from cllm.server.errors import Dialect, Fault, error_event, openai_error
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import Snippet, build_infill_prompt
-from cllm.server.openai.chat import headers_of, json_answer
+from cllm.server.openai.chat import json_answer, make_headers
 from cllm.server.openai.schema import GenerationBody, list_prompts
 from cllm.server.resolve import (
     check_enabled,
@@ -230,7 +230,7 @@ async def completion(request: Request) -> Response:
     with ExitStack() as stack:
         answers = [stack.enter_context(service.submit(generation)) for generation in generations]
         contents = await until_disconnect(request, collect_all(service, body, answers))
-    return json_answer(contents, headers_of(answers[0]))
+    return json_answer(contents, make_headers(answers[0]))
 
 
 def new_id() -> str:
@@ -249,12 +249,12 @@ async def respond(
     answer = service.submit(generation)
     events = PlainEvents(service, generation, body, is_short=is_short)
     if body.stream:
-        return EventStream(answer, events, headers_of(answer))
+        return EventStream(answer, events, make_headers(answer))
     with answer:
         content = await until_disconnect(
             request, collect(answer, events, body.t_max_predict_ms or 0)
         )
-    return json_answer(content, headers_of(answer))
+    return json_answer(content, make_headers(answer))
 
 
 async def collect_all(
@@ -315,7 +315,7 @@ class PlainEvents:
                 "truncated": self._is_short,
                 "generation_settings": {
                     "n_ctx": self._service.info.context_length,
-                    **settings_of(generation.params),
+                    **describe_sampling(generation.params),
                 },
                 "tokens_predicted": generation.usage.completion_tokens,
                 "tokens_cached": generation.usage.cached_tokens,
@@ -358,7 +358,7 @@ def value_at(content: Any, path: str) -> Any:
     return content
 
 
-def settings_of(params: Any) -> SamplingSettings:
+def describe_sampling(params: Any) -> SamplingSettings:
     """Return sampling settings under llama-server's names.
 
     ``params``: SamplingParams, or the operator's defaults.
@@ -380,7 +380,7 @@ async def props(request: Request, model: str | None = None) -> Props:
     return {
         "default_generation_settings": {
             "n_ctx": info.context_length,
-            "params": settings_of(service.sampling),
+            "params": describe_sampling(service.sampling),
         },
         "total_slots": info.max_num_seqs,
         "model_alias": service.model_name,

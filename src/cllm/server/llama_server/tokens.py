@@ -26,7 +26,7 @@ from cllm.server.openai.conversation import (
     ChatMessage,
     ChatTool,
     TemplateVariables,
-    continuing,
+    continue_chat,
     drop_nulls,
 )
 from cllm.server.resolve import service_for
@@ -161,7 +161,9 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
         "token_strs": None,
     }
     if body.with_pieces:
-        content["tokens"] = [TokenPiece(id=one, piece=piece(vocabulary, one)) for one in tokens]
+        content["tokens"] = [
+            TokenPiece(id=one, piece=describe_piece(vocabulary, one)) for one in tokens
+        ]
     if body.return_token_strs:
         content["token_strs"] = [
             vocabulary.find_text(token).decode("utf-8", "replace") for token in tokens
@@ -189,7 +191,7 @@ async def detokenize(request: Request) -> Response:
     """
     body = await read_body(request, DetokenizeBody)
     service = await service_for(request, body.model)
-    text = await off_loop(get_call(request), lambda: text_of(service, body.tokens))
+    text = await off_loop(get_call(request), lambda: decode_tokens(service, body.tokens))
     return Response(
         to_json(DetokenizeAnswer(content=text, prompt=text)), media_type="application/json"
     )
@@ -227,12 +229,12 @@ async def render(
                 **drop_nulls(body.chat_template_kwargs),
             },
         )
-        return continuing(chat) if body.continue_final_message else chat
+        return continue_chat(chat) if body.continue_final_message else chat
 
     return await service.render_chat(await off_loop(get_call(request), translate))
 
 
-def text_of(service: Service, tokens: list[int]) -> str:
+def decode_tokens(service: Service, tokens: list[int]) -> str:
     """Return the text of ``tokens``. Raises BadRequest for ids that are not in the vocabulary."""
     size = service.vocabulary.size
     for i, token in enumerate(tokens):
@@ -242,7 +244,7 @@ def text_of(service: Service, tokens: list[int]) -> str:
     return b"".join(map(service.vocabulary.find_text, tokens)).decode("utf-8", "replace")
 
 
-def piece(vocabulary: VocabularyTable, token: int) -> str | list[int]:
+def describe_piece(vocabulary: VocabularyTable, token: int) -> str | list[int]:
     """Return the text of a token, or its bytes if they are not valid UTF-8."""
     data = vocabulary.find_text(token)
     try:

@@ -116,13 +116,13 @@ async def measure(service: Service, body: BenchmarkBody) -> Benchmark:
 
     async def client() -> None:
         for run in waiting:
-            await one(service, body, run, begun + TIME_LIMIT - time.monotonic())
+            await run_request(service, body, run, begun + TIME_LIMIT - time.monotonic())
 
     await asyncio.gather(*(client() for _ in range(min(body.concurrency, body.requests))))
-    return summary(body, runs, time.monotonic() - begun, service.engine.stats.num_steps - steps)
+    return summarize(body, runs, time.monotonic() - begun, service.engine.stats.num_steps - steps)
 
 
-async def one(
+async def run_request(
     service: Service, body: BenchmarkBody, run: BenchmarkRun, seconds_left: float
 ) -> None:
     """Run one request. Its prompt is random, so none of it is cached."""
@@ -150,7 +150,7 @@ async def one(
         run.seconds = time.monotonic() - begun
 
 
-def summary(
+def summarize(
     body: BenchmarkBody, runs: list[BenchmarkRun], seconds: float, num_steps: int
 ) -> Benchmark:
     """Return the results, under the names in cLLM's first reports."""

@@ -115,13 +115,13 @@ async def usage(
 
 def describe(access: Access, name: str) -> AccountStatus:
     """Return the limits of an account, and what it has used of the month and of the minute."""
-    found = access.keyring.get(name) or access.keyring.accounts.get(name) or Account(name)
-    left = access.ledger.list_left(found)
+    account = access.keyring.get(name) or access.keyring.accounts.get(name) or Account(name)
+    left = access.ledger.list_left(account)
     return {
         "name": name,
         "limits": {
             limit: value
-            for limit, value in msgspec.structs.asdict(found.limits).items()
+            for limit, value in msgspec.structs.asdict(account.limits).items()
             if value is not None
         },
         "tokens_of_month": access.ledger.of_month(name).tokens,

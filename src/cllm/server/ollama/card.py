@@ -45,10 +45,10 @@ class Card(msgspec.Struct, frozen=True):
 
     def guess_capabilities(self) -> list[str]:
         """Return what the model seems to be able to do, by its file, before it has been loaded."""
-        found = ["completion"]
-        found += ["tools"] if "tools" in self.template else []
-        found += ["thinking"] if "think" in self.template else []
-        return [*found, "embedding"]
+        capabilities = ["completion"]
+        capabilities += ["tools"] if "tools" in self.template else []
+        capabilities += ["thinking"] if "think" in self.template else []
+        return [*capabilities, "embedding"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -58,10 +58,10 @@ def read_card(path: str, backend: str) -> Card:
     Raises StartupError.
     """
     if not path:
-        details = details_of(backend, "", "", "")
+        details = make_details(backend, "", "", "")
         return Card(
             hashlib.sha256(backend.encode()).hexdigest(),
-            time_text(0),
+            format_time(0),
             0,
             details,
             {"general.architecture": backend},
@@ -71,7 +71,7 @@ def read_card(path: str, backend: str) -> Card:
         )
     file = Path(path)
     header = read_header(file)
-    parameters, length = num_parameters(header), header.get_number("context_length")
+    parameters, length = count_parameters(header), header.get_number("context_length")
     quantization = parse_quantization(file.name) or most_common_type(header)
     info: dict[str, Any] = {
         name: value for name, value in header.metadata.items() if name not in NOT_SHOWN
@@ -80,9 +80,9 @@ def read_card(path: str, backend: str) -> Card:
     info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())
     return Card(
         digest=hashlib.sha256(compute_fingerprint(file).encode()).hexdigest(),
-        modified=time_text(file.stat().st_mtime),
+        modified=format_time(file.stat().st_mtime),
         size=header.file_bytes,
-        details=details_of(header.architecture, "gguf", count_text(parameters), quantization),
+        details=make_details(header.architecture, "gguf", format_count(parameters), quantization),
         model_info={**info, "general.parameter_count": parameters},
         license=str(header.metadata.get("general.license", "")),
         template=str(header.metadata.get("tokenizer.chat_template", "")),
@@ -90,7 +90,7 @@ def read_card(path: str, backend: str) -> Card:
     )
 
 
-def details_of(family: str, form: str, parameters: str, quantization: str) -> Details:
+def make_details(family: str, form: str, parameters: str, quantization: str) -> Details:
     return {
         "parent_model": "",
         "format": form,
@@ -101,7 +101,7 @@ def details_of(family: str, form: str, parameters: str, quantization: str) -> De
     }
 
 
-def num_parameters(header: GgufHeader) -> int:
+def count_parameters(header: GgufHeader) -> int:
     """Return the parameter count of the whole model if the header has it, else that of the tensors
     in this file.
     """
@@ -121,7 +121,7 @@ def most_common_type(header: GgufHeader) -> str:
     return max(sizes, key=lambda name: sizes[name], default="")
 
 
-def count_text(count: int) -> str:
+def format_count(count: int) -> str:
     """Return a number of parameters for display: ``3.1M``, ``8.0B``."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= size:
@@ -129,11 +129,11 @@ def count_text(count: int) -> str:
     return str(count)
 
 
-def time_text(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def modelfile(
+def write_modelfile(
     name: str, template: str, system: str, parameters: dict[str, Any], license_text: str
 ) -> str:
     """Return the Modelfile from which Ollama would make the model.
@@ -141,14 +141,14 @@ def modelfile(
     It does not show the path of the weights.
     """
     lines = ["# Modelfile of the model that cLLM serves", f"FROM {name}"]
-    lines += [f"TEMPLATE {quoted(template)}"] if template else []
-    lines += [f"SYSTEM {quoted(system)}"] if system else []
-    lines += [f"PARAMETER {key} {quoted(str(value))}" for key, value in parameters.items()]
-    lines += [f"LICENSE {quoted(license_text)}"] if license_text else []
+    lines += [f"TEMPLATE {quote(template)}"] if template else []
+    lines += [f"SYSTEM {quote(system)}"] if system else []
+    lines += [f"PARAMETER {key} {quote(str(value))}" for key, value in parameters.items()]
+    lines += [f"LICENSE {quote(license_text)}"] if license_text else []
     return "\n".join(lines) + "\n"
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return ``text`` quoted as one value of a Modelfile."""
     if "\n" not in text and text == text.strip():
         return text

@@ -55,9 +55,12 @@ async def create(request: Request) -> Response:
     body.check()
     source = model_for(request, body.source, UNKNOWN)
     await check_template(source, body.template)
-    own = {**own_sampling(request, source), **sampling_of(get_call(request), body.parameters or {})}
-    model = CreatedModel(base_of(request, source), body.system or source.system, own)
-    await put(request, body.wanted(), model)
+    own = {
+        **find_sampling(request, source),
+        **read_sampling(get_call(request), body.parameters or {}),
+    }
+    model = CreatedModel(find_base(request, source), body.system or source.system, own)
+    await put_model(request, body.wanted(), model)
     statuses = ("reading model metadata", "creating system layer", "writing manifest", "success")
     if body.stream is False:
         return JSONResponse({"status": "success"})
@@ -75,9 +78,9 @@ async def copy(request: Request) -> Response:
     check_enabled(request, OPTION)
     body = await read_body(request, CopyBody, any_type=True)
     source = model_for(request, body.source, UNKNOWN)
-    own = own_sampling(request, source)
-    model = CreatedModel(base_of(request, source), source.system, own)
-    await put(request, body.destination, model)
+    own = find_sampling(request, source)
+    model = CreatedModel(find_base(request, source), source.system, own)
+    await put_model(request, body.destination, model)
     return Response()
 
 
@@ -115,19 +118,19 @@ async def delete(request: Request) -> Response:
     return Response()
 
 
-def base_of(request: Request, model: ServedModel) -> str:
+def find_base(request: Request, model: ServedModel) -> str:
     """Return the name of the model, not a created one, that ``model`` is made from."""
     created = get_state(request).created.read().get(model.name) if model.is_created else None
     return model.name if created is None else created.base
 
 
-def own_sampling(request: Request, model: ServedModel) -> dict[str, Any]:
+def find_sampling(request: Request, model: ServedModel) -> dict[str, Any]:
     """Return the defaults that a created model has itself."""
     created = get_state(request).created.read().get(model.name)
     return {} if created is None else created.sampling
 
 
-async def put(request: Request, name: str, model: CreatedModel) -> None:
+async def put_model(request: Request, name: str, model: CreatedModel) -> None:
     """Add a created model. Raises BadRequest if the name is not valid, or belongs to another kind
     of model.
     """
@@ -193,7 +196,7 @@ def add_all_created(registry: Registry, created: CreatedModels) -> None:
             log.warning("the created model %s is not served: %s", name, error)
 
 
-def sampling_of(call: Call, parameters: dict[str, Any]) -> dict[str, Any]:
+def read_sampling(call: Call, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults that Ollama's parameters set. Others have no effect. Raises BadRequest
     for values out of range.
     """

@@ -29,7 +29,7 @@ from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
-from cllm.server.ollama.card import Card, Details, modelfile, read_card, time_text
+from cllm.server.ollama.card import Card, Details, format_time, read_card, write_modelfile
 from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.pull import PullStatus
 from cllm.server.ollama.schema import (
@@ -170,7 +170,7 @@ async def generate(request: Request) -> Response:
             param="system",
         )
     asked, scheduling = body.chat(), body.scheduling_options(get_call(request))
-    params, bound = await params_of(service, body, scheduling)
+    params, bound = await read_params(service, body, scheduling)
     if not body.prompt:
         keep(request, body)
         return json_answer(no_prompt(body.model, "load", chat=False))
@@ -217,7 +217,7 @@ async def chat(request: Request) -> Response:
     service = await service_for(request, body.model)
     call = get_call(request)
     asked, scheduling = await off_loop(call, body.chat), body.scheduling_options(call)
-    params, bound = await params_of(service, body, scheduling)
+    params, bound = await read_params(service, body, scheduling)
     if not body.messages:
         keep(request, body)
         return json_answer(no_prompt(body.model, "load", chat=True))
@@ -228,7 +228,7 @@ async def chat(request: Request) -> Response:
     return await respond(request, service, body, generation, clock, chat=True)
 
 
-async def params_of(
+async def read_params(
     service: Service, body: OllamaGenerationBody, scheduling: SchedulingOptions
 ) -> tuple[SamplingParams, CheckedGrammar]:
     """Return the sampling parameters, and the constraint that ``format`` sets.
@@ -305,12 +305,12 @@ async def embed_texts(request: Request) -> Response:
         request, encode_texts(service, given, params, scheduling, truncate=truncate)
     )
     clock.submit()
-    found = await until_disconnect(request, embed(service, texts, params, scheduling))
+    embedding = await until_disconnect(request, embed(service, texts, params, scheduling))
     keep(request, body)
-    vectors = shorten(found.vectors, body.dimensions)
+    vectors = shorten(embedding.vectors, body.dimensions)
     data = await encode_vectors(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json(
-        {"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens}
+        {"model": body.model, **clock.durations(), "prompt_eval_count": embedding.num_tokens}
     )[:-1]
     return Response(head + b',"embeddings":[' + data + b"]}", media_type="application/json")
 
@@ -330,9 +330,9 @@ async def embeddings(request: Request) -> Response:
     texts = await until_disconnect(
         request, encode_texts(service, [body.prompt], ["prompt"], scheduling, truncate=True)
     )
-    found = await until_disconnect(request, embed(service, texts, ["prompt"], scheduling))
+    embedding = await until_disconnect(request, embed(service, texts, ["prompt"], scheduling))
     keep(request, body)
-    return json_answer(EmbeddingsAnswer(embedding=found.vectors[0].tolist()))
+    return json_answer(EmbeddingsAnswer(embedding=embedding.vectors[0].tolist()))
 
 
 @router.get("/api/tags", openapi_extra=describe_route(answer=TagsAnswer))
@@ -340,8 +340,8 @@ async def tags(request: Request) -> Response:
     """List the models, loaded or not."""
     models: list[TagsModel] = []
     for model in served_models(request):
-        card = await card_of(model)
-        models.append({**entry(model, card), "modified_at": card.modified})
+        card = await find_card(model)
+        models.append({**describe_model(model, card), "modified_at": card.modified})
     return json_answer(TagsAnswer(models=models))
 
 
@@ -356,16 +356,16 @@ async def running(request: Request) -> Response:
             continue
         assert model.service is not None
         engine = model.service.engine
-        card = await card_of(model)
+        card = await find_card(model)
         weights = (info.model_bytes or card.size) * len(engine.members)
         size = weights + info.num_cells * info.kv_bytes_per_token * len(engine.members)
         expires = model.expires_at
         loaded_model: PsModel = {
-            **entry(model, card),
+            **describe_model(model, card),
             "size": size,
             "size_used": measure_used(engine, info, weights, size),
             "size_vram": size if info.on_gpu else 0,
-            "expires_at": NEVER if expires is None else time_text(time.time() + expires - now),
+            "expires_at": NEVER if expires is None else format_time(time.time() + expires - now),
             "context_length": info.context_length,
             "engines": len(engine.members),
             "shares_cores": engine.shares_cores,
@@ -392,7 +392,7 @@ async def show(request: Request) -> Response:
     """
     body = await read(request, ShowBody)
     model = model_for(request, body.wanted(), UNKNOWN)
-    card, info, service = await card_of(model), model.info, model.origin.service
+    card, info, service = await find_card(model), model.info, model.origin.service
     defaults = {
         **model.sampling.model_dump(),
         "num_ctx": card.context_length if info is None else info.context_length,
@@ -411,7 +411,7 @@ async def show(request: Request) -> Response:
     base = model.origin.name
     answer: ShowAnswer = {
         "license": card.license,
-        "modelfile": modelfile(base, template, model.system, defaults, card.license),
+        "modelfile": write_modelfile(base, template, model.system, defaults, card.license),
         "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
         "template": template,
         "system": model.system,
@@ -471,7 +471,7 @@ def json_answer(content: Mapping[str, Any], headers: dict[str, str] | None = Non
     )
 
 
-async def card_of(model: ServedModel) -> Card:
+async def find_card(model: ServedModel) -> Card:
     """Return the card of a model, one without details if its file cannot be read."""
     try:
         return await asyncio.to_thread(read_card, model.path, model.backend)
@@ -479,7 +479,7 @@ async def card_of(model: ServedModel) -> Card:
         return await asyncio.to_thread(read_card, "", model.backend)
 
 
-def entry(model: ServedModel, card: Card) -> ModelEntry:
+def describe_model(model: ServedModel, card: Card) -> ModelEntry:
     name = model.name if ":" in model.name else f"{model.name}:latest"
     return {
         "name": name,

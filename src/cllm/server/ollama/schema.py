@@ -37,12 +37,12 @@ NO_IMAGES = "this model accepts text only"
 ModelName = Annotated[str, Field(min_length=1)]
 
 
-def truncated(value: Any) -> Any:
+def truncate(value: Any) -> Any:
     """Return a number with a decimal point as an integer, as Ollama reads options."""
     return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
-Integer = Annotated[int, BeforeValidator(truncated)]
+Integer = Annotated[int, BeforeValidator(truncate)]
 
 
 @add_sampling_fields("ollama", integer=Integer)

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from cllm.core.vocabulary import VocabularyTable
 from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
-from cllm.server.token_logprobs import token_objects
+from cllm.server.token_logprobs import list_logprobs
 from cllm.serving.answer import Answer, Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.output_reader import Delta
@@ -202,7 +202,7 @@ async def collect(
         "".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat
     )
     if answer.generation.params.logprobs is not None:
-        content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, token_logprobs))
+        content["logprobs"] = await in_thread(lambda: list_logprobs(vocabulary, token_logprobs))
     return {**head_object(model), **content, **clock.ending(answer.generation, last)}
 
 
@@ -252,7 +252,10 @@ class OllamaLines:
             return b""
         self._calls.end()
         if delta.logprobs:
-            shown = {"logprobs": token_objects(self._vocabulary, delta.logprobs), "done": False}
+            shown = {
+                "logprobs": list_logprobs(self._vocabulary, delta.logprobs),
+                "done": False,
+            }
             return self._called() + self._line(
                 {**text_fields(delta.text, chat=self._chat), **shown}
             )

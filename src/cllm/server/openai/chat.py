@@ -124,7 +124,7 @@ async def chat_completions(request: Request) -> Response:
         return chat_stream(service, body, answer)
     with answer:
         content = await until_disconnect(request, chat_completion(service, body, answer))
-    return Response(content, headers=headers_of(answer), media_type="application/json")
+    return Response(content, headers=make_headers(answer), media_type="application/json")
 
 
 async def chat_generation(
@@ -174,8 +174,8 @@ async def model(request: Request, name: str) -> ModelObject | ModelList:
     """Return a model, by its name or an alias."""
     if not name:  # the list's path with a trailing slash
         return await models(request)
-    found = model_for(request, name)
-    return model_object(found, found.name if found.is_named(name) else name)
+    served = model_for(request, name)
+    return model_object(served, served.name if served.is_named(name) else name)
 
 
 def model_object(model: ServedModel, name: str) -> ModelObject:
@@ -196,7 +196,7 @@ def model_object(model: ServedModel, name: str) -> ModelObject:
     }
 
 
-def head_of(service: Service, generation: Generation, kind: str) -> AnswerHead:
+def make_head(service: Service, generation: Generation, kind: str) -> AnswerHead:
     """Return the fields that begin every answer and every chunk.
 
     The same fingerprint and seed give the same text.
@@ -211,7 +211,7 @@ def head_of(service: Service, generation: Generation, kind: str) -> AnswerHead:
     }
 
 
-def headers_of(answer: Answer) -> dict[str, str]:
+def make_headers(answer: Answer) -> dict[str, str]:
     return {"x-request-id": answer.generation.request_id, **answer_headers(answer)}
 
 
@@ -219,26 +219,26 @@ def json_answer(content: Mapping[str, Any] | list[Any], headers: dict[str, str])
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
-def logprobs_of(service: Service, body: ChatBody) -> Callable[[Any], dict[str, Any]] | None:
+def choose_logprobs(service: Service, body: ChatBody) -> Callable[[Any], dict[str, Any]] | None:
     return partial(chat_logprobs, service.vocabulary) if body.logprobs else None
 
 
 def chat_stream(service: Service, body: ChatBody, answer: Answer) -> Response:
-    head = head_of(service, answer.generation, "chat.completion.chunk")
+    head = make_head(service, answer.generation, "chat.completion.chunk")
     chunks = Chunks(
         answer.generation,
         head,
         chat=True,
         options=body.stream_options,
-        logprobs=logprobs_of(service, body),
+        logprobs=choose_logprobs(service, body),
     )
-    return EventStream(answer, chunks, headers_of(answer))
+    return EventStream(answer, chunks, make_headers(answer))
 
 
 async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> bytes:
     """Return the whole answer to a chat, as JSON."""
-    head = head_of(service, answer.generation, "chat.completion")
-    logprobs = logprobs_of(service, body)
+    head = make_head(service, answer.generation, "chat.completion")
+    logprobs = choose_logprobs(service, body)
     wholes = await collect(answer)
     choices: Iterable[ChatChoice] = (
         {

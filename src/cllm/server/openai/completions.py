@@ -20,7 +20,7 @@ from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.infill import infill
-from cllm.server.openai.chat import AnswerHead, collect, encode_choices, head_of, headers_of
+from cllm.server.openai.chat import AnswerHead, collect, encode_choices, make_head, make_headers
 from cllm.server.openai.logprobs import (
     completion_logprobs,
     join_logprobs,
@@ -81,11 +81,11 @@ async def completions(request: Request) -> Response:
     answer = service.submit(generation)
     words = CompletionFormatter(service, body, answer)
     if body.stream:
-        chunks = CompletionChunks(words, head_of(service, generation, "text_completion"))
-        return EventStream(answer, chunks, headers_of(answer))
+        chunks = CompletionChunks(words, make_head(service, generation, "text_completion"))
+        return EventStream(answer, chunks, make_headers(answer))
     with answer:
         content = await until_disconnect(request, completion(words))
-    return Response(content, headers=headers_of(answer), media_type="application/json")
+    return Response(content, headers=make_headers(answer), media_type="application/json")
 
 
 async def completion_generation(call: Call, service: Service, body: CompletionBody) -> Generation:
@@ -109,7 +109,7 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
 async def completion(words: CompletionFormatter) -> bytes:
     """Return the whole answer to prompts, as JSON."""
     answer = words.answer
-    head = head_of(words.service, answer.generation, "text_completion")
+    head = make_head(words.service, answer.generation, "text_completion")
     wholes = await collect(answer)
     chosen = words.choose(wholes)
     choices: Iterable[CompletionChoice] = (

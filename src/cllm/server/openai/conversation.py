@@ -179,7 +179,7 @@ def drop_nulls(variables: dict[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (variables or {}).items() if value is not None}
 
 
-def continuing(chat: Chat) -> Chat:
+def continue_chat(chat: Chat) -> Chat:
     """Return ``chat``, set to continue its last message.
 
     Raises BadRequest if that is not an assistant's, or has tool calls.

@@ -9,7 +9,7 @@ from typing import Any
 
 from cllm.core.output import Logprobs
 from cllm.core.vocabulary import VocabularyTable
-from cllm.server.token_logprobs import LEAST, token_objects
+from cllm.server.token_logprobs import LEAST, list_logprobs
 from cllm.text.alignment import TokenLogprob, find_offsets
 
 
@@ -17,7 +17,7 @@ def chat_logprobs(
     vocabulary: VocabularyTable, token_logprobs: Sequence[TokenLogprob]
 ) -> dict[str, Any]:
     """Return the ``logprobs`` object of a chat's choice."""
-    return {"content": token_objects(vocabulary, token_logprobs), "refusal": None}
+    return {"content": list_logprobs(vocabulary, token_logprobs), "refusal": None}
 
 
 def completion_logprobs(
@@ -66,10 +66,10 @@ def top_logprobs_by_text(
 
     If several tokens have the same text, the most probable one counts.
     """
-    found: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for other, logprob in [*logprobs.top, (token, logprobs.logprob)]:
-        found.setdefault(token_text(vocabulary, other), max(logprob, LEAST))
-    return found
+        by_text.setdefault(token_text(vocabulary, other), max(logprob, LEAST))
+    return by_text
 
 
 def token_text(vocabulary: VocabularyTable, token: int) -> str:

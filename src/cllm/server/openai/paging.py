@@ -20,7 +20,7 @@ class ListPage(TypedDict, Generic[ListItem]):
     has_more: bool
 
 
-def page(objects: Sequence[ListItem], after: str | None, limit: int) -> ListPage[ListItem]:
+def make_page(objects: Sequence[ListItem], after: str | None, limit: int) -> ListPage[ListItem]:
     """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or ""
     is the beginning.
 

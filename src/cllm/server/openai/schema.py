@@ -27,7 +27,7 @@ from cllm.server.openai.conversation import (
     ReasoningEffort,
     TemplateVariables,
     ToolChoice,
-    continuing,
+    continue_chat,
     drop_nulls,
 )
 from cllm.server.queueing import TermsBody
@@ -296,7 +296,7 @@ class ChatBody(GenerationBody):
             effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
             variables=drop_nulls(self.chat_template_kwargs),
         )
-        return continuing(chat) if self.continue_final_message else chat
+        return continue_chat(chat) if self.continue_final_message else chat
 
     def _tool_choice(self) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
         match self.tool_choice:

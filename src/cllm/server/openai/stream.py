@@ -65,7 +65,7 @@ def usage_object(usage: Usage) -> TokenUsage:
     }
 
 
-def call_id() -> str:
+def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -138,7 +138,7 @@ class Chunks:
         call: dict[str, Any] = {"index": delta.call}
         if delta.name:
             call |= {
-                "id": call_id(),
+                "id": new_call_id(),
                 "type": "function",
                 "function": {"name": delta.name, "arguments": delta.text},
             }
@@ -219,7 +219,7 @@ class ChoiceAccumulator:
             message["content"] = text or None
             message["tool_calls"] = [
                 {
-                    "id": call_id(),
+                    "id": new_call_id(),
                     "type": "function",
                     "function": {"name": name, "arguments": "".join(parts)},
                 }

@@ -50,7 +50,7 @@ def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
     """
     kinds = schema.get("type", ANY)
     kinds = dict.fromkeys([kinds] if isinstance(kinds, str) else kinds)
-    found = []
+    alternatives = []
     for kind in kinds:
         if kind == "integer" and "number" in kinds:
             continue
@@ -65,8 +65,8 @@ def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
             alternative["properties"] = {
                 name: with_patterns(names[name], name, alternative) for name in names
             }
-        found.append(alternative)
-    return found
+        alternatives.append(alternative)
+    return alternatives
 
 
 def of_any_type(alternatives: Alternatives) -> list[Alternative]:
@@ -74,12 +74,12 @@ def of_any_type(alternatives: Alternatives) -> list[Alternative]:
 
 
 def join_options(options: Iterable[Alternatives]) -> Alternatives:
-    found: list[Alternative] = []
+    alternatives: list[Alternative] = []
     for option in options:
         if option is None:
             return None
-        found += option
-    return found
+        alternatives += option
+    return alternatives
 
 
 def with_option(alternatives: Alternatives, choice: int, option: int) -> list[Alternative]:
@@ -92,14 +92,14 @@ def with_option(alternatives: Alternatives, choice: int, option: int) -> list[Al
 
 def constants(values: list[Any]) -> list[Alternative]:
     scalars: dict[str, list[Any]] = {}
-    found: list[Alternative] = []
+    alternatives: list[Alternative] = []
     for value in values:
         match value:
             case None:
-                found += own_alternatives({"type": "null"})
+                alternatives += own_alternatives({"type": "null"})
             case list():
                 items = [{"const": item} for item in value]
-                found += own_alternatives(
+                alternatives += own_alternatives(
                     {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
                 )
             case dict():
@@ -109,7 +109,7 @@ def constants(values: list[Any]) -> list[Alternative]:
                     "required": [*value],
                     "additionalProperties": False,
                 }
-                found += own_alternatives({"type": "object", **exact})
+                alternatives += own_alternatives({"type": "object", **exact})
             case _:
                 kind = (
                     "boolean"
@@ -120,8 +120,8 @@ def constants(values: list[Any]) -> list[Alternative]:
                 )
                 scalars.setdefault(kind, []).append(value)
     for kind, some in scalars.items():
-        found += [own_alternatives({"type": kind})[0] | {"in": [*dict.fromkeys(some)]}]
-    return found
+        alternatives += [own_alternatives({"type": kind})[0] | {"in": [*dict.fromkeys(some)]}]
+    return alternatives
 
 
 def intersect(first: Schema, second: Schema) -> Schema:
@@ -153,36 +153,38 @@ def merge(one: Alternative, other: Alternative) -> Alternative | None:
     kinds = {one["type"], other["type"]}
     if len(kinds) > 1 and kinds != {"integer", "number"}:
         return None
-    found = one | other | {"type": "integer" if len(kinds) > 1 else one["type"]} | options
+    merged = one | other | {"type": "integer" if len(kinds) > 1 else one["type"]} | options
     if "in" in one and "in" in other:
         allowed = set(other["in"])
-        found["in"] = [value for value in one["in"] if value in allowed]
-    match found["type"]:
+        merged["in"] = [value for value in one["in"] if value in allowed]
+    match merged["type"]:
         case "integer" | "number":
             for keyword, narrower in BOUNDS.items():
                 values = [part[keyword] for part in (one, other) if part[keyword] is not None]
-                found[keyword] = narrower(values, default=None)
-            found["multipleOf"] = [*(one["multipleOf"] or ()), *(other["multipleOf"] or ())]
+                merged[keyword] = narrower(values, default=None)
+            merged["multipleOf"] = [*(one["multipleOf"] or ()), *(other["multipleOf"] or ())]
         case "string":
-            found["parts"] = one["parts"] + other["parts"]
+            merged["parts"] = one["parts"] + other["parts"]
         case "array":
-            found |= merge_arrays(one, other)
+            merged |= merge_arrays(one, other)
         case "object":
-            found |= merge_objects(one, other)
-    return found
+            merged |= merge_objects(one, other)
+    return merged
 
 
 def merge_arrays(one: Alternative, other: Alternative) -> Alternative:
     length = max(len(one["prefixItems"]), len(other["prefixItems"]))
     return {
-        "prefixItems": [intersect(item_of(one, i), item_of(other, i)) for i in range(length)],
+        "prefixItems": [
+            intersect(item_schema(one, i), item_schema(other, i)) for i in range(length)
+        ],
         "items": intersect(one["items"], other["items"]),
         "minItems": max(one["minItems"], other["minItems"]),
         "maxItems": min(one["maxItems"], other["maxItems"]),
     }
 
 
-def item_of(alternative: Alternative, index: int) -> Schema:
+def item_schema(alternative: Alternative, index: int) -> Schema:
     """Return the schema of an item."""
     first = alternative["prefixItems"]
     schema: Schema = first[index] if index < len(first) else alternative["items"]
@@ -198,7 +200,8 @@ def merge_objects(one: Alternative, other: Alternative) -> Alternative:
     patterns = {**one["patternProperties"], **other["patternProperties"]}
     return {
         "properties": {
-            name: intersect(property_of(one, name), property_of(other, name)) for name in names
+            name: intersect(property_schema(one, name), property_schema(other, name))
+            for name in names
         },
         "patternProperties": {
             pattern: intersect(like(one, pattern), like(other, pattern)) for pattern in patterns
@@ -212,7 +215,7 @@ def merge_objects(one: Alternative, other: Alternative) -> Alternative:
     }
 
 
-def property_of(alternative: Alternative, name: str) -> Schema:
+def property_schema(alternative: Alternative, name: str) -> Schema:
     """Return the schema of a property's value."""
     if name in alternative["properties"]:
         schema: Schema = alternative["properties"][name]

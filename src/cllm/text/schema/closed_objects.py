@@ -48,7 +48,7 @@ def has_own_options(schema: dict[str, Any]) -> bool:
     return len(schema.keys() & set(OPTIONS)) == 1
 
 
-def parts_of(schema: dict[str, Any], *, with_options: bool) -> Iterator[Any]:
+def list_parts(schema: dict[str, Any], *, with_options: bool) -> Iterator[Any]:
     """Yield the schemas within ``schema`` that apply to the same value, without following
     references.
     """

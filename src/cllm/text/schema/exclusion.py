@@ -9,10 +9,10 @@ from collections.abc import Callable
 from itertools import combinations, product
 from typing import Any
 
-from cllm.text.schema.alternatives import Alternative, item_of, merge, property_of
+from cllm.text.schema.alternatives import Alternative, item_schema, merge, property_schema
 from cllm.text.schema.finite_values import Schema
-from cllm.text.schema.lark import fault_of, json_leaf
-from cllm.text.schema.number_terms import allowed_constants, bounds_of, number_terminal
+from cllm.text.schema.lark import find_term_fault, json_leaf
+from cllm.text.schema.number_terms import allowed_constants, number_terminal, read_bounds
 
 MAX_DEPTH = 4  # of properties and items that are compared
 MAX_PATTERNS = 200  # pairs of patterns that are compared, about 2 ms each
@@ -33,19 +33,19 @@ class Exclusion:
 
         An object that lacks a name which another option requires may be forbidden that name.
         """
-        found = [*alternatives]
+        separated = [*alternatives]
         for i, j in combinations(range(len(alternatives)), 2):
             one, other = alternatives[i], alternatives[j]
             if is_same_option(one, other) or self.are_apart(one, other):
                 continue
             narrowed = [
-                without_name_of(other, one, found[i]),
-                without_name_of(one, other, found[j]),
+                exclude_name(other, one, separated[i]),
+                exclude_name(one, other, separated[j]),
             ]
             if None in narrowed:
                 return None
-            found[i], found[j] = (part for part in narrowed if part)
-        return found
+            separated[i], separated[j] = (part for part in narrowed if part)
+        return separated
 
     def are_apart(self, one: Alternative, other: Alternative, depth: int = 0) -> bool:
         """Whether it is certain that no value satisfies both."""
@@ -81,7 +81,9 @@ class Exclusion:
     def _values(self, part: Alternative, place: str | int) -> list[Alternative]:
         key = id(part), place
         if key not in self._known:
-            schema = property_of(part, place) if isinstance(place, str) else item_of(part, place)
+            schema = (
+                property_schema(part, place) if isinstance(place, str) else item_schema(part, place)
+            )
             self._known[key] = part, self._alternatives_of(schema)
         return self._known[key][1]
 
@@ -91,7 +93,7 @@ class Exclusion:
             case "integer" | "number" if "in" in part:
                 return not allowed_constants(part)
             case "integer" | "number":
-                bounds = bounds_of(part)
+                bounds = read_bounds(part)
                 return number_terminal(*bounds, integer=part["type"] == "integer") is None
             case "string" if part["parts"] and part.get("in") != []:
                 return self._is_empty_string(part)
@@ -103,7 +105,7 @@ class Exclusion:
             return False
         values = {"enum": part["in"]} if "in" in part else {}
         leaf = {"type": "string", **values, "allOf": part["parts"]}
-        return "Unsatisfiable" in fault_of(json_leaf(leaf))
+        return "Unsatisfiable" in find_term_fault(json_leaf(leaf))
 
 
 def is_same_option(one: Alternative, other: Alternative) -> bool:
@@ -114,9 +116,7 @@ def is_same_option(one: Alternative, other: Alternative) -> bool:
     )
 
 
-def without_name_of(
-    other: Alternative, one: Alternative, narrowed: Alternative
-) -> Alternative | None:
+def exclude_name(other: Alternative, one: Alternative, narrowed: Alternative) -> Alternative | None:
     """Return ``narrowed``, derived from ``one``, without a name that only ``other`` requires; None
     if there is no such name.
     """

@@ -25,15 +25,15 @@ SINGLE = {
 }
 
 
-def fault_of_arguments(schema: dict[str, Any]) -> str:
+def find_argument_fault(schema: dict[str, Any]) -> str:
     """Return why ``schema`` is not a valid schema of a function's arguments, or ""."""
     kind = schema.get("type")
     if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
         return f"the type of a function's arguments must be 'object', not {str(kind)[:40]!r}"
-    return fault_of(schema)
+    return find_fault(schema)
 
 
-def fault_of(schema: Any, where: str = "", depth: int = 0) -> str:
+def find_fault(schema: Any, where: str = "", depth: int = 0) -> str:
     """Return why ``schema`` is not a valid schema, or "". Unknown keywords are accepted."""
     at = f" at {where[:100]}" if where else ""
     if isinstance(schema, bool):
@@ -67,6 +67,6 @@ def fault_of(schema: Any, where: str = "", depth: int = 0) -> str:
             parts = enumerate(value)
         for name, part in parts:
             place = f"{where}.{keyword}.{name}".strip(".")
-            if fault := fault_of(part, place, depth + 1):
+            if fault := find_fault(part, place, depth + 1):
                 return fault
     return ""

@@ -24,7 +24,7 @@ from cllm.text.schema.closed_objects import (
     Names,
     close,
     has_own_options,
-    parts_of,
+    list_parts,
 )
 from cllm.text.schema.finite_values import Schema
 from cllm.text.schema.places import SchemaPlaces, follow
@@ -138,7 +138,7 @@ class Translator:
         is_reference = schema.keys() & KEYWORDS.keys() == {"$ref"} and around == ALONE
         names = None if around is None or is_reference else self._named(schema, around)
         self._levels.append((names, is_reference))
-        found: dict[str, Any] = {}
+        reduced: dict[str, Any] = {}
         # their order sets the order of properties in the text
         for keyword, value in schema.items():
             translate = KEYWORDS.get(keyword)
@@ -150,12 +150,12 @@ class Translator:
                     self._leave_out(keyword, error.where, error.why)
                     continue
                 if "allOf" in new:
-                    new["allOf"] = [*found.get("allOf", []), *new["allOf"]]
-                found |= new
+                    new["allOf"] = [*reduced.get("allOf", []), *new["allOf"]]
+                reduced |= new
         self._levels.pop()
         if names is not None and not has_own_options(schema):
-            close(found, names)
-        return found
+            close(reduced, names)
+        return reduced
 
     def _named(self, schema: dict[str, Any], around: Names) -> Names | None:
         """Return what ``schema``, its parts and ``around`` name; None if other properties are not
@@ -172,7 +172,9 @@ class Translator:
             if part.keys() & SAYS_WHAT_ELSE:
                 return None
             names.add(part)
-            parts += parts_of(part, with_options=part is not schema or not has_own_options(schema))
+            parts += list_parts(
+                part, with_options=part is not schema or not has_own_options(schema)
+            )
             # its own translation reports the error
             with contextlib.suppress(BadRequest, Unenforceable):
                 parts += [self._resolve(part, "")] if "$ref" in part else []

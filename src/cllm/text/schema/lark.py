@@ -101,11 +101,11 @@ def top_level_options(pattern: str) -> list[str]:
         else:
             options[-1] += part
             groups[-1] += part == ")" and not depth
-    found = []
+    alternatives = []
     for option, num_groups in zip(options, groups, strict=True):
         inner = re.fullmatch(r"\((?:\?:|(?!\?))(.*)\)", option, re.DOTALL)
-        found += top_level_options(inner[1]) if inner and num_groups == 1 else [option]
-    return found
+        alternatives += top_level_options(inner[1]) if inner and num_groups == 1 else [option]
+    return alternatives
 
 
 def json_leaf(schema: dict[str, Any]) -> str:
@@ -113,7 +113,7 @@ def json_leaf(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps(schema).replace("\x7f", r"\u007f")
 
 
-def fault_of(term: str) -> str:
+def find_term_fault(term: str) -> str:
     """Return why llguidance cannot compile a term, or ""."""
     from llguidance import LLMatcher
 
@@ -143,7 +143,7 @@ def byte_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte", slices=[])
 
 
-def reason_of(error: str) -> str:
+def explain_error(error: str) -> str:
     """Return llguidance's reason, without its position in a grammar that the client did not
     write.
     """

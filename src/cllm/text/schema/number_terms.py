@@ -29,7 +29,7 @@ class Bound(NamedTuple):
         return before, after.rstrip("0")
 
 
-def bounds_of(schema: dict[str, Any]) -> tuple[Bound | None, Bound | None]:
+def read_bounds(schema: dict[str, Any]) -> tuple[Bound | None, Bound | None]:
     """Return the narrowest lower and upper bound of a schema, None where it has none."""
     return (
         narrower_bound(max, schema["minimum"], schema["exclusiveMinimum"]),
@@ -48,7 +48,7 @@ def narrower_bound(better: Callable[..., Any], inclusive: Any, strict: Any) -> B
 
 def allowed_constants(schema: dict[str, Any]) -> list[Any]:
     """Return those of a schema's constants ("in") that its other keywords allow."""
-    low, high = bounds_of(schema)
+    low, high = read_bounds(schema)
     integer, steps = schema["type"] == "integer", schema["multipleOf"] or ()
     return [
         value

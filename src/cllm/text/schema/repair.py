@@ -65,14 +65,14 @@ class Repair:
         self._dropped = dropped
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        repaired: dict[str, Any] = {}
         for keyword, value in schema.items():
             new = self._keyword(schema, keyword, value)
             if new is not None:
-                found[keyword] = new
+                repaired[keyword] = new
             elif value is not None or keyword == "type":
                 self._dropped.add(keyword)
-        return found
+        return repaired
 
     def _part(self, schema: Any) -> Any:
         if isinstance(schema, dict):
@@ -115,9 +115,9 @@ def repair_type(value: Any) -> str | list[str] | None:
     for any.
     """
     if isinstance(value, list):
-        found = [repair_type(one) for one in value]
-        names = [name for name in found if isinstance(name, str)]
-        return [*dict.fromkeys(names)] if names and len(names) == len(found) else None
+        types = [repair_type(one) for one in value]
+        names = [name for name in types if isinstance(name, str)]
+        return [*dict.fromkeys(names)] if names and len(names) == len(types) else None
     if not isinstance(value, str) or value in TYPES:
         return value if isinstance(value, str) else None
     return TYPE_OF.get(value.partition("[")[0].partition("<")[0].strip().lower())

@@ -27,7 +27,7 @@ from cllm.text.schema.alternatives import (
     merge_options,
     of_any_type,
     own_alternatives,
-    property_of,
+    property_schema,
     with_option,
 )
 from cllm.text.schema.exclusion import Exclusion
@@ -35,14 +35,14 @@ from cllm.text.schema.finite_values import Schema, add_ends
 from cllm.text.schema.json_schema import enforceable, invalid_schema
 from cllm.text.schema.lark import (
     Rules,
-    fault_of,
+    explain_error,
+    find_term_fault,
     json_leaf,
-    reason_of,
     search_matcher,
     search_term,
     text_term,
 )
-from cllm.text.schema.number_terms import allowed_constants, bounds_of, number_terminal
+from cllm.text.schema.number_terms import allowed_constants, number_terminal, read_bounds
 
 MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point
@@ -111,10 +111,10 @@ class SchemaRules:
                 raise invalid_schema(self._param, "", "no finite value satisfies it")
             else:
                 self._terms[key] = None
-        found = self._terms[key]
-        if found in self._open:
-            self._open[found] = True
-        return found
+        term = self._terms[key]
+        if term in self._open:
+            self._open[term] = True
+        return term
 
     def _cannot(self, keyword: str, why: str) -> None:
         """Leave ``keyword`` out, or refuse the schema."""
@@ -132,7 +132,7 @@ class SchemaRules:
     def _alternatives(self, schema: Schema) -> Alternatives:
         if isinstance(schema, bool):
             return None if schema else []
-        found: Alternatives = None
+        alternatives: Alternatives = None
         own = (
             "properties"
             if "properties" in schema
@@ -141,26 +141,28 @@ class SchemaRules:
         # their order sets the order of properties in the text
         for keyword, value in schema.items():
             if keyword == own:
-                found = self._both(found, own_alternatives(schema))
+                alternatives = self._both(alternatives, own_alternatives(schema))
             match keyword:
                 case "const" | "enum":
-                    found = self._both(found, constants(value if keyword == "enum" else [value]))
+                    alternatives = self._both(
+                        alternatives, constants(value if keyword == "enum" else [value])
+                    )
                 case "allOf":
                     for part in value:
-                        found = self._both(found, self._alternatives(part))
+                        alternatives = self._both(alternatives, self._alternatives(part))
                 case "anyOf" | "oneOf":
                     options = [self._alternatives(option) for option in value]
                     if keyword == "oneOf" and len(options) > 1:
                         options = [
                             with_option(option, id(value), i) for i, option in enumerate(options)
                         ]
-                    found = self._both(found, join_options(options))
+                    alternatives = self._both(alternatives, join_options(options))
                 case "$ref" if value in self._ended:
-                    found = self._both(found, [{"$ref": value}])
+                    alternatives = self._both(alternatives, [{"$ref": value}])
                 case "$ref":
                     self._nothing("no finite value satisfies a '$ref' in it")
-                    found = []
-        return found
+                    alternatives = []
+        return alternatives
 
     def _resolved(self, alternatives: Alternatives) -> Iterator[Alternative]:
         """Yield alternatives without references. Raises BadRequest if one leads to itself, with no
@@ -174,9 +176,9 @@ class SchemaRules:
             if name in self._resolving:
                 raise invalid_schema(self._param, "", "a '$ref' leads to itself without an end")
             self._resolving.add(name)
-            found = [*self._resolved(self._alternatives(self._definitions[name]))]
+            resolved = [*self._resolved(self._alternatives(self._definitions[name]))]
             self._resolving.remove(name)
-            for part in found:
+            for part in resolved:
                 if (options := merge_options(alternative, part)) is not None:
                     yield part | options
 
@@ -184,15 +186,15 @@ class SchemaRules:
         """Return alternatives for the values that both allow."""
         if first is None or second is None:
             return second if first is None else first
-        found = []
+        combined = []
         for one, other in product(self._resolved(first), self._resolved(second)):
             self._num_alternatives += 1
             if self._num_alternatives > MAX_ALTERNATIVES:
                 why = f"its compositions have more than {MAX_ALTERNATIVES} alternatives"
                 raise invalid_schema(self._param, "", why)
             if (both := merge(one, other)) is not None:
-                found.append(both)
-        return found
+                combined.append(both)
+        return combined
 
     def _exclusive(self, alternatives: list[Alternative]) -> list[Alternative]:
         """Return ``alternatives``, made to exclude each other where they belong to different
@@ -200,14 +202,14 @@ class SchemaRules:
         """
         if sum("options" in alternative for alternative in alternatives) < 2:
             return alternatives
-        found = self._exclusion.separate([*self._resolved(alternatives)])
-        if found is None:
+        separate = self._exclusion.separate([*self._resolved(alternatives)])
+        if separate is None:
             why = (
                 "its options must exclude each other by type, by the values of a required property "
                 "or by what they require"
             )
             self._cannot("oneOf", why)
-        return alternatives if found is None else found
+        return alternatives if separate is None else separate
 
     # --- from an alternative to a term -----------------------------------------------------------
 
@@ -270,10 +272,10 @@ class SchemaRules:
         allows nothing.
         """
         term = json_leaf(leaf)
-        if self._rules.careful and len(leaf) > 1 and (fault := fault_of(term)):
+        if self._rules.careful and len(leaf) > 1 and (fault := find_term_fault(term)):
             if "Unsatisfiable" in fault:
-                return self._nothing(reason_of(fault))
-            self._cannot(keyword, reason_of(fault))
+                return self._nothing(explain_error(fault))
+            self._cannot(keyword, explain_error(fault))
             parts = [
                 {key: value for key, value in part.items() if key != keyword}
                 for part in leaf.get("allOf", ())
@@ -286,7 +288,7 @@ class SchemaRules:
         integer = alternative["type"] == "integer"
         if "in" in alternative:
             return self._literals(allowed_constants(alternative))
-        low, high = bounds_of(alternative)
+        low, high = read_bounds(alternative)
         steps = [step for step in alternative["multipleOf"] or () if not (integer and step == 1)]
         if math.prod(as_integer(step) for step in steps) > MAX_MULTIPLE:
             self._cannot("multipleOf", f"it is above {MAX_MULTIPLE}, or together they are")
@@ -328,7 +330,7 @@ class SchemaRules:
         names = [*dict.fromkeys([*alternative["properties"], *required])]
         members: list[tuple[str, bool]] = []  # a rule for a property, and whether it is required
         for name in names:
-            if (value := self.term(property_of(alternative, name))) is not None:
+            if (value := self.term(property_schema(alternative, name))) is not None:
                 key = text_term(json.dumps(name, ensure_ascii=False))
                 members.append((self._rules.rule(f"{key} {COLON} {value}"), name in required))
             elif name in required:
@@ -382,9 +384,9 @@ class SchemaRules:
             for pattern, schema in alternative["patternProperties"].items()
         }
         for pattern in [
-            pattern for pattern in patterns if self._rules.careful and fault_of(pattern)
+            pattern for pattern in patterns if self._rules.careful and find_term_fault(pattern)
         ]:
-            self._cannot("patternProperties", reason_of(fault_of(pattern)))
+            self._cannot("patternProperties", explain_error(find_term_fault(pattern)))
             del patterns[pattern]
         excluded = [text_term(name) for name in names]
         options = []

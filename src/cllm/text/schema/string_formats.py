@@ -92,12 +92,12 @@ def split_lookaheads(pattern: str) -> list[str]:
 
     A text must match all.
     """
-    found = []
+    lookaheads = []
     while look := re.match(r"\^\(\?([=!])", pattern):
         end = find_closing(pattern, 1)
         inside, rest = pattern[look.end() : end - 1], "^" + pattern[end:]
         if look[1] == "=":
-            found.append(f"^(?:{inside})")
+            lookaheads.append(f"^(?:{inside})")
         else:
             same = [
                 match.expand(other)
@@ -106,9 +106,9 @@ def split_lookaheads(pattern: str) -> list[str]:
             ]
             if not same:
                 break
-            found.append(same[0])
+            lookaheads.append(same[0])
         pattern = rest
-    return [pattern, *found]
+    return [pattern, *lookaheads]
 
 
 def find_closing(pattern: str, begin: int) -> int:

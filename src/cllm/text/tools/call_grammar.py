@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.errors import BadRequest
-from cllm.text.schema.faults import fault_of_arguments
+from cllm.text.schema.faults import find_argument_fault
 from cllm.text.schema.json_schema import invalid_schema
 from cllm.text.schema.lark import Rules
 from cllm.text.schema.repair import repair
@@ -202,7 +202,7 @@ class CallGrammar:
         strict = message.enforces(tool)
         try:
             if strict or not message.names_only:
-                if fault := fault_of_arguments(tool.schema):
+                if fault := find_argument_fault(tool.schema):
                     raise invalid_schema("tools", "", fault)
                 return self._term(
                     tool.schema | {"type": "object"}, None if strict else self._unenforced, place

@@ -22,10 +22,10 @@ from cllm.server.body import (
     describe_route,
     example,
     first_fault,
-    parts_of,
+    receive_parts,
 )
 from cllm.server.call import get_call
-from cllm.server.openai.paging import ListPage, page
+from cllm.server.openai.paging import ListPage, make_page
 from cllm.server.state import get_state
 from cllm.store.files import StoredFile, new_file, no_file
 from cllm.store.store import Store
@@ -109,7 +109,7 @@ async def upload(request: Request) -> FileObject:
     store = (await open_batches(request)).store
     form = await read_form(request)
     try:
-        values = fields_of(form)
+        values = read_fields(form)
         check_parameters(values, UploadBody, get_call(request))
         try:
             body = UploadBody.model_validate(values)
@@ -141,7 +141,7 @@ async def list_files(
     files = await store.run(store.files.list_for, get_call(request).account())
     own = [file for file in files if file.purpose in PURPOSES]
     objects = [file_object(file) for file in own if purpose in (None, file.purpose)]
-    return page(objects if order == "asc" else objects[::-1], after, limit)
+    return make_page(objects if order == "asc" else objects[::-1], after, limit)
 
 
 @router.get("/{file_id}")
@@ -179,7 +179,7 @@ async def find(request: Request, file_id: str) -> tuple[Store, StoredFile]:
     return store, file
 
 
-def fields_of(form: FormData) -> dict[str, Any]:
+def read_fields(form: FormData) -> dict[str, Any]:
     """Return the fields of a form; a[b] becomes b within a. Raises BadRequest."""
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
@@ -216,7 +216,7 @@ async def read_form(request: Request) -> FormData:
         code="file_too_large",
         status=413,
     )
-    parts = parts_of(request, limit + MAX_OTHER_BYTES, too_large)
+    parts = receive_parts(request, limit + MAX_OTHER_BYTES, too_large)
     parser = MultiPartParser(
         request.headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_OTHER_BYTES
     )

@@ -130,7 +130,7 @@ class OpenAILines:
 
     def identify(self, answer: bytes) -> tuple[str, dict[str, int]]:
         line = from_json(answer)
-        return line["custom_id"], tokens_of(line)
+        return line["custom_id"], count_tokens(line)
 
 
 def answer_line(custom_id: str, status: int, name: str, content: bytes) -> bytes:
@@ -145,7 +145,7 @@ def encode_line(custom_id: str, response: bytes, error: bytes) -> bytes:
     return escape_line_ends(line)
 
 
-def tokens_of(line: dict[str, Any]) -> dict[str, int]:
+def count_tokens(line: dict[str, Any]) -> dict[str, int]:
     """Return the token counts of an answer (a chat, a completion, embeddings or a response); {} if
     it has none.
     """
@@ -175,7 +175,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dic
             else:
                 check_structure(text)
                 line = Line.model_validate(from_json(text, allow_inf_nan=False))
-                code, message, param = fault_of(line, endpoint, seen)
+                code, message, param = find_fault(line, endpoint, seen)
                 seen.add(line.custom_id)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -206,7 +206,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dic
     return len(seen), errors
 
 
-def fault_of(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str | None]:
+def find_fault(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str | None]:
     """Return the code, the message and the field of a request's error; the code is "" if there is
     none.
     """

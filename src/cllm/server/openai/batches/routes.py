@@ -17,7 +17,7 @@ from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import get_call
 from cllm.server.openai.batches.files import ExpiresAfter
 from cllm.server.openai.batches.lines import ENDPOINTS, Endpoint
-from cllm.server.openai.paging import ListPage, page
+from cllm.server.openai.paging import ListPage, make_page
 from cllm.server.openai.schema import Metadata
 from cllm.server.resolve import check_route, model_for
 from cllm.store.batches import STATUSES, BatchRecord, Status
@@ -162,7 +162,7 @@ async def list_batches(
 ) -> ListPage[BatchObject]:
     """List the batches of this API key, newest first."""
     records = await (await open_batches(request)).list_for(get_call(request).account(), ENDPOINTS)
-    return page([batch_object(record) for record in records], after, limit)
+    return make_page([batch_object(record) for record in records], after, limit)
 
 
 @router.get("/{batch_id}")

@@ -38,7 +38,7 @@ class ItemPart(Body):
 Content = str | list[ItemPart]
 
 
-def text_of(content: Content | None) -> str:
+def join_texts(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text or part.refusal or "" for part in content)
@@ -50,7 +50,7 @@ class MessageItem(Body):
     content: Content
 
     def resource(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": "input_text", "text": text_of(self.content)}
+        part: dict[str, Any] = {"type": "input_text", "text": join_texts(self.content)}
         if self.role == "assistant":
             part = {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
         return {
@@ -109,7 +109,7 @@ class CallOutputItem(Body):
             "id": new_id("fco"),
             "type": self.type,
             "call_id": self.call_id,
-            "output": text_of(self.output),
+            "output": join_texts(self.output),
             "status": "completed",
         }
 
@@ -132,7 +132,7 @@ class ReasoningItem(Body):
     content: list[ItemPart] | None = None
 
     def resource(self) -> dict[str, Any]:
-        text = text_of(self.content) or text_of(self.summary)
+        text = join_texts(self.content) or join_texts(self.summary)
         content = [{"type": "reasoning_text", "text": text}] if text else []
         return {
             "id": new_id("rs"),
@@ -175,7 +175,7 @@ MODELS: dict[str, type[Body]] = {
 }
 
 
-def tag_of(item: Any) -> str:
+def tag_item(item: Any) -> str:
     """Return the tag of the pydantic model for ``item``.
 
     The type may be missing from messages and references.
@@ -199,14 +199,14 @@ Item = Annotated[
     | Annotated[ReferenceItem, Tag("item:ReferenceItem")]
     | Annotated[OtherItem, Tag("item:OtherItem")],
     Discriminator(
-        tag_of,
+        tag_item,
         custom_error_type="item_type",
         custom_error_message="an item must be an object with a type",
     ),
 ]
 
 
-def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+def make_messages(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Translate items to chat messages.
 
     Consecutive reasoning, text and calls become one assistant message.
@@ -230,7 +230,7 @@ def place_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     elif role == "system" and not messages:
         messages.append({"role": role, "content": [content]})
     elif role == "assistant":
-        last = assistant(messages)
+        last = last_assistant(messages)
         if last.get("content") or "tool_calls" in last:
             messages.append(last := {"role": "assistant"})
         last["content"] = content
@@ -259,7 +259,7 @@ def place_call(
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-    assistant(messages).setdefault("tool_calls", []).append(call)
+    last_assistant(messages).setdefault("tool_calls", []).append(call)
 
 
 def place_call_output(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ def place_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> Non
         messages.append({"role": "assistant", "reasoning_content": text})
 
 
-def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def last_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the last message if it is the assistant's, else append a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})

@@ -23,7 +23,7 @@ from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.chat import chat_generation
 from cllm.server.openai.logprobs import chat_logprobs
-from cllm.server.openai.paging import ListPage, page
+from cllm.server.openai.paging import ListPage, make_page
 from cllm.server.openai.responses.items import PLACES, new_id
 from cllm.server.openai.responses.schema import ResponseBody, TextFormat, rename_fields
 from cllm.server.openai.responses.stream import ResponseEvents, ResponseUsage
@@ -197,7 +197,7 @@ async def input_items(
 
     def answer() -> bytes:
         items = list_items(turns) + from_json(stored.items)
-        return to_json(page(items if order == "asc" else items[::-1], after, limit))
+        return to_json(make_page(items if order == "asc" else items[::-1], after, limit))
 
     return Response(await off_loop(call, answer), media_type="application/json")
 
@@ -221,14 +221,14 @@ async def translate(
     check_turns(call, [*referred, *turns])
 
     def build() -> tuple[ChatBody, list[dict[str, Any]], list[str]]:
-        found = {
+        items_by_id = {
             item["id"]: item
             for stored in referred
             for item in stored.output()
             if item["id"] in references
         }
         whole = [
-            found.pop(item["id"], item) if item["type"] == "item_reference" else item
+            items_by_id.pop(item["id"], item) if item["type"] == "item_reference" else item
             for item in sent
         ]
         items = [item for item in whole if item["type"] in PLACES]

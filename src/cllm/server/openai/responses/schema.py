@@ -12,7 +12,7 @@ from pydantic import Field
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, first_fault, rename_parameters
 from cllm.server.openai.conversation import MAX_TOOLS, ReasoningEffort
-from cllm.server.openai.responses.items import Identifier, Item, MessageItem, messages_of
+from cllm.server.openai.responses.items import Identifier, Item, MessageItem, make_messages
 from cllm.server.openai.responses.tools import ResponseTool, Toolset
 from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
 
@@ -193,7 +193,7 @@ class ResponseBody(GenerationBody):
         own = {*ResponseBody.__annotations__, "max_tokens"}
         shared = (set(GenerationBody.model_fields) - own) & self.model_fields_set
         values = self.model_dump(include=shared, by_alias=True)
-        values["messages"] = messages_of(items, self.instructions)
+        values["messages"] = make_messages(items, self.instructions)
         toolset = self.toolset()
         if toolset.functions:
             values["tools"] = toolset.functions

@@ -80,7 +80,7 @@ class OtherTool(Body):
     type: str
 
 
-def tag_of(tool: Any) -> str:
+def tag_tool(tool: Any) -> str:
     """Return the tag of the pydantic model for ``tool``."""
     kind = tool.get("type") or "function" if isinstance(tool, dict) else type(tool).__name__
     if not isinstance(kind, str):
@@ -94,7 +94,7 @@ OneTool = (
     | Annotated[CustomTool, Tag("tool:custom")]
     | Annotated[OtherTool, Tag("tool:other")]
 )
-DISCRIMINATOR = Discriminator(tag_of, custom_error_type="tool_type", custom_error_message=MESSAGE)
+DISCRIMINATOR = Discriminator(tag_tool, custom_error_type="tool_type", custom_error_message=MESSAGE)
 
 
 class NamespaceTool(Body):
