@@ -147,7 +147,7 @@ def check_parameters(value: dict[str, Any], model: type[Body], call: Call, path:
 
     Otherwise count the unknown ones.
 
-    ``path``: the place of ``value`` in the body. Nested objects that have a model are checked too.
+    ``path`` is where ``value`` is in the body. Nested objects that have a model are checked too.
     """
     for name, why in model.refused.items():
         if value.get(name) not in (None, False, "", [], {}):
@@ -194,7 +194,8 @@ async def read_body(request: Request, model: type[Model], *, any_type: bool = Fa
     """Return the body of ``request`` as ``model``. Raises BadRequest (408, 413, 415, or 400, which
     names the field), and EngineError if too many large bodies wait.
 
-    ``any_type``: accept any Content-Type, unless a page in a browser has sent the request.
+    With ``any_type``, any Content-Type is accepted, unless a page in a browser has sent the
+    request.
     """
     headers = request.headers
     if not any_type or "origin" in headers or "sec-fetch-site" in headers:

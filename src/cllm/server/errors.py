@@ -48,11 +48,9 @@ FATAL = frozenset({"engine_crashed", "insufficient_quota", "model_load_failed"})
 class Fault(NamedTuple):
     """An error in OpenAI's terms, which are the most detailed.
 
-    status: the HTTP status. retry_after: seconds.
-
-    ticket: claims a reserved queue position when the client retries.
-
-    prompt_tokens: the length of a prompt that is too long, and the limit.
+    ``status`` is the HTTP status. The client may retry after ``retry_after`` seconds; the
+    ``ticket`` then claims its reserved queue position. ``prompt_tokens`` has the length of a prompt
+    that is too long, and the limit.
     """
 
     status: int

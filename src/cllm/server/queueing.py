@@ -60,7 +60,7 @@ class TermsBody(Body):
     def scheduling_options(self, call: Call, user: str | None = None) -> SchedulingOptions:
         """Return how the request is scheduled.
 
-        ``user``: a user that another field of the body names.
+        ``user`` is the user that another field of the body names.
         """
         account = call.scheduling_account(self.user or user)
         asked: PriorityName | None = "batch" if call.request is None else self.priority

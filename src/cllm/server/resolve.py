@@ -100,8 +100,9 @@ def with_adapters(registry: Registry, model: ServedModel, service: Service, call
 def make_adapter_use(
     lora: Iterable[Any], adapters: Sequence[ServedModel], account: Account
 ) -> AdapterUse:
-    """Return the use of ``adapters``. ``lora``: their numbers (id) and scales. Raises
-    BadRequest.
+    """Return the use of ``adapters`` that ``lora`` asks for by numbers (id) and scales.
+
+    Raises BadRequest.
     """
     scales = {}
     for entry in lora:

@@ -78,9 +78,9 @@ def address_elsewhere(listener: socket.socket, scheme: str = "http") -> str | No
 class ServerSetup:
     """What a server is started with.
 
-    params: of the engine that is started with it; None if none is. launched: a process that becomes
-    that engine. on_loading: called with the share of the engine's model that has been loaded.
-    on_ready: called once requests are computed. read_again: called after SIGHUP.
+    ``params`` are those of the engine that is started with it; None if none is. ``launched`` is a
+    process that becomes that engine. ``on_loading`` is called with the share of the engine's model
+    that has been loaded, ``on_ready`` once requests are computed, and ``read_again`` after SIGHUP.
     """
 
     settings: Settings
@@ -98,7 +98,7 @@ class ServerRun:
     """One run of a server."""
 
     def __init__(self, setup: ServerSetup, signals: list[int]) -> None:
-        """``signals``: those that arrive before the server can handle them."""
+        """``signals`` gets the signals that arrive before the server can handle them."""
         self._setup = setup
         self._signals = signals
         self._engines = Engines()
@@ -164,7 +164,7 @@ class ServerRun:
         return server
 
     async def _load(self, registry: Registry, begun: float) -> None:
-        """Load what is to be loaded at the start. ``begun``: when ``_loading`` was begun."""
+        """Load what is to be loaded at the start. ``_loading`` was begun at the time ``begun``."""
         for model in registry.models:
             if self._loading is not None and model.service and model.service.engine is self._first:
                 await registry.loaded.adopt(model, self._loading, begun)

@@ -23,7 +23,8 @@ def add_sampling_fields(
     """Return a decorator for a body: it adds a field for each sampling parameter that ``dialect``
     offers, unless the body has a field of that name.
 
-    integer: the type of integers. notes: more help about a parameter, by its name in the dialect.
+    ``integer`` is the type of its integers. ``notes`` add to the help of parameters, by their names
+    in the dialect.
     """
 
     def add_fields(body: type[Model]) -> type[Model]:

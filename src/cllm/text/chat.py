@@ -42,17 +42,18 @@ class Effort(enum.StrEnum):
 class Chat:
     """The input of a chat template, and the constraints on the answer.
 
-    messages: dicts with ``role`` (system, user, assistant, tool) and ``content`` (text). An
-    assistant's may have ``reasoning_content`` and ``tool_calls``, dicts of ``id``, ``type``
-    "function" and ``function``: ``name`` and ``arguments``, a JSON text or an object; a tool's has
-    ``tool_call_id``, and ``name`` if it is known. tools: as OpenAI declares them, ``{"type":
-    "function", "function": {"name", "description", "parameters"}}``. tool_choice: auto, none or
-    required (at least one call, and nothing else). allowed_tools: the names of the tools that may
-    be called; () means all. To force a call of one function, set "required" and its name. thinking:
-    None leaves it to the template; a template without such a switch ignores it. thinking_budget:
-    tokens after which the model is made to end its reasoning. effort: a level that sets both.
-    variables: further template variables. continued: the field of the last message, an assistant's,
-    that the answer continues; "" if the answer is a new message.
+    ``messages`` are dicts with a ``role`` (system, user, assistant, tool) and ``content`` (text).
+    An assistant's may have ``reasoning_content`` and ``tool_calls``, dicts with an ``id``, the
+    ``type`` "function", and a ``function``, which has a ``name`` and ``arguments``, a JSON text or
+    an object. A tool's has ``tool_call_id``, and ``name`` if it is known. ``tools`` are declared as
+    OpenAI does, ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+    ``tool_choice`` is auto, none or required (at least one call, and nothing else). Only the tools
+    named in ``allowed_tools`` may be called; () means all. To force a call of one function, set
+    "required" and its name. None as ``thinking`` leaves it to the template; a template without such
+    a switch ignores it. After ``thinking_budget`` tokens the model is made to end its reasoning.
+    ``effort`` is a level that sets both. ``variables`` are further variables of the template.
+    ``continued`` is the field of the last message, an assistant's, that the answer continues; "" if
+    the answer is a new message.
     """
 
     messages: list[dict[str, Any]]

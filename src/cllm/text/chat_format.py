@@ -47,8 +47,9 @@ class OutputPlan:
 class MessagePlan(NamedTuple):
     """How to generate a chat's next message, and how to read it.
 
-    output: how to read it; None for plain text. params: with the limit of reasoning. constraint:
-    what the message must be; None if at most ``params.grammar`` constrains it.
+    ``output`` says how to read it; None means plain text. ``params`` include the limit of
+    reasoning. ``constraint`` says what the message must be; None means that at most
+    ``params.grammar`` constrains it.
     """
 
     output: OutputPlan | None

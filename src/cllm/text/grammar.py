@@ -34,10 +34,10 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "mess
 class Constraint(NamedTuple):
     """A constraint on a text. ``kind`` says what ``value`` is.
 
-    json_object: None. json_schema: a schema (dict or bool). regex: a pattern that the whole text
-    matches. choice: a list of texts. grammar: a client's Lark or GBNF. message: a BoundMessage as
-    plain types. strict: keywords of the schema that cannot be enforced are refused; otherwise they
-    are left out.
+    It is None for a json_object, a schema (dict or bool) for a json_schema, a pattern that the
+    whole text matches for a regex, a list of texts for a choice, a client's Lark or GBNF for a
+    grammar, and a BoundMessage as plain types for a message. If ``strict``, keywords of the schema
+    that cannot be enforced are refused; otherwise they are left out.
     """
 
     kind: Kind

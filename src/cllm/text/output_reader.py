@@ -21,11 +21,11 @@ FAILURES = frozenset({FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.TIM
 class Delta(msgspec.Struct, gc=False):
     """New text of one choice, in one channel. The deltas of a choice are in order.
 
-    finish: "" while the choice continues; else stop, length or tool_calls, and no delta follows.
-    stop: the stop string that ended it. channel: whether the text is the visible answer, reasoning,
-    or the arguments of the ``call``-th tool call. The function's ``name`` comes with the first
-    delta of its call; the texts of a call form one JSON object. logprobs: the tokens that begin in
-    this text, if the request's params ask for logprobs.
+    ``finish`` is "" while the choice continues; else it is stop, length or tool_calls, and no delta
+    follows. ``stop`` is the stop string that ended it. ``channel`` says whether the text is the
+    visible answer, reasoning, or the arguments of the ``call``-th tool call. The function's
+    ``name`` comes with the first delta of its call; the texts of a call form one JSON object. If
+    the request's params ask for logprobs, ``logprobs`` has the tokens that begin in this text.
     """
 
     index: int

@@ -62,7 +62,9 @@ class Connections(ServerState):
     """
 
     def __init__(self, limit: int, limit_per_address: int | None = None) -> None:
-        """``limit_per_address``: None means half of ``limit``, and none on this machine."""
+        """``limit_per_address`` applies to each address; None means half of ``limit`` for other
+        machines, and no limit for this one.
+        """
         super().__init__()
         self._limit = limit
         self._limit_per_address = limit_per_address

@@ -319,7 +319,7 @@ class Protocol(HttpToolsProtocol):
     def _check_lingering(self, num_bytes_before: int, seconds_left: float) -> None:
         """Close the connection if nothing has arrived since the last check, or time is up.
 
-        ``seconds_left``: as of the last check.
+        At the last check, ``seconds_left`` were left.
         """
         seconds_left -= LINGER_PAUSE
         if seconds_left <= 0 or self._num_discarded_bytes == num_bytes_before:

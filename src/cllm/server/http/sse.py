@@ -84,7 +84,7 @@ class EventStream(Response):
         media_type: str | None = None,
         heartbeat: bytes = HEARTBEAT_BYTES,
     ) -> None:
-        """``heartbeat``: bytes sent after silence, which readers skip, such as a space before a
+        """After silence, ``heartbeat`` is sent, bytes that readers skip, such as a space before a
         line of JSON.
         """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}

@@ -67,7 +67,7 @@ class ScaleList(pydantic.RootModel[list[AdapterScale]]):
 
 
 class LoadAdapterBody(Body):
-    """load_inplace: whether an adapter with the same name is replaced."""
+    """With ``load_inplace``, an adapter with the same name is replaced."""
 
     model_config = example(lora_name="poet", lora_path="/models/poet-lora.gguf")
     ignored: ClassVar = {"is_3d_lora_weight": "the file says how its weights are stored"}

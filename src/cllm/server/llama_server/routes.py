@@ -245,7 +245,7 @@ async def respond(
     *,
     is_short: bool,
 ) -> Response:
-    """Generate the answer. ``is_short``: the prompt was shortened."""
+    """Generate the answer. If ``is_short``, it says that the prompt was shortened."""
     answer = service.submit(generation)
     events = PlainEvents(service, generation, body, is_short=is_short)
     if body.stream:
@@ -359,9 +359,8 @@ def value_at(content: Any, path: str) -> Any:
 
 
 def describe_sampling(params: Any) -> SamplingSettings:
-    """Return sampling settings under llama-server's names.
-
-    ``params``: SamplingParams, or the operator's defaults.
+    """Return the settings in ``params``, SamplingParams or the operator's defaults, under
+    llama-server's names.
     """
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,

@@ -172,7 +172,9 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
 
 
 def check_count(body: TokenizeBody, num_tokens: int, bound: str = "") -> None:
-    """Raise BadRequest if there are too many tokens. ``bound``: "at least " before their number."""
+    """Raise BadRequest if there are too many tokens. ``bound`` comes before their number, such as
+    "at least ".
+    """
     has_pieces = body.with_pieces or body.return_token_strs
     limit = MAX_PIECES if has_pieces else MAX_TOKENS
     if num_tokens > limit:

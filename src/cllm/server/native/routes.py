@@ -36,7 +36,7 @@ router = APIRouter(tags=["cLLM"])
 
 
 class Root(TypedDict):
-    """model and paths are missing without a valid API key, if the server needs one."""
+    """Without a valid API key, if the server needs one, ``model`` and ``paths`` are missing."""
 
     name: Literal["cLLM"]
     version: str
@@ -46,8 +46,8 @@ class Root(TypedDict):
 
 
 class EngineHealth(TypedDict):
-    """One engine of a model. cpus: the numbers of the CPUs that it is bound to, [] for all.
-    devices: the variables that name its GPUs.
+    """One engine of a model. It is bound to the CPUs with the numbers ``cpus``; [] means all of
+    them. ``devices`` has the variables that name its GPUs.
     """
 
     number: int
@@ -70,7 +70,7 @@ class ModelHealth(TypedDict):
 
 
 class Health(TypedDict):
-    """models: with level=full."""
+    """Only level=full has ``models``."""
 
     status: Literal["healthy", "degraded"]
     model_loaded: bool

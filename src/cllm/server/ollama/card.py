@@ -29,9 +29,10 @@ class Details(TypedDict):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """modified: when the file was written.
+    """What is shown of a model.
 
-    digest: 64 hex digits that identify its content. size: in bytes.
+    Its file was written at ``modified`` and has ``size`` bytes. The 64 hex digits of ``digest``
+    identify its content.
     """
 
     digest: str

@@ -132,7 +132,7 @@ async def chat_generation(
 ) -> Generation:
     """Return the generation for a chat, ready to be submitted.
 
-    ``request_id``: a new one by default. ``param`` names its messages in errors.
+    By default, it gets a new ``request_id``. Errors call its messages ``param``.
     """
     body.check()
     params = await body.params(service)

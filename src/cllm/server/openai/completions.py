@@ -198,9 +198,8 @@ class CompletionFormatter:
     def logprobs(
         self, index: int, token_logprobs: list[TokenLogprob], *, with_prompt: bool
     ) -> dict[str, Any] | None:
-        """Return the ``logprobs`` object for tokens of the choice ``index``.
-
-        ``with_prompt``: include its prompt.
+        """Return the ``logprobs`` object for tokens of the choice ``index``, if ``with_prompt``
+        after those of its prompt.
         """
         if self.body.logprobs is None:
             return None

@@ -40,7 +40,7 @@ def prompt_logprobs(
     vocabulary: VocabularyTable, prompt: list[int], logprobs: list[Logprobs], text: str | None
 ) -> dict[str, Any]:
     """Return the ``logprobs`` object of an echoed prompt, whose first token has no logprob.
-    ``text``: the prompt as it was given; None if token ids were.
+    ``text`` is the prompt as it was given; None if token ids were given.
     """
     others = list(zip(prompt[1:], logprobs, strict=True))
     return {

@@ -11,9 +11,9 @@ from typing import Any
 from cllm.text.schema.finite_values import Schema
 from cllm.text.schema.lark import finds
 
-# A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``:
-# the values that constants allow. ``parts`` (of strings): schemas that must all be satisfied.
-# ``options``: for each 'oneOf' that it satisfies, by id(), which option.
+# A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``
+# has the values that constants allow, and ``parts`` the schemas that a string must all satisfy.
+# ``options`` says which option of each 'oneOf', by id(), it satisfies.
 Alternative = dict[str, Any]
 Alternatives = list[Alternative] | None  # None: any value
 

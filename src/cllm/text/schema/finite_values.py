@@ -20,7 +20,7 @@ def add_ends(definitions: dict[str, Schema]) -> set[str]:
 def has_end(schema: Schema, known: set[str]) -> bool:
     """Return whether a finite value can satisfy ``schema``.
 
-    ``known``: the references that finite values can satisfy.
+    Finite values can satisfy the references in ``known``.
     """
     if isinstance(schema, bool):
         return schema

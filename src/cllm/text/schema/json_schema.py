@@ -123,8 +123,8 @@ class Translator:
     def _schema(self, schema: Any, where: str, depth: int, around: Names | None = ALONE) -> Schema:
         """Translate ``schema``.
 
-        ``around``: the names in the enclosing schemas for the same value, if ``schema`` is the one
-        that must forbid other properties; None if it must not forbid them.
+        ``around`` has the names in the enclosing schemas for the same value, if ``schema`` is the
+        one that must forbid other properties; it is None if ``schema`` must not forbid them.
         """
         self._count_part(where, depth)
         if isinstance(schema, bool):

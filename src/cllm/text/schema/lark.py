@@ -21,8 +21,8 @@ class Rules:
     """The rules and terminals of a grammar. Equal ones are written once."""
 
     def __init__(self, *, careful: bool = False) -> None:
-        """``careful``: compile each leaf separately, which takes milliseconds, to find the one at
-        fault.
+        """If ``careful``, each leaf is compiled separately, which takes milliseconds, to find the
+        one at fault.
         """
         self.careful = careful
         self._bodies: dict[str, str] = {}  # by name

@@ -15,7 +15,7 @@ ANY_FRACTION = r"(\.[0-9]+)?"
 
 
 class Bound(NamedTuple):
-    """The end of a range. ``strict``: the value itself is excluded."""
+    """The end of a range. If ``strict``, the value itself is excluded."""
 
     value: Decimal
     strict: bool = False

@@ -27,7 +27,7 @@ LARK = re.compile(
 def expands_too_far(text: str, parts: re.Pattern[str] = REGEX) -> bool:
     """Whether the nested counted repetitions in ``text`` multiply to more than MAX_EXPANSION.
 
-    ``parts``: REGEX for a regular expression, LARK for a grammar.
+    ``parts`` is REGEX for a regular expression, and LARK for a grammar.
     """
     return repetition_products(text, parts)[1] > MAX_EXPANSION
 
@@ -37,7 +37,7 @@ def repetition_products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
     counts.
     """
     groups = [1]  # the largest product in each open group
-    last = nested = 1  # ``last``: the product of the previous item, which a count would repeat
+    last = nested = 1  # a count would repeat the previous item, whose product is ``last``
     for part in parts.finditer(text):
         match part.lastgroup:
             case "open":

@@ -161,7 +161,7 @@ class CallIds:
         return text.count(own) == 2
 
     def _accepts(self, key: str) -> bool:
-        """Return whether the template accepts ids like ``key``: of its prefix and length."""
+        """Return whether the template accepts ids with the prefix and the length of ``key``."""
         prefix, mark, rest = key.rpartition("_")
         like = prefix + mark + re.sub("[a-zA-Z0-9]", "0" if rest.isdigit() else "a", rest)
         if like not in self._known:

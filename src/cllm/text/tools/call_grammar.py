@@ -29,7 +29,7 @@ NO_NAME = r"/[^\w.-](?s:.*)/"
 class CallableTool(NamedTuple):
     """A function that may be called.
 
-    strict: its whole schema is enforced, or the request is refused.
+    If ``strict``, its whole schema is enforced, or the request is refused.
     """
 
     schema: dict[str, Any]
@@ -39,13 +39,13 @@ class CallableTool(NamedTuple):
 class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """The constraints on a chat's next message.
 
-    tools: the functions that may be called, by name. control: the ids of the control tokens in the
-    family's marks. answer: the grammar of the message's text; if "", no text is allowed. calls: the
-    message may be calls instead of text. is_loose: its text is free, and only the calls in it are
-    constrained. max_calls: how many calls a message without text may have; None for no limit.
-    thinks: it may begin with reasoning. inside: it begins in the middle of reasoning. begun: it
-    begins in the middle of its text. names_only: arguments of functions that are not strict may be
-    any JSON object.
+    ``tools`` has the functions that may be called, by name, and ``control`` the ids of the control
+    tokens in the family's marks. ``answer`` is the grammar of the message's text; if "", no text is
+    allowed. If ``calls``, the message may be calls instead of text. If ``is_loose``, its text is
+    free, and only the calls in it are constrained. A message without text may have ``max_calls``
+    calls; None is no limit. If ``thinks``, it may begin with reasoning; if ``inside``, it begins in
+    the middle of reasoning; if ``begun``, in the middle of its text. If ``names_only``, arguments
+    of functions that are not strict may be any JSON object.
     """
 
     family: ModelFamily

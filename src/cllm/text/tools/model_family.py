@@ -29,8 +29,8 @@ HEADS = {
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The marks around reasoning.
 
-    skip: marks to drop from the text. anywhere: reasoning may also begin after text, because
-    ordinary text never mentions its mark.
+    The marks ``skip`` are dropped from the text. If ``anywhere``, reasoning may also begin after
+    text, because ordinary text never mentions its mark.
     """
 
     open: str
@@ -42,9 +42,9 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The format of messages that begin with a header (harmony).
 
-    open, close: what begins and ends a header. end: what ends a message. reasoning, call: regular
-    expressions for headers; ``call`` finds the ``name`` of the function that the message is for.
-    final: the header of plain text.
+    ``open`` begins a header, ``close`` ends it, and ``end`` ends a message. ``reasoning`` and
+    ``call`` are regular expressions for headers; ``call`` finds the ``name`` of the function that
+    the message is for. ``final`` is the header of plain text.
     """
 
     open: tuple[str, ...]
@@ -58,9 +58,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments as keys and values between tags.
 
-    trim: a value does not include the line break after its opening tag and the one before its
-    closing tag. wrapped: a mark that may follow the opening tag, and the mark that then ends the
-    value.
+    If ``trim``, a value does not include the line break after its opening tag and the one before
+    its closing tag. ``wrapped`` is a mark that may follow the opening tag, and the mark that then
+    ends the value.
     """
 
     key_open: str
@@ -75,15 +75,16 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The format of a call: a mark of ``open``, one of ``head``, the arguments, and possibly marks
     of ``close``.
 
-    head: regular expressions with the group ``name``, for the text between the mark and the
+    ``head`` has regular expressions with the group ``name``, for the text between the mark and the
     arguments. "json" is an object with name and arguments; "python" is a function's name, followed
-    by keyword arguments in parentheses. inner: marks that occur in heads. bare: a message may also
-    begin with a head. quote: keys are written without quotes, and strings between this mark. tags:
-    arguments are keys and values. skip: other marks, which are dropped. separators: marks before a
-    further call, instead of ``open``. ends_reasoning: models of this family forget to close their
-    reasoning before they call. begin, write, between, end: how to write calls, with $name in quotes
-    or $word without, and $arguments (Python: $keywords; tags: $pairs, each written as ``pair`` with
-    $key, $value and $string, which is whether the value is a string).
+    by keyword arguments in parentheses. The marks ``inner`` occur in heads. If ``bare``, a message
+    may also begin with a head. With a ``quote``, keys are written without quotes, and strings
+    between this mark. With ``tags``, arguments are keys and values. The marks ``skip`` are dropped.
+    The marks ``separators`` come before a further call, instead of ``open``. If ``ends_reasoning``,
+    models of this family forget to close their reasoning before they call. ``begin``, ``write``,
+    ``between`` and ``end`` say how to write calls, with $name in quotes or $word without, and
+    $arguments (Python: $keywords; tags: $pairs, each written as ``pair`` with $key, $value and
+    $string, which is whether the value is a string).
     """
 
     write: str
@@ -108,9 +109,8 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelFamily(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model family.
-
-    ``signs``: strings that all its chat templates contain; () if templates do not select it.
+    """A model family, whose chat templates all contain ``signs``; () if templates do not select
+    it.
     """
 
     signs: tuple[str, ...]

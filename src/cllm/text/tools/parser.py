@@ -52,7 +52,7 @@ class Channel(enum.StrEnum):
 class OutputPart(msgspec.Struct, gc=False):
     """A piece of a model's output.
 
-    call: the call's ordinal, from 0. name: the function's, in a call's first part.
+    ``call`` counts the calls from 0. The first part of a call has the function's ``name``.
     """
 
     channel: Channel
@@ -82,10 +82,10 @@ class Parser:
         max_calls: int | None = None,
         control: Collection[str] = (),
     ) -> None:
-        """``tools``: the argument schemas of the functions that may be called; if {}, calls are
-        text. ``inside``: the text begins in the middle of reasoning. ``begun``: it continues
+        """``tools`` has the argument schemas of the functions that may be called; if {}, calls are
+        text. If ``inside``, the text begins in the middle of reasoning; if ``begun``, it continues
         reasoning or text from the prompt. After ``max_calls`` calls the parser is ``done`` and
-        drops the rest. ``control``: the texts of control tokens, which the model never writes in
+        drops the rest. ``control`` has the texts of control tokens, which the model never writes in
         parts.
         """
         self._reasoning = family.reasoning
@@ -140,8 +140,8 @@ class Parser:
     def flush(self, tail: str = "", *, is_cut: bool = False) -> list[OutputPart]:
         """Return the parts still held back, at the end of the text.
 
-        ``tail``: replaces the bytes of an incomplete character. ``is_cut``: the text ended because
-        of its length; then the beginning of a mark, of a header or of a call is dropped.
+        ``tail`` replaces the bytes of an incomplete character. If ``is_cut``, the text ended
+        because of its length; then the beginning of a mark, of a header or of a call is dropped.
         """
         is_free = not self._buffer and self._state in (self._in_text, self._in_region)
         self._is_last, self._is_cut = True, is_cut

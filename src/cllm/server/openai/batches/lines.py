@@ -50,14 +50,14 @@ class Line(pydantic.BaseModel):
 
 
 class LineBody(NamedTuple):
-    """The body of a request. num_bytes: of its whole line."""
+    """The body of a request, whose line has ``num_bytes``."""
 
     value: dict[str, Any]
     num_bytes: int
 
 
 class BatchAnswer(NamedTuple):
-    """An answer: its request id, and its JSON."""
+    """The request id of an answer, and its JSON."""
 
     request_id: str
     content: bytes
@@ -134,7 +134,7 @@ class OpenAILines:
 
 
 def answer_line(custom_id: str, status: int, name: str, content: bytes) -> bytes:
-    """Return the line of an answer. ``name``: its request id."""
+    """Return the line of an answer, whose request id is ``name``."""
     response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, to_json(name), content)
     return encode_line(custom_id, response, b"null")
 

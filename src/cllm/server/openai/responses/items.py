@@ -63,7 +63,7 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A call by the model. ``namespace``: the namespace in which the tool was declared, if any."""
+    """A call by the model. ``namespace`` is where the tool was declared, if in a namespace."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: Identifier

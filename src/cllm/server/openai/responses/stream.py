@@ -65,9 +65,8 @@ class OutputItem:
     """
 
     def __init__(self, channel: Channel, index: int, call: int, tool: ToolTarget) -> None:
-        """``index``: the place in the output.
-
-        ``call``: the number of the call in the answer, to the tool ``tool``.
+        """The item has the place ``index`` in the output. If it is a call, it is the one with the
+        number ``call`` in the answer, and calls ``tool``.
         """
         self.channel, self.index, self.call, self.tool = channel, index, call, tool
         self.id, self.call_id = (
@@ -159,10 +158,9 @@ class ResponseEvents:
         called: Mapping[str, ToolTarget],
         logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
     ) -> None:
-        """``head``: the response before generation. ``on_end`` gets the complete response.
-
-        ``called``: the tool behind each function, by the function's name. ``logprobs``: makes the
-        logprobs object for some tokens, if the client asked for it.
+        """``head`` is the response before generation. ``on_end`` is called with the complete
+        response. ``called`` has the tool behind each function, by the function's name. If the
+        client asked for logprobs, ``logprobs`` makes the logprobs object of some tokens.
         """
         self._generation = generation
         self._logprobs = logprobs

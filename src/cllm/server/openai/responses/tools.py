@@ -124,9 +124,10 @@ class ToolTarget:
 
 @dataclass(slots=True)
 class Toolset:
-    """functions: declarations for a chat.
+    """The tools of a request as a chat declares them.
 
-    called: the tool behind each function. skipped: types of tools left out.
+    ``functions`` are the declarations. ``called`` has the tool behind each function. ``skipped``
+    has the types of the tools that are left out.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
