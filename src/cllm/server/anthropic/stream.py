@@ -170,9 +170,9 @@ class MessageEvents:
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         self._last = deltas[-1]
-        return b"".join(map(self._of, deltas))
+        return b"".join(map(self._encode, deltas))
 
-    def _of(self, delta: Delta) -> bytes:
+    def _encode(self, delta: Delta) -> bytes:
         data = b""
         if (delta.text or delta.name) and self._where != (delta.channel, delta.call):
             data = self._close() + self._open(delta)

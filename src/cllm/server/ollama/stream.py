@@ -242,9 +242,9 @@ class OllamaLines:
     def deltas(self, deltas: list[Delta]) -> bytes:
         self._clock.token()
         self._last = deltas[-1]
-        return b"".join(map(self._of, deltas))
+        return b"".join(map(self._encode, deltas))
 
-    def _of(self, delta: Delta) -> bytes:
+    def _encode(self, delta: Delta) -> bytes:
         if delta.channel is Channel.CALL:
             self._calls.feed(delta)
             return self._called()

@@ -239,17 +239,17 @@ async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> b
     """Return the whole answer to a chat, as JSON."""
     head = make_head(service, answer.generation, "chat.completion")
     logprobs = choose_logprobs(service, body)
-    wholes = await collect(answer)
+    collected = await collect(answer)
     choices: Iterable[ChatChoice] = (
         {
             "index": i,
-            "message": whole.message(),
-            "logprobs": logprobs(whole.token_logprobs) if logprobs else None,
-            "finish_reason": cast("Literal['stop', 'length', 'tool_calls']", whole.finish),
+            "message": choice.message(),
+            "logprobs": logprobs(choice.token_logprobs) if logprobs else None,
+            "finish_reason": cast("Literal['stop', 'length', 'tool_calls']", choice.finish),
         }
-        for i, whole in enumerate(wholes)
+        for i, choice in enumerate(collected)
     )
-    num_tokens = sum(len(whole.token_logprobs) for whole in wholes)
+    num_tokens = sum(len(choice.token_logprobs) for choice in collected)
     return await encode_choices(answer, head, choices, num_tokens)
 
 

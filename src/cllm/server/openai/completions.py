@@ -79,12 +79,12 @@ async def completions(request: Request) -> Response:
         request, completion_generation(get_call(request), service, body)
     )
     answer = service.submit(generation)
-    words = CompletionFormatter(service, body, answer)
+    formatter = CompletionFormatter(service, body, answer)
     if body.stream:
-        chunks = CompletionChunks(words, make_head(service, generation, "text_completion"))
+        chunks = CompletionChunks(formatter, make_head(service, generation, "text_completion"))
         return EventStream(answer, chunks, make_headers(answer))
     with answer:
-        content = await until_disconnect(request, completion(words))
+        content = await until_disconnect(request, completion(formatter))
     return Response(content, headers=make_headers(answer), media_type="application/json")
 
 
@@ -106,24 +106,26 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
     return generation
 
 
-async def completion(words: CompletionFormatter) -> bytes:
+async def completion(formatter: CompletionFormatter) -> bytes:
     """Return the whole answer to prompts, as JSON."""
-    answer = words.answer
-    head = make_head(words.service, answer.generation, "text_completion")
-    wholes = await collect(answer)
-    chosen = words.choose(wholes)
+    answer = formatter.answer
+    head = make_head(formatter.service, answer.generation, "text_completion")
+    collected = await collect(answer)
+    chosen = formatter.choose(collected)
     choices: Iterable[CompletionChoice] = (
         {
             "index": place,
-            "text": words.echoed(index) + "".join(wholes[index].text),
-            "logprobs": words.logprobs(index, wholes[index].token_logprobs, with_prompt=True),
-            "finish_reason": cast("Literal['stop', 'length']", wholes[index].finish),
+            "text": formatter.echoed(index) + "".join(collected[index].text),
+            "logprobs": formatter.logprobs(
+                index, collected[index].token_logprobs, with_prompt=True
+            ),
+            "finish_reason": cast("Literal['stop', 'length']", collected[index].finish),
         }
         for place, index in enumerate(chosen)
     )
-    num_tokens = sum(len(wholes[index].token_logprobs) for index in chosen)
-    if words.params.prompt_logprobs is not None:
-        num_tokens += sum(map(len, answer.generation.prompts)) * words.params.n
+    num_tokens = sum(len(collected[index].token_logprobs) for index in chosen)
+    if formatter.params.prompt_logprobs is not None:
+        num_tokens += sum(map(len, answer.generation.prompts)) * formatter.params.n
     return await encode_choices(answer, head, choices, num_tokens)
 
 
@@ -223,13 +225,13 @@ class CompletionChunks(Chunks):
     The first chunk of a choice contains the echoed prompt.
     """
 
-    def __init__(self, words: CompletionFormatter, head: AnswerHead) -> None:
+    def __init__(self, formatter: CompletionFormatter, head: AnswerHead) -> None:
         super().__init__(
-            words.answer.generation, head, chat=False, options=words.body.stream_options
+            formatter.answer.generation, head, chat=False, options=formatter.body.stream_options
         )
-        self._words = words
+        self._formatter = formatter
         self._begun: set[int] = set()
-        self._is_plain = not words.body.echo and words.body.logprobs is None
+        self._is_plain = not formatter.body.echo and formatter.body.logprobs is None
         self._held: list[Delta] = []  # until the logprobs of their prompt have arrived
 
     def deltas(self, deltas: list[Delta]) -> bytes:
@@ -238,15 +240,15 @@ class CompletionChunks(Chunks):
         waiting, self._held = [*self._held, *deltas], []
         return super().deltas(waiting)
 
-    def of(self, delta: Delta) -> bytes:
+    def encode(self, delta: Delta) -> bytes:
         if self._is_plain:
-            return super().of(delta)
+            return super().encode(delta)
         index, is_first = delta.index, delta.index not in self._begun
-        if not self._words.knows_prompt(index):
+        if not self._formatter.knows_prompt(index):
             self._held.append(delta)
             return b""
         self._begun.add(index)
-        text = (self._words.echoed(index) if is_first else "") + delta.text
-        logprobs = self._words.logprobs(index, list(delta.logprobs), with_prompt=is_first)
+        text = (self._formatter.echoed(index) if is_first else "") + delta.text
+        logprobs = self._formatter.logprobs(index, list(delta.logprobs), with_prompt=is_first)
         data = self.text(index, text, logprobs) if text or delta.logprobs or is_first else b""
         return data + self.finish(index, delta.finish) if delta.finish else data

@@ -158,7 +158,7 @@ class Chunks:
     def _timings(self) -> bytes:
         return b'"timings":' + to_json(build_timings(self._generation)) + b"}\n\n"
 
-    def of(self, delta: Delta) -> bytes:
+    def encode(self, delta: Delta) -> bytes:
         if delta.channel != Channel.TEXT:
             data = self._call(delta) if delta.channel == Channel.CALL else self._reasoning(delta)
         elif delta.logprobs and self._logprobs is not None:
@@ -175,7 +175,7 @@ class Chunks:
     def deltas(self, deltas: list[Delta]) -> bytes:
         if self._counts:
             self._end = b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n"
-        return b"".join(map(self.of, deltas))
+        return b"".join(map(self.encode, deltas))
 
     def end(self) -> bytes:
         if not self._include_usage:

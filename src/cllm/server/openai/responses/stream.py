@@ -182,9 +182,9 @@ class ResponseEvents:
         return created + self._event("response.in_progress", response=self.response)
 
     def deltas(self, deltas: list[Delta]) -> bytes:
-        return b"".join(map(self._of, deltas))
+        return b"".join(map(self._encode, deltas))
 
-    def _of(self, delta: Delta) -> bytes:
+    def _encode(self, delta: Delta) -> bytes:
         self._finish = delta.finish
         token_logprobs: list[dict[str, Any]] = []
         if self._logprobs is not None and delta.logprobs and delta.channel == Channel.TEXT:
