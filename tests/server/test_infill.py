@@ -54,7 +54,7 @@ def test_several_prefixes_are_tokenized_in_one_call():
 
 
 def test_snippets_of_other_files_come_first():
-    snippets = [Snippet("b.py", "b = 1"), Snippet("c.py", "c = 2")]
+    snippets = [Snippet(filename="b.py", text="b = 1"), Snippet(filename="c.py", text="c = 2")]
     text, is_short = prompt(service(), "a = ", "\n", snippets)
     assert (text, is_short) == (
         b"--- b.py ---\nb = 1\n\n--- c.py ---\nc = 2\n\n\x01a = \x02\n\x03",
@@ -69,7 +69,7 @@ def test_snippets_of_other_files_come_first():
 
 @pytest.mark.parametrize("repository", [None, (REPOSITORY, FILE)])
 def test_first_snippets_are_dropped_if_the_prompt_is_too_long(repository):
-    snippets = [Snippet(f"{i}.py", "x" * 100) for i in range(20)]
+    snippets = [Snippet(filename=f"{i}.py", text="x" * 100) for i in range(20)]
     text, is_short = prompt(service(repository=repository), "a = ", "\n", snippets)
     assert is_short
     assert b"19.py" in text
@@ -84,7 +84,7 @@ def test_first_snippets_are_dropped_if_the_prompt_is_too_long(repository):
 )
 def test_long_prefix_and_suffix_are_truncated_far_from_the_cursor(num_prefix, num_suffix, kept):
     text, is_short = prompt(
-        service(), "p" * num_prefix + "P", "S" + "s" * num_suffix, [Snippet("a", "b")]
+        service(), "p" * num_prefix + "P", "S" + "s" * num_suffix, [Snippet(filename="a", text="b")]
     )
     before, behind = text.removeprefix(b"\x01").removesuffix(b"\x03").split(b"\x02")
     assert is_short

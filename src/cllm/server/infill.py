@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from cllm.core.segments import Segment
 from cllm.errors import BadRequest
+from cllm.server.body import Body
 from cllm.serving.answer import SchedulingOptions
 from cllm.serving.service import Service
 
 
-class Snippet(NamedTuple):
+class Snippet(Body):
     """A part of another file, as context."""
 
-    filename: str
+    filename: str = "file"
     text: str
 
 

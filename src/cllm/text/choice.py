@@ -85,7 +85,7 @@ class Choice:
         if self.parser.done:  # perhaps with the last token of max_tokens
             self.finish = FinishReason.STOP.value
         if self._stops:
-            parts = self._is_stopped(parts)
+            parts = self._cut_at_stop(parts)
         if output.logprobs is not None:
             self._attach_logprobs(TokenLogprob(output.token, 0, output.logprobs), parts)
         if self.parser.num_calls and self.finish == FinishReason.STOP:
@@ -105,7 +105,7 @@ class Choice:
             if part.channel != Channel.TEXT or part.text:
                 self._pending_logprobs = []
 
-    def _is_stopped(self, parts: list[OutputPart]) -> list[OutputPart]:
+    def _cut_at_stop(self, parts: list[OutputPart]) -> list[OutputPart]:
         """Return ``parts`` up to a stop string."""
         kept: list[OutputPart] = []
         for part in parts:

@@ -76,7 +76,7 @@ class GrammarProcess(Workers):
             self._observe(None)
         else:
             async with self._in_turn(patience):
-                reply = self._known.get(key) or await self._checked(question, param)
+                reply = self._known.get(key) or await self._ask(question, param)
             if not reply.is_ours:
                 self._remember(key, reply)
         grammar, unenforced = json.loads(reply.get())
@@ -141,7 +141,7 @@ class GrammarProcess(Workers):
         if reply is not None:
             self._known_size -= entry_size(key, reply)
 
-    async def _checked(self, question: bytes, param: str) -> Reply:
+    async def _ask(self, question: bytes, param: str) -> Reply:
         begun = time.monotonic()
         reply = await self.ask(question)
         if reply is None:

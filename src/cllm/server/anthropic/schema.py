@@ -179,9 +179,9 @@ class CountBody(Body):
             thinking_budget=thinking.budget_tokens if thinking else None,
             effort=Effort(effort) if effort else None,
         )
-        return self._continuing(chat) if chat.messages[-1]["role"] == "assistant" else chat
+        return self._continue(chat) if chat.messages[-1]["role"] == "assistant" else chat
 
-    def _continuing(self, chat: Chat) -> Chat:
+    def _continue(self, chat: Chat) -> Chat:
         """Return ``chat``, set to continue its last message.
 
         Raises BadRequest where Anthropic does.

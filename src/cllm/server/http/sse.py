@@ -115,7 +115,7 @@ class EventStream(Response):
     async def _run(self, receive: Receive, send: Send) -> None:
         self._send = send
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watching = asyncio.create_task(disconnected(receive))
+        watching = asyncio.create_task(wait_for_disconnect(receive))
         error: BaseException | None = None
         try:
             self._write(self._events.begin())
@@ -241,7 +241,7 @@ async def end(steps: Generator[Any, Any, None], future: asyncio.Future[Any]) -> 
         steps.close()
 
 
-async def disconnected(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -253,7 +253,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     If the client disconnects first, cancel ``work`` and raise ClientGone.
     """
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(disconnected(request.receive))
+    watching = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({working, watching}, return_when=FIRST_COMPLETED)
         if not working.done():

@@ -66,13 +66,6 @@ def llama_server_error(fault: Fault, request_id: str) -> tuple[int, Mapping[str,
 DIALECT = Dialect(lambda path, _: path in PATHS, llama_server_error)
 
 
-class Extra(Body):
-    """A part of another file, as context."""
-
-    filename: str = "file"
-    text: str
-
-
 class LlamaServerBody(GenerationBody):
     """Fields that /completion and /infill have in common."""
 
@@ -116,7 +109,7 @@ class InfillBody(LlamaServerBody):
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = Field(default="", description="The text between the prefix and the cursor.")
-    input_extra: Annotated[list[Extra], Field(max_length=MAX_SNIPPETS)] = Field(
+    input_extra: Annotated[list[Snippet], Field(max_length=MAX_SNIPPETS)] = Field(
         default=[],
         description="Parts of other files, the most important one last. Those that do not fit "
         "are dropped.",
@@ -192,12 +185,11 @@ async def infill(request: Request) -> Response:
     params = await body.params(service)
     scheduling = body.scheduling_options(get_call(request))
     bound = await body.grammar(service, scheduling)
-    snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
     prompt, is_short = await until_disconnect(
         request,
         build_infill_prompt(
-            service, before, body.input_suffix, snippets, params.max_tokens, scheduling
+            service, before, body.input_suffix, body.input_extra, params.max_tokens, scheduling
         ),
     )
     generation = Generation(new_id(), [prompt], params, scheduling, "input_prefix")

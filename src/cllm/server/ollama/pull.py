@@ -74,13 +74,13 @@ class Download:
         task = asyncio.ensure_future(
             asyncio.to_thread(catalog.resolve, self.name, None, self.report)
         )
-        told: dict[str, tuple[int, int]] = {}
+        reported: dict[str, tuple[int, int]] = {}
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=INTERVAL)
                 for file, (done, total) in self.files.copy().items():
-                    if told.get(file) != (done, total):
-                        told[file] = (done, total)
+                    if reported.get(file) != (done, total):
+                        reported[file] = (done, total)
                         yield {
                             "status": f"pulling {file}",
                             "digest": file,

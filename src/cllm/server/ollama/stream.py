@@ -247,7 +247,7 @@ class OllamaLines:
     def _encode(self, delta: Delta) -> bytes:
         if delta.channel is Channel.CALL:
             self._calls.feed(delta)
-            return self._called()
+            return self._write_calls()
         if not delta.text:
             return b""
         self._calls.end()
@@ -256,13 +256,13 @@ class OllamaLines:
                 "logprobs": list_logprobs(self._vocabulary, delta.logprobs),
                 "done": False,
             }
-            return self._called() + self._line(
+            return self._write_calls() + self._line(
                 {**text_fields(delta.text, chat=self._chat), **shown}
             )
         head = self._text if delta.channel is Channel.TEXT else self._thinking
-        return self._called() + head + to_json(delta.text) + self._tail
+        return self._write_calls() + head + to_json(delta.text) + self._tail
 
-    def _called(self) -> bytes:
+    def _write_calls(self) -> bytes:
         """Return a line with the calls that are complete; nothing if there are none."""
         calls, self._calls.complete = self._calls.complete, []
         if not calls:
@@ -278,7 +278,7 @@ class OllamaLines:
             **text_fields("", chat=self._chat),
             **self._clock.ending(self._generation, self._last),
         }
-        return self._called() + self._line(content)
+        return self._write_calls() + self._line(content)
 
     def fault(self, error: Exception) -> bytes:
         return error_line(error)

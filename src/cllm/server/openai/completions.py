@@ -115,7 +115,7 @@ async def completion(formatter: CompletionFormatter) -> bytes:
     choices: Iterable[CompletionChoice] = (
         {
             "index": place,
-            "text": formatter.echoed(index) + "".join(collected[index].text),
+            "text": formatter.prompt_text(index) + "".join(collected[index].text),
             "logprobs": formatter.logprobs(
                 index, collected[index].token_logprobs, with_prompt=True
             ),
@@ -157,7 +157,7 @@ class CompletionFormatter:
         self.answer = answer
         self._vocabulary = service.vocabulary
         self._given = prompts = list_prompts(body.prompt)
-        self._echoed = (
+        self._prompt_texts = (
             [
                 text if isinstance(text, str) else plain_text(self._vocabulary, text)
                 for text in prompts
@@ -170,9 +170,9 @@ class CompletionFormatter:
     def params(self) -> SamplingParams:
         return self.answer.generation.params
 
-    def echoed(self, index: int) -> str:
+    def prompt_text(self, index: int) -> str:
         """Return the text before that of the choice ``index``."""
-        return self._echoed[index // self.params.n]
+        return self._prompt_texts[index // self.params.n]
 
     def knows_prompt(self, index: int) -> bool:
         """Return whether the logprobs of the choice's prompt are complete, or were not
@@ -205,7 +205,7 @@ class CompletionFormatter:
         """
         if self.body.logprobs is None:
             return None
-        own = completion_logprobs(self._vocabulary, token_logprobs, len(self.echoed(index)))
+        own = completion_logprobs(self._vocabulary, token_logprobs, len(self.prompt_text(index)))
         if not with_prompt or self.params.prompt_logprobs is None:
             return own
         i = index // self.params.n
@@ -248,7 +248,7 @@ class CompletionChunks(Chunks):
             self._held.append(delta)
             return b""
         self._begun.add(index)
-        text = (self._formatter.echoed(index) if is_first else "") + delta.text
+        text = (self._formatter.prompt_text(index) if is_first else "") + delta.text
         logprobs = self._formatter.logprobs(index, list(delta.logprobs), with_prompt=is_first)
         data = self.text(index, text, logprobs) if text or delta.logprobs or is_first else b""
         return data + self.finish(index, delta.finish) if delta.finish else data

@@ -163,7 +163,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
             find = partial(service.texts.dry_breakers.ids, self.dry_sequence_breakers)
             values["dry_breakers"] = await in_thread(find)
         values |= {
-            **self.logprobs_wanted(),
+            **self.logprob_fields(),
             "n": self.num_choices(),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "max_tokens": limit,
@@ -194,7 +194,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
             for token in (tokens_of[key] if key in tokens_of else [int(key)])
         }
 
-    def logprobs_wanted(self) -> dict[str, int | None]:
+    def logprob_fields(self) -> dict[str, int | None]:
         """Return the fields of SamplingParams that request logprobs."""
         return {}
 
@@ -280,7 +280,7 @@ class ChatBody(GenerationBody):
                 "add_generation_prompt", "must be the opposite of 'continue_final_message'"
             )
 
-    def logprobs_wanted(self) -> dict[str, int | None]:
+    def logprob_fields(self) -> dict[str, int | None]:
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     def chat(self) -> Chat:
@@ -350,7 +350,7 @@ class CompletionBody(GenerationBody):
     def num_choices(self) -> int | None:
         return self.n if self.best_of is None else self.best_of
 
-    def logprobs_wanted(self) -> dict[str, int | None]:
+    def logprob_fields(self) -> dict[str, int | None]:
         ranked = 0 if self.chooses and self.logprobs is None else self.logprobs
         return {"logprobs": ranked, "prompt_logprobs": self.logprobs if self.echo else None}
 

@@ -136,7 +136,7 @@ class Translator:
         if "if" in schema and schema.keys() & {"then", "else"}:
             self._leave_out("if", where, "'if' cannot be enforced")
         is_reference = schema.keys() & KEYWORDS.keys() == {"$ref"} and around == ALONE
-        names = None if around is None or is_reference else self._named(schema, around)
+        names = None if around is None or is_reference else self._collect_names(schema, around)
         self._levels.append((names, is_reference))
         reduced: dict[str, Any] = {}
         # their order sets the order of properties in the text
@@ -157,7 +157,7 @@ class Translator:
             close(reduced, names)
         return reduced
 
-    def _named(self, schema: dict[str, Any], around: Names) -> Names | None:
+    def _collect_names(self, schema: dict[str, Any], around: Names) -> Names | None:
         """Return what ``schema``, its parts and ``around`` name; None if other properties are not
         to be forbidden.
         """
@@ -327,7 +327,7 @@ class Translator:
 
     def names(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         """Translate the names of properties to a list of them, or to a pattern that they match."""
-        names = self._followed(value, where)
+        names = self._follow(value, where)
         if isinstance(names, bool):
             return {} if names else {"allOf": [{"maxProperties": 0}]}
         said = self._mapping(names, where).keys() & KEYWORDS.keys()
@@ -367,7 +367,7 @@ class Translator:
         """Translate to all sets of the possible items, if these are few; each set is allowed in one
         order only.
         """
-        items = self._followed(schema.get("items"), where)
+        items = self._follow(schema.get("items"), where)
         listed = (
             items.get("enum", [items["const"]] if "const" in items else None)
             if isinstance(items, dict)
@@ -484,7 +484,7 @@ class Translator:
         except LookupError:
             self._refuse(where, f"there is nothing at {reference[:100]!r}")
 
-    def _followed(self, option: Any, where: str) -> Any:
+    def _follow(self, option: Any, where: str) -> Any:
         """Return the target of ``option`` if that is only a reference, else ``option`` itself."""
         seen: list[Any] = []
         while (

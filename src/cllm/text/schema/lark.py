@@ -33,13 +33,13 @@ class Rules:
 
     def rule(self, body: str, options: str = "") -> str:
         """Return the name of a rule with this body."""
-        return self._named("r", body, options)
+        return self._name("r", body, options)
 
     def terminal(self, body: str) -> str:
         """Return the name of a terminal with this body, which may contain ``&`` and ``~``."""
-        return self._named("T", body, "")
+        return self._name("T", body, "")
 
-    def _named(self, kind: str, body: str, options: str) -> str:
+    def _name(self, kind: str, body: str, options: str) -> str:
         key = f"{kind}{options}: {body}"
         if key not in self._names:
             name = self._names[key] = f"{kind}{len(self._names)}"

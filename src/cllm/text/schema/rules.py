@@ -86,7 +86,7 @@ class SchemaRules:
         self._terms: dict[str, str | None] = {}
         # names of rules that are being written, and whether they were used
         self._open: dict[str, bool] = {}
-        self._exclusion = Exclusion(lambda part: [*self._resolved(self._alternatives(part))])
+        self._exclusion = Exclusion(lambda part: [*self._resolve(self._alternatives(part))])
         self._resolving: set[str] = set()  # the references on the way to the current one
         self._num_alternatives = 0
         self.why_nothing = ""  # the first reason why a part allows no value
@@ -102,7 +102,7 @@ class SchemaRules:
             name = self._terms[key] = self._rules.reserve()
             self._open[name] = False
             alternatives = self._exclusive(of_any_type(self._alternatives(schema)))
-            terms = [self._written(alternative) for alternative in alternatives]
+            terms = [self._write(alternative) for alternative in alternatives]
             options = [term for term in terms if term is not None]
             is_used = self._open.pop(name)
             if options:
@@ -164,7 +164,7 @@ class SchemaRules:
                     alternatives = []
         return alternatives
 
-    def _resolved(self, alternatives: Alternatives) -> Iterator[Alternative]:
+    def _resolve(self, alternatives: Alternatives) -> Iterator[Alternative]:
         """Yield alternatives without references. Raises BadRequest if one leads to itself, with no
         property and no item between.
         """
@@ -176,7 +176,7 @@ class SchemaRules:
             if name in self._resolving:
                 raise invalid_schema(self._param, "", "a '$ref' leads to itself without an end")
             self._resolving.add(name)
-            resolved = [*self._resolved(self._alternatives(self._definitions[name]))]
+            resolved = [*self._resolve(self._alternatives(self._definitions[name]))]
             self._resolving.remove(name)
             for part in resolved:
                 if (options := merge_options(alternative, part)) is not None:
@@ -187,7 +187,7 @@ class SchemaRules:
         if first is None or second is None:
             return second if first is None else first
         combined = []
-        for one, other in product(self._resolved(first), self._resolved(second)):
+        for one, other in product(self._resolve(first), self._resolve(second)):
             self._num_alternatives += 1
             if self._num_alternatives > MAX_ALTERNATIVES:
                 why = f"its compositions have more than {MAX_ALTERNATIVES} alternatives"
@@ -202,7 +202,7 @@ class SchemaRules:
         """
         if sum("options" in alternative for alternative in alternatives) < 2:
             return alternatives
-        separate = self._exclusion.separate([*self._resolved(alternatives)])
+        separate = self._exclusion.separate([*self._resolve(alternatives)])
         if separate is None:
             why = (
                 "its options must exclude each other by type, by the values of a required property "
@@ -213,7 +213,7 @@ class SchemaRules:
 
     # --- from an alternative to a term -----------------------------------------------------------
 
-    def _written(self, alternative: Alternative) -> str | None:
+    def _write(self, alternative: Alternative) -> str | None:
         if "$ref" in alternative:
             return self.term(self._definitions[alternative["$ref"]])
         match alternative["type"]:

@@ -166,7 +166,7 @@ class ChatTemplate:
         """
         if continued:
             variables["add_generation_prompt"] = False
-        adapted = self._fences.enclose(self._adapted(messages, tools, variables))
+        adapted = self._fences.enclose(self._adapt(messages, tools, variables))
         if continued and adapted and adapted[-1]["role"] == "assistant":  # else it is left out
             field = continued if continued in adapted[-1] else "thinking"
             adapted[-1][field] = CUT + adapted[-1].get(field, "") + CUT
@@ -228,7 +228,7 @@ class ChatTemplate:
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
         return "".join(parts)
 
-    def _adapted(
+    def _adapt(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],

@@ -189,7 +189,7 @@ class ArgumentGrammar:
                 f"({' | '.join(map(self._terms.text, openings))}) {value} {self._terms.text(rest)}"
             )
             (required if is_required else optional).append(self._rules.rule(pair))
-        return self._interleaved(required, optional)
+        return self._interleave(required, optional)
 
     def _bare(self, schema: Any, depth: int = 0) -> str:
         """Return a term for a value with bare keys, and with strings enclosed in the family's
@@ -259,9 +259,9 @@ class ArgumentGrammar:
         for key, inner, is_required in self._properties(schema):
             member = f"{self._terms.text(key + equals)} {value(inner)}"
             (required if is_required else optional).append(self._rules.rule(member))
-        return self._interleaved(required, optional, text_term(comma))
+        return self._interleave(required, optional, text_term(comma))
 
-    def _interleaved(self, required: list[str], optional: list[str], comma: str = "") -> str:
+    def _interleave(self, required: list[str], optional: list[str], comma: str = "") -> str:
         """Return a term for the required members in their order, with optional ones anywhere
         between them.
         """
