@@ -159,49 +159,7 @@ async def generate(request: Request) -> Response:
 
     With ``raw``, continue it as it is; with ``suffix``, fill in.
     """
-    clock = Clock()
-    body = await read(request, OllamaGenerateBody)
-    if not body.prompt and body.stay == 0:
-        return await unload(request, body, chat=False)
-    service = await service_for(request, body.model)
-    if body.raw and body.system:
-        raise BadRequest(
-            "Invalid 'system': it cannot be combined with 'raw'; write it into the prompt.",
-            param="system",
-        )
-    asked, scheduling = body.chat(), body.scheduling_options(get_call(request))
-    params, bound = await read_params(service, body, scheduling)
-    if not body.prompt:
-        keep(request, body)
-        return json_answer(no_prompt(body.model, "load", chat=False))
-    generation = await until_disconnect(
-        request, prompt_generation(service, body, asked, params, scheduling, bound)
-    )
-    return await respond(request, service, body, generation, clock, chat=False)
-
-
-async def prompt_generation(
-    service: Service,
-    body: OllamaGenerateBody,
-    asked: Chat,
-    params: SamplingParams,
-    scheduling: SchedulingOptions,
-    bound: CheckedGrammar,
-) -> Generation:
-    """Return the generation for the prompt of ``body``, ready to be submitted."""
-    name, text = secrets.token_hex(12), body.prompt or ""
-    if body.suffix:
-        prompts = await infill(service, [text], body.suffix, scheduling)
-        generation = Generation(name, prompts, params, scheduling)
-    elif body.raw or not service.vocabulary.chat_template:
-        prompt = "\n\n".join(filter(None, (body.system, text)))
-        generation = Generation(
-            name, [await service.encode(prompt, scheduling=scheduling)], params, scheduling
-        )
-    else:
-        return await service.prepare(name, asked, params, scheduling, "prompt", bound)
-    generation.bind(bound)
-    return generation
+    return await answer_prompt(request, OllamaGenerateBody)
 
 
 @router.post(
@@ -210,22 +168,73 @@ async def prompt_generation(
 )
 async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
+    return await answer_prompt(request, OllamaChatBody)
+
+
+async def answer_prompt(request: Request, model: type[OllamaGenerationBody]) -> Response:
+    """Stream the answer to a prompt or a chat, which is the default, or collect it. Without a
+    prompt, load the model, or unload it if ``keep_alive`` is 0.
+
+    A request is only rejected before the first byte.
+    """
     clock = Clock()
-    body = await read(request, OllamaChatBody)
-    if not body.messages and body.stay == 0:
-        return await unload(request, body, chat=True)
-    service = await service_for(request, body.model)
-    call = get_call(request)
+    body = await read(request, model)
+    if not body.has_prompt and body.stay == 0:
+        return await unload(request, body)
+    service, call = await service_for(request, body.model), get_call(request)
     asked, scheduling = await off_loop(call, body.chat), body.scheduling_options(call)
     params, bound = await read_params(service, body, scheduling)
-    if not body.messages:
+    if not body.has_prompt:
         keep(request, body)
-        return json_answer(no_prompt(body.model, "load", chat=True))
+        return json_answer(no_prompt(body.model, "load", chat=body.is_chat))
     generation = await until_disconnect(
-        request,
-        service.prepare(secrets.token_hex(12), asked, params, scheduling, answer=bound),
+        request, make_generation(service, body, asked, params, scheduling, bound)
     )
-    return await respond(request, service, body, generation, clock, chat=True)
+    clock.submit()
+    answer = service.submit(generation)
+    with contextlib.suppress(UnknownModel):  # it may have been deleted meanwhile
+        keep(request, body)
+    headers, vocabulary = answer_headers(answer), service.vocabulary
+    if body.stream is not False:
+        lines = OllamaLines(generation, body.model, clock, vocabulary, chat=body.is_chat)
+        return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b" ")
+    with answer:
+        content = await until_disconnect(
+            request, collect(answer, body.model, clock, vocabulary, chat=body.is_chat)
+        )
+    return json_answer(content, headers)
+
+
+async def make_generation(
+    service: Service,
+    body: OllamaGenerationBody,
+    asked: Chat,
+    params: SamplingParams,
+    scheduling: SchedulingOptions,
+    bound: CheckedGrammar,
+) -> Generation:
+    """Return the generation for ``body``, ready to be submitted."""
+    name = secrets.token_hex(12)
+    if isinstance(body, OllamaGenerateBody):
+        prompts = await encode_plain(service, body, scheduling)
+        if prompts:
+            generation = Generation(name, prompts, params, scheduling)
+            generation.bind(bound)
+            return generation
+    return await service.prepare(name, asked, params, scheduling, body.prompt_field, bound)
+
+
+async def encode_plain(
+    service: Service, body: OllamaGenerateBody, scheduling: SchedulingOptions
+) -> list[list[int]]:
+    """Return the prompt if it is not a chat's, else []."""
+    text = body.prompt or ""
+    if body.suffix:
+        return await infill(service, [text], body.suffix, scheduling)
+    if body.raw or not service.vocabulary.chat_template:
+        prompt = "\n\n".join(filter(None, (body.system, text)))
+        return [await service.encode(prompt, scheduling=scheduling)]
+    return []
 
 
 async def read_params(
@@ -245,34 +254,6 @@ async def read_params(
     if constraint is None:
         return params, FREE
     return params, await service.grammar(constraint, "format", scheduling)
-
-
-async def respond(
-    request: Request,
-    service: Service,
-    body: OllamaGenerationBody,
-    generation: Generation,
-    clock: Clock,
-    *,
-    chat: bool,
-) -> Response:
-    """Stream the generation, which is the default, or collect it.
-
-    A request is only rejected before the first byte.
-    """
-    clock.submit()
-    answer = service.submit(generation)
-    with contextlib.suppress(UnknownModel):  # it may have been deleted meanwhile
-        keep(request, body)
-    headers = answer_headers(answer)
-    if body.stream is not False:
-        lines = OllamaLines(generation, body.model, clock, service.vocabulary, chat=chat)
-        return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b" ")
-    with answer:
-        content = await until_disconnect(
-            request, collect(answer, body.model, clock, service.vocabulary, chat=chat)
-        )
-    return json_answer(content, headers)
 
 
 @router.post(
@@ -449,7 +430,7 @@ def keep(request: Request, body: LoadingBody) -> None:
         get_state(request).registry.loaded.keep(model_for(request, body.model), stay)
 
 
-async def unload(request: Request, body: OllamaGenerationBody, *, chat: bool) -> Response:
+async def unload(request: Request, body: OllamaGenerationBody) -> Response:
     """Unload a model as soon as it has no requests, if the request may do that."""
     registry, model = get_state(request).registry, model_for(request, body.model, UNKNOWN)
     if may_change_models(request):
@@ -457,7 +438,7 @@ async def unload(request: Request, body: OllamaGenerationBody, *, chat: bool) ->
         registry.loaded.keep(model, 0.0)
         if not model.is_busy:
             await registry.loaded.unload(model)
-    return json_answer(no_prompt(body.model, "unload", chat=chat))
+    return json_answer(no_prompt(body.model, "unload", chat=body.is_chat))
 
 
 async def read(request: Request, model: type[Model]) -> Model:

@@ -159,8 +159,9 @@ class LoadingBody(TermsBody):
 
 
 class OllamaGenerationBody(LoadingBody):
-    """Fields that /api/generate and /api/chat have in common."""
+    """Fields that /api/generate and /api/chat have in common. ``prompt_field`` has the prompt."""
 
+    prompt_field: ClassVar[str]
     ignored: ClassVar = {
         "truncate": "prompts are never truncated; one that does not fit gets 400",
         "shift": "the context never shifts; a text ends at the end of the context",
@@ -200,7 +201,20 @@ class OllamaGenerationBody(LoadingBody):
             raise BadRequest(message, param="format", code="invalid_value")
         return Constraint("json_object")
 
-    def chat_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
+    @property
+    def has_prompt(self) -> bool:
+        return bool(getattr(self, self.prompt_field))
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the answer is a message, not a text."""
+        return self.prompt_field == "messages"
+
+    def chat(self) -> Chat:
+        """Return the conversation, or the one that a prompt begins. Raises BadRequest."""
+        raise NotImplementedError
+
+    def make_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
         """Return a chat that thinks as ``think`` says.
 
         Raises BadRequest for an effort that does not exist.
@@ -220,6 +234,7 @@ class OllamaGenerationBody(LoadingBody):
 class OllamaGenerateBody(OllamaGenerationBody):
     """POST /api/generate."""
 
+    prompt_field = "prompt"
     model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?", stream=False)
 
     refused: ClassVar = {
@@ -236,10 +251,15 @@ class OllamaGenerateBody(OllamaGenerationBody):
     raw: bool | None = False
 
     def chat(self) -> Chat:
+        if self.raw and self.system:
+            raise BadRequest(
+                "Invalid 'system': it cannot be combined with 'raw'; write it into the prompt.",
+                param="system",
+            )
         messages = [{"role": "user", "content": self.prompt or ""}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        return self.chat_of(messages, [])
+        return self.make_chat(messages, [])
 
 
 class OllamaFunctionCall(Body):
@@ -281,6 +301,7 @@ class OllamaTool(Body):
 class OllamaChatBody(OllamaGenerationBody):
     """POST /api/chat."""
 
+    prompt_field = "messages"
     model_config = example(
         model="cllm-builtin",
         messages=[{"role": "user", "content": "What is 27 plus 45?"}],
@@ -291,9 +312,8 @@ class OllamaChatBody(OllamaGenerationBody):
     tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
 
     def chat(self) -> Chat:
-        """Return the conversation. Raises BadRequest for images."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
-        chat = self.chat_of(self._messages(), tools)
+        chat = self.make_chat(self._messages(), tools)
         is_begun = (
             chat.messages
             and chat.messages[-1]["role"] == "assistant"
