@@ -16,7 +16,7 @@ from conftest import PATIENCE
 from store_parts import OWN, opened, put
 
 from cllm.errors import BadRequest
-from cllm.server.anthropic.batches import open_all, read_all
+from cllm.server.batches import open_all, read_all
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 pytestmark = pytest.mark.slow

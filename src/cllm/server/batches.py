@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
+from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.call import Call
 from cllm.server.off_loop import admit, off_loop
@@ -17,7 +20,7 @@ from cllm.server.state import ServerState, get_state
 from cllm.serving.batches import Batches, BatchLines
 from cllm.serving.service import Service
 from cllm.store.batches import BatchRecord
-from cllm.store.files import StoredFile
+from cllm.store.files import FileStore, StoredFile
 from cllm.store.store import Store
 
 CHUNK = 1 << 20
@@ -74,10 +77,39 @@ async def begin_request(
     return call, with_adapters(state.registry, model, service, call), body
 
 
-def chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while data := file.read(CHUNK):
-            yield data
+async def send_files(
+    store: Store, file_ids: Iterable[str], account: Account, media_type: str
+) -> Response:
+    """Return an answer with the contents of stored files. Raises BadRequest if one does not
+    exist.
+    """
+    opened = await store.run(open_all, store.files, file_ids, account)
+    headers = {"content-length": str(sum(file.bytes for file, _ in opened))}
+    contents = [content for _, content in opened]
+    return StreamingResponse(read_all(contents), headers=headers, media_type=media_type)
+
+
+def open_all(
+    files: FileStore, file_ids: Iterable[str], account: Account
+) -> list[tuple[StoredFile, BinaryIO]]:
+    """Return the records and the contents of files. Raises BadRequest; then no content is open."""
+    opened = []
+    with ExitStack() as stack:
+        for file_id in file_ids:
+            opened.append(files.open(file_id, account))
+            stack.enter_context(opened[-1][1])
+        stack.pop_all()
+    return opened
+
+
+def read_all(contents: list[BinaryIO]) -> Generator[bytes, None, None]:
+    """Yield the contents, and close all of them, also if no more is read."""
+    with ExitStack() as stack:
+        for content in contents:
+            stack.enter_context(content)
+        for content in contents:
+            while data := content.read(CHUNK):
+                yield data
 
 
 async def store_file(store: Store, file: StoredFile, content: BinaryIO) -> None:

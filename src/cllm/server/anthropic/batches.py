@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import secrets
 import time
-from collections.abc import Generator
-from contextlib import ExitStack
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.server.anthropic.batch_lines import (
     CUSTOM_ID,
@@ -27,7 +24,7 @@ from cllm.server.anthropic.batch_lines import (
     write_requests,
 )
 from cllm.server.anthropic.routes import check_version, format_time
-from cllm.server.batches import chunks, open_batches, store_file
+from cllm.server.batches import open_batches, send_files, store_file
 from cllm.server.body import Body, check_type, describe_route, example, read_bytes
 from cllm.server.call import get_call
 from cllm.server.off_loop import admit, off_loop
@@ -35,9 +32,11 @@ from cllm.server.resolve import check_route, model_for
 from cllm.server.state import get_state
 from cllm.serving.batches import Batches
 from cllm.store.batches import BatchRecord
-from cllm.store.files import FileStore, StoredFile, new_file
+from cllm.store.files import new_file
 
-router = APIRouter(prefix="/v1/messages/batches", tags=["Anthropic"])
+router = APIRouter(
+    prefix="/v1/messages/batches", tags=["Anthropic"], dependencies=[Depends(check_version)]
+)
 
 ENDPOINTS = (ENDPOINT,)
 WINDOW = 24 * 3600  # seconds until requests without a result expire
@@ -108,7 +107,6 @@ async def create(request: Request) -> MessageBatch:
     continues after a crash or a restart, and expires after 24 hours. Batches are visible only with
     the API key that created them.
     """
-    check_version(request)
     batches = await open_batches(request)
     check_type(request.headers.get("content-type", ""))
     data = await read_bytes(request, get_state(request).settings.storage.max_file_mb)
@@ -164,7 +162,6 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> MessageBatchList:
     """List the batches of this API key, newest first."""
-    check_version(request)
     batches = await open_batches(request)
     records = await batches.list_for(get_call(request).account(), ENDPOINTS)
     ids = [record.id for record in records]
@@ -205,11 +202,9 @@ async def results(request: Request, batch_id: str) -> Response:
     if is_archived(record):
         message = f"The results of the batch {record.id} are no longer available."
         raise BadRequest(message, param="batch_id", code="file_not_found", status=404)
-    account, files = get_call(request).account(), batches.store.files
-    opened_files = await batches.store.run(open_all, files, result_files(record), account)
-    headers = {"content-length": str(sum(file.bytes for file, _ in opened_files))}
-    contents = [content for _, content in opened_files]
-    return StreamingResponse(read_all(contents), headers=headers, media_type="application/x-jsonl")
+    file_ids = [one for one in (record.output_file_id, record.error_file_id) if one]
+    account = get_call(request).account()
+    return await send_files(batches.store, file_ids, account, "application/x-jsonl")
 
 
 @router.post("/{batch_id}/cancel")
@@ -232,7 +227,6 @@ async def delete(request: Request, batch_id: str) -> DeletedBatch:
 
 async def find(request: Request, batch_id: str) -> tuple[Batches, BatchRecord]:
     """Return the batches, and the message batch ``batch_id``. Raises BadRequest (404)."""
-    check_version(request)
     batches = await open_batches(request)
     return batches, await batches.get(batch_id, get_call(request).account(), ENDPOINTS)
 
@@ -242,32 +236,6 @@ def find_place(batch_id: str, ids: list[str], param: str) -> int:
         message = f"Invalid '{param}': {batch_id[:100]!r} is not in this list."
         raise BadRequest(message, param=param, code="invalid_value")
     return ids.index(batch_id)
-
-
-def result_files(record: BatchRecord) -> list[str]:
-    return [one for one in (record.output_file_id, record.error_file_id) if one]
-
-
-def open_all(
-    files: FileStore, file_ids: list[str], account: Account
-) -> list[tuple[StoredFile, BinaryIO]]:
-    """Return the records and the contents of files. Raises BadRequest; then no content is open."""
-    opened_files = []
-    with ExitStack() as opened:
-        for file_id in file_ids:
-            opened_files.append(files.open(file_id, account))
-            opened.enter_context(opened_files[-1][1])
-        opened.pop_all()
-    return opened_files
-
-
-def read_all(contents: list[BinaryIO]) -> Generator[bytes, None, None]:
-    """Yield the contents, and close all of them, also if no more is read."""
-    with ExitStack() as opened:
-        for content in contents:
-            opened.enter_context(content)
-        for content in contents:
-            yield from chunks(content)
 
 
 def is_archived(record: BatchRecord) -> bool:

@@ -8,7 +8,7 @@ import secrets
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi.routing import APIRoute
 from pydantic import with_config
 from pydantic_core import to_json
@@ -51,7 +51,22 @@ class Route(APIRoute):
 
 UNKNOWN = "model: {asked!r} does not exist; this server has {served!r}."
 service_for = partial(resolve.service_for, message=UNKNOWN)
-router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
+
+
+async def check_version(request: Request) -> None:
+    """Raise BadRequest if the API version is not a date. All versions get the same answers."""
+    version = request.headers.get("anthropic-version")
+    if version is not None and not VERSION.fullmatch(version):
+        message = f"anthropic-version: {version[:40]!r} is not a version such as 2023-06-01."
+        raise BadRequest(message, param="anthropic-version", code="invalid_value")
+
+
+router = APIRouter(
+    prefix="/v1",
+    tags=["Anthropic"],
+    route_class=Route,
+    dependencies=[Depends(check_version)],
+)
 
 
 @router.post(
@@ -60,7 +75,6 @@ router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 )
 async def messages(request: Request) -> Response:
     """Generate the next message of a conversation, whole or as a stream of events."""
-    check_version(request)
     body = await read_body(request, MessagesBody)
     service = await service_for(request, body.model)
     call = get_call(request)
@@ -100,7 +114,6 @@ async def count_tokens(request: Request) -> TokenCount:
     """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
     would use. The prompt may be longer than the context.
     """
-    check_version(request)
     body = await read_body(request, CountBody)
     service = await service_for(request, body.model)
     chat = await off_loop(get_call(request), body.chat)
@@ -115,7 +128,6 @@ async def models(
     before_id: str | None = None,
 ) -> dict[str, Any]:
     """List the models. There is only one page."""
-    check_version(request)
     served = [] if after_id or before_id else served_models(request)
     names = [model.name for model in served]
     return {
@@ -130,7 +142,6 @@ async def models(
 async def model(request: Request, name: str) -> dict[str, Any]:
     if not name:  # the list's path with a trailing slash
         return await models(request)
-    check_version(request)
     return model_object(resolve.model_for(request, name, UNKNOWN))
 
 
@@ -145,14 +156,6 @@ def model_object(model: ServedModel) -> dict[str, Any]:
         "max_input_tokens": info.context_length - 1 if info else None,
         "max_tokens": info.context_length - 1 if info else None,
     }
-
-
-def check_version(request: Request) -> None:
-    """Raise BadRequest if the API version is not a date. All versions get the same answers."""
-    version = request.headers.get("anthropic-version")
-    if version is not None and not VERSION.fullmatch(version):
-        message = f"anthropic-version: {version[:40]!r} is not a version such as 2023-06-01."
-        raise BadRequest(message, param="anthropic-version", code="invalid_value")
 
 
 def format_time(seconds: int) -> str:

@@ -12,9 +12,8 @@ from typing import Any
 
 from fastapi import APIRouter
 from pydantic import ValidationError
-from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from cllm.config.settings import Sampling
 from cllm.errors import BadRequest, StartupError
@@ -24,7 +23,7 @@ from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, get_call
 from cllm.server.ollama.errors import UNKNOWN
 from cllm.server.ollama.modelfile import read_modelfile
-from cllm.server.ollama.pull import PullStatus
+from cllm.server.ollama.pull import PullStatus, answer_success
 from cllm.server.ollama.schema import CopyBody, CreateBody, DeleteBody, OllamaOptions
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.resolve import check_enabled, model_for
@@ -61,11 +60,9 @@ async def create(request: Request) -> Response:
     }
     model = CreatedModel(find_base(request, source), body.system or source.system, own)
     await put_model(request, body.wanted(), model)
-    statuses = ("reading model metadata", "creating system layer", "writing manifest", "success")
-    if body.stream is False:
-        return JSONResponse({"status": "success"})
-    lines = b"".join(to_json({"status": status}) + b"\n" for status in statuses)
-    return Response(lines, media_type=MEDIA_TYPE)
+    return answer_success(
+        body, "reading model metadata", "creating system layer", "writing manifest"
+    )
 
 
 @router.post(

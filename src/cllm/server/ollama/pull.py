@@ -20,7 +20,7 @@ from cllm.models import catalog
 from cllm.server.body import example
 from cllm.server.call import get_call
 from cllm.server.http.sse import escape_line_ends, until_disconnect
-from cllm.server.ollama.schema import PullBody
+from cllm.server.ollama.schema import CreateBody, PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.state import get_state
 
@@ -93,13 +93,11 @@ class Download:
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
-def answer_present(body: PullBody) -> Response:
-    """Return the answer for a model that needs no download."""
+def answer_success(body: PullBody | CreateBody, *steps: str) -> Response:
+    """Return the answer for work that is done: unless it is not streamed, with its steps."""
     if body.stream is False:
         return JSONResponse({"status": "success"})
-    lines = b"".join(
-        to_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")
-    )
+    lines = b"".join(to_json({"status": status}) + b"\n" for status in (*steps, "success"))
     return Response(lines, media_type=MEDIA_TYPE)
 
 

@@ -417,7 +417,7 @@ async def pull_model(request: Request) -> Response:
     body = await read(request, PullBody)
     with contextlib.suppress(UnknownModel):
         if not get_state(request).registry.find(body.wanted()).is_found:
-            return pull.answer_present(body)
+            return pull.answer_success(body, "pulling manifest")
     return await pull.pull(request, body)
 
 

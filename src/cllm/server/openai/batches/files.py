@@ -10,11 +10,11 @@ from pydantic import Field, with_config
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
-from cllm.server.batches import chunks, open_batches, store_file
+from cllm.server.batches import open_batches, send_files, store_file
 from cllm.server.body import (
     Body,
     check_encoding,
@@ -70,21 +70,15 @@ class UploadBody(Body):
 
 
 @with_config(
-    {
-        "json_schema_extra": {
-            "examples": [
-                {
-                    "id": "file-1",
-                    "object": "file",
-                    "bytes": 120,
-                    "created_at": 1735689600,
-                    "filename": "requests.jsonl",
-                    "purpose": "batch",
-                    "status": "processed",
-                }
-            ]
-        }
-    }
+    example(
+        id="file-1",
+        object="file",
+        bytes=120,
+        created_at=1735689600,
+        filename="requests.jsonl",
+        purpose="batch",
+        status="processed",
+    )
 )
 class FileObject(TypedDict):
     id: str
@@ -155,11 +149,8 @@ async def retrieve(request: Request, file_id: str) -> FileObject:
 async def content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
     store, _ = await find(request, file_id)
-    file, content = await store.run(store.files.open, file_id, get_call(request).account())
-    headers = {"content-length": str(file.bytes)}
-    return StreamingResponse(
-        chunks(content), headers=headers, media_type="application/octet-stream"
-    )
+    account = get_call(request).account()
+    return await send_files(store, [file_id], account, "application/octet-stream")
 
 
 @router.delete("/{file_id}")

@@ -71,32 +71,26 @@ class BatchUsage(TypedDict):
 
 
 @with_config(
-    {
-        "json_schema_extra": {
-            "examples": [
-                {
-                    "id": "batch_1",
-                    "object": "batch",
-                    "endpoint": "/v1/chat/completions",
-                    "model": "cllm-builtin",
-                    "input_file_id": "file-1",
-                    "completion_window": "24h",
-                    "status": "in_progress",
-                    "created_at": 1735689600,
-                    "expires_at": 1735776000,
-                    "request_counts": {"total": 100, "completed": 40, "failed": 1},
-                    "usage": {
-                        "input_tokens": 0,
-                        "input_tokens_details": {"cached_tokens": 0},
-                        "output_tokens": 0,
-                        "output_tokens_details": {"reasoning_tokens": 0},
-                        "total_tokens": 0,
-                    },
-                    "metadata": None,
-                }
-            ]
-        }
-    }
+    example(
+        id="batch_1",
+        object="batch",
+        endpoint="/v1/chat/completions",
+        model="cllm-builtin",
+        input_file_id="file-1",
+        completion_window="24h",
+        status="in_progress",
+        created_at=1735689600,
+        expires_at=1735776000,
+        request_counts={"total": 100, "completed": 40, "failed": 1},
+        usage={
+            "input_tokens": 0,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 0,
+        },
+        metadata=None,
+    )
 )
 class BatchObject(TypedDict):
     id: str
