@@ -146,7 +146,7 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
 
 
 class MessageEvents:
-    """The events of one stream; implements Events. One block is open at a time."""
+    """The events of one stream; implements AnswerEvents. One block is open at a time."""
 
     def __init__(
         self, generation: Generation, model: str, request_id: str, *, shows_thinking: bool = True

@@ -35,7 +35,7 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
-class Events(Protocol):
+class AnswerEvents(Protocol):
     """Formats an answer as bytes in a dialect's format. The last call is ``end`` or ``fault``."""
 
     def begin(self) -> bytes: ...
@@ -79,7 +79,7 @@ class EventStream(Response):
     def __init__(
         self,
         answer: Answer,
-        events: Events,
+        events: AnswerEvents,
         headers: dict[str, str],
         media_type: str | None = None,
         heartbeat: bytes = HEARTBEAT_BYTES,

@@ -284,7 +284,7 @@ async def collect(answer: Answer, events: PlainEvents, time_limit: int) -> Mappi
 
 
 class PlainEvents:
-    """An answer in llama-server's format; implements Events."""
+    """An answer in llama-server's format; implements AnswerEvents."""
 
     def __init__(
         self, service: Service, generation: Generation, body: LlamaServerBody, *, is_short: bool

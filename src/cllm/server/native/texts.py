@@ -260,7 +260,7 @@ async def collect(answer: Answer) -> GenerateAnswer:
 
 
 class TokenEvents:
-    """The events of one stream; implements Events."""
+    """The events of one stream; implements AnswerEvents."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

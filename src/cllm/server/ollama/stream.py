@@ -207,7 +207,7 @@ async def collect(
 
 
 class OllamaLines:
-    """The lines of one stream; implements Events."""
+    """The lines of one stream; implements AnswerEvents."""
 
     def __init__(
         self,

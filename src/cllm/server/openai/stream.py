@@ -70,7 +70,7 @@ def new_call_id() -> str:
 
 
 class Chunks:
-    """The chunks of one stream; implements Events.
+    """The chunks of one stream; implements AnswerEvents.
 
     [DONE] is always the last one, also after an error.
     """

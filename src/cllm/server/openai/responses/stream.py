@@ -146,8 +146,9 @@ class OutputItem:
 
 
 class ResponseEvents:
-    """The events of one response; implements Events. After ``end``, ``response`` is the complete
-    response. Its logprobs are JSON that msgspec copies.
+    """The events of one response; implements AnswerEvents.
+
+    After ``end``, ``response`` is the complete response. Its logprobs are JSON that msgspec copies.
     """
 
     def __init__(
