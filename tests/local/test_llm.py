@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from conftest import PATIENCE, is_right
@@ -879,6 +879,20 @@ def test_interpreter_exits_without_close(model):
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_stream_ends_at_exit_although_a_thread_holds_the_lock():
+    """The interpreter ends threads that it does not wait for, also one that holds a lock."""
+    llm = LLM(backend_name="fake")
+    stream: Any = llm.stream("a", SamplingParams(temperature=0, ignore_eos=True))
+    next(stream)
+    llm._shared.end_driver()  # as at the exit
+    llm._shared._turn.acquire()
+    closing = threading.Thread(target=stream.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    llm._shared._turn.release()
+    assert not closing.is_alive()
 
 
 FORKED = """

@@ -129,6 +129,8 @@ class SharedEngine:
 
     def drop(self, pending: PendingOutputs) -> None:
         """Abort the unfinished requests of ``pending`` and forget it. May be called again."""
+        if self._is_exiting:
+            return  # a thread that the interpreter has ended may hold the lock for ever
         with self._turn:
             self._forget(pending)
             if not (self._is_closed or self._is_stepping):
