@@ -70,7 +70,7 @@ def batch_of(file):
 
 
 def test_file_expires_unless_a_batch_reads_it(store):
-    file = put(store, b"x", expires_after=1)
+    file = put(store, b"x", expires_after=3600)
     record = batch_of(file)
     store.batches.add(record, OWN)
     put_back(store, file, expires_at=1)
