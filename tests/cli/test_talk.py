@@ -407,7 +407,7 @@ def test_continued_text_has_default_limit(cllm, monkeypatch):
     """A continuation has 256 tokens by default; a chat answer ends by itself."""
     assert "256 tokens" in " ".join(cllm("generate", "--help").out.split())
     monkeypatch.setattr(FakeBackend, "_next", lambda *_: 97)
-    monkeypatch.setattr(Costs, "of", lambda *_: 0)
+    monkeypatch.setattr(Costs, "compute_seconds", lambda *_: 0)
     assert cllm("generate", "a", *FAKE).out == "a" * 256 + "\n"
     assert cllm("generate", "a", *FAKE, "--max-tokens", "300").out == "a" * 300 + "\n"
     assert len(cllm("generate", "a", *FAKE, "--chat").out) > 900
