@@ -17,6 +17,8 @@ from cllm.backends.llama_cpp.threads import Threads
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Chunk
 
+pytestmark = pytest.mark.llama
+
 TEXT = [5, 9, 33, 7, 20, 21, 40, 3, 90, 12]
 
 

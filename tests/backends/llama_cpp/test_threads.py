@@ -14,6 +14,8 @@ from cllm.backends.llama_cpp import threads
 from cllm.backends.llama_cpp.options import Options
 from cllm.backends.llama_cpp.threads import ThreadLimit, Threads
 
+pytestmark = pytest.mark.llama
+
 STEP = 0.02
 
 
