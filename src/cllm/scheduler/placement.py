@@ -1,4 +1,4 @@
-"""SeqIdSwaps sequences under seq_ids, so that a step computes them in few passes."""
+"""Places sequences under seq_ids, so that a step computes them in few passes."""
 
 from __future__ import annotations
 

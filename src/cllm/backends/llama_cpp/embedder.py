@@ -1,7 +1,7 @@
 """A second context over the same weights, which computes vectors instead of logits.
 
 It is opened for the first text and has cells for the longest text so far. It computes token
-vectors, which are pooled here, because llama.cpp pools within one call, and a long text takes
+vectors, and the engine pools them, because llama.cpp pools within one call, and a long text takes
 several calls. If attention is not causal, or the model ranks, a text must be in one call. Then
 llama.cpp's own limits apply: an ``n_ubatch`` smaller than the text would abort the process.
 """
