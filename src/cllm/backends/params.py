@@ -10,8 +10,8 @@ import msgspec
 class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to load a model. Sizes are in tokens, memory in bytes.
 
-    ``path`` is the model's file, or "". ``context_length`` None means what the model and the memory
-    allow. ``max_num_seqs`` is a limit; a backend may choose fewer. ``layout`` and ``kv_type`` are
+    ``path`` is the model's file, or "". If ``context_length`` is None, the model and the memory
+    decide. ``max_num_seqs`` is a limit; a backend may choose fewer. ``layout`` and ``kv_type`` are
     the settings kv.layout and kv.type. ``kv_bytes_per_token`` 0 means unknown. ``options`` has all
     fields of the backend's ``options.py``, or none for the defaults. ``adapters`` maps the names of
     LoRA adapters to their files.
@@ -37,8 +37,8 @@ class ModelSize(NamedTuple):
 
 
 class SingleGpu(NamedTuple):
-    """A GPU with ``num_free_bytes`` of free memory that a process can have for itself: setting
-    ``variable`` to ``value`` in its environment hides the others.
+    """A GPU, with ``num_free_bytes`` of free memory. A process whose environment sets ``variable``
+    to ``value`` sees no other GPU.
     """
 
     variable: str

@@ -116,7 +116,7 @@ class FakeBackend:
         self._sleep = sleep
         self._cells: dict[int, list[Cell]] = {}
         self._snapshots: dict[int, bytes] = {}
-        self._embedded = 0, 0  # last text of the last ``embed``: tokens computed, and its length
+        self._embedded = 0, 0  # of the last text of ``embed``, the tokens computed and the length
         self._adapters: Adapters = ()
         self._uses_adapters = False  # whether a batch had any
         self.num_steps = 0

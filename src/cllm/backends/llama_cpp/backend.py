@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.llama_cpp")
 
-# the time of a step is measured so often, unless it takes longer: other processes may disturb it
+# A step is timed several times, because other processes may disturb a measurement.
 PROBES, PROBE_SECONDS = 3, 0.1
 WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the first progress report
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
@@ -167,7 +167,7 @@ class LlamaCppBackend:
         vectors = read_embedding_facts(self._model, self._context, vocabulary_size)
         if not generates:  # an encoder keeps no state between texts
             self._close_context()
-        room = max(USUAL_CONTEXT, sizes.num_cells // MIN_SEQS)  # it has cells of its own
+        room = max(USUAL_CONTEXT, sizes.num_cells // MIN_SEQS)  # it has its own cells
         longest = min(sizes.context_length, trained, vectors.max_tokens, room)
         self._embedder = Embedder(self._model, vectors, longest, self._threads, self._scale)
         self.info = ModelInfo(
@@ -204,7 +204,7 @@ class LlamaCppBackend:
         )
 
     def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[KVSizes, Probed]:
-        """Open a context of the size that fits; if it cannot have paged memory, one without.
+        """Open a context of the size that fits, without paged memory if that is not possible.
 
         Raises StartupError if that fails, or if paged memory was asked for.
         """
@@ -234,9 +234,9 @@ class LlamaCppBackend:
         self._params = msgspec.structs.replace(self._params, kv_bytes_per_token=num_bytes)
 
     def _open_context(self, sizes: KVSizes) -> Probed:
-        """Open a context of these sizes, and try it out.
+        """Open a context of these sizes, and probe it.
 
-        Raises NotPaged if the KV cache cannot have the paged memory that it should have, and
+        Raises NotPaged if ``sizes`` asks for paged memory that the KV cache cannot have, and
         StartupError for other failures.
         """
         params = self._params
@@ -364,7 +364,7 @@ class LlamaCppBackend:
         c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
         c_params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         self._scale(c_params)
-        if params.kv_type != "f16":  # llama.cpp reads quantized values only so
+        if params.kv_type != "f16":  # llama.cpp reads quantized values only with flash attention
             c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         c_params.kv_unified = sizes.layout == "unified"
         c_params.no_perf = True
@@ -436,7 +436,7 @@ class LlamaCppBackend:
         return list(self._read_logits()[: sum(row.num_samples for row in rows.rows)])
 
     def _read_logits(self) -> npt.NDArray[np.float32]:
-        """Return a view of llama.cpp's whole logits buffer, kept until that moves."""
+        """Return a view of llama.cpp's whole logits buffer. The view is reused until that moves."""
         pointer = lib.llama_get_logits(self._context)
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
@@ -447,7 +447,7 @@ class LlamaCppBackend:
         return self._logits
 
     def _check(self, batch: Batch) -> None:
-        """Raises EngineError for what would abort the process."""
+        """Raise EngineError for batches that would abort the process."""
         for row in batch.rows:
             self._cells.check_row(row.seq.seq_id)
         if not 0 < batch.num_tokens <= self._batch_size:

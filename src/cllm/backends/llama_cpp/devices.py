@@ -13,12 +13,12 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.llama_cpp import library  # noqa: F401  # checks the version, and starts llama.cpp
 from cllm.backends.llama_cpp.variants import bind
 
-GPU_TYPES = (1, 2)  # of ggml_backend_dev_type: with memory of its own, and integrated
+GPU_TYPES = (1, 2)  # values of ggml_backend_dev_type: GPUs with their own memory, integrated GPUs
 
 
 class Device(NamedTuple):
-    """A GPU, with the free and the total bytes of its memory. An integrated GPU counts what it may
-    take of the RAM.
+    """A GPU, with the free and the total bytes of its memory. For an integrated GPU, this is the
+    RAM that it may use.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Device(NamedTuple):
 
 
 def list_gpus() -> list[Device]:
-    """Return the GPUs; none where this build of llama.cpp cannot say."""
+    """Return the GPUs; an empty list if this build of llama.cpp cannot list them."""
     try:
         return [*_list_gpus(lib._lib)]  # noqa: SLF001  # these functions have no binding
     except AttributeError:  # some loaders do not find symbols of a library's dependencies

@@ -10,9 +10,9 @@ from cllm.errors import StartupError
 MIN_SAMPLES = 16  # room for draft tokens when few sequences run
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
-MIN_SEQS = 4  # that each have cells for a whole context of more than USUAL_CONTEXT
-PAD = 256  # llama.cpp makes streams a multiple of this many tokens long
-POSITION_BYTES = 52  # that llama.cpp writes for each cell at load, see llama-kv-cells.h
+MIN_SEQS = 4  # a context longer than USUAL_CONTEXT is shortened until this many fit
+PAD = 256  # llama.cpp rounds the length of a stream up to a multiple of this many tokens
+POSITION_BYTES = 52  # llama.cpp writes these for each cell at load, see llama-kv-cells.h
 
 
 class KVSizes(NamedTuple):
@@ -38,13 +38,13 @@ def fit(
 ) -> KVSizes:
     """Divide kv_memory into cells and sequences.
 
-    A ``plain`` model has no other memory than attention to all tokens; only plain ones can be
+    The only memory of a ``plain`` model is attention to all tokens; only plain models can be
     unified. ``pages`` says that paged memory can be used. A sequence may be as long as the model
     was trained for, or as kv_memory allows. In paged memory, each sequence also needs positions for
-    a whole context; ``auto`` is not paged if they leave too little. Without paged memory, ``auto``
-    is partitioned if there are cells for a whole context of each sequence, otherwise unified. A
-    model that cannot be unified gets shorter sequences, so that MIN_SEQS of them have a whole
-    context. Raises StartupError, with the sizes, if not even one sequence fits.
+    a whole context; ``auto`` is not paged if these leave too little memory for cells. Without paged
+    memory, ``auto`` is partitioned if each sequence gets cells for a whole context, otherwise
+    unified. A model that cannot be unified gets a shorter context, so that MIN_SEQS sequences fit.
+    Raises StartupError, with the sizes, if not even one sequence fits.
     """
     layout = params.layout
     if layout == "paged" and not pages:

@@ -59,13 +59,14 @@ class GgmlTensor(ctypes.Structure):
 class KVAddresses:
     """The addresses of one KV cache, to which nothing is mapped yet.
 
-    llama.cpp can neither clear it nor write to it by its functions for states.
+    llama.cpp cannot clear this memory, and its functions for states cannot write to it.
     """
 
     def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:
-        """llama.cpp will ask for ``num_bytes``, and at most ``max_bytes`` of memory can be spent.
+        """Reserve addresses for the ``num_bytes`` that llama.cpp will ask for.
 
-        Use it with ``intercept``, then call ``find_rows``.
+        Memory of at most ``max_bytes`` may be used. Pass this object to ``intercept``, then call
+        ``find_rows``.
         """
         self._num_streams = num_streams
         self._num_bytes = num_bytes
@@ -82,7 +83,7 @@ class KVAddresses:
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
         if size != self._num_bytes or self._base:
-            if size > max(self._max_bytes, SMALL_BYTES):  # not as expected
+            if size > max(self._max_bytes, SMALL_BYTES):  # another size than expected
                 return None
             return _allocate(buffer_type, size)
         try:
@@ -108,7 +109,7 @@ class KVAddresses:
     def find_rows(self) -> list[Rows]:
         """Return the rows of all tensors, after the context was created.
 
-        Raises NotPaged if they are not where they should be.
+        Raises NotPaged if llama.cpp has put them elsewhere.
         """
         end = self._base
         for rows in self._rows:
@@ -129,10 +130,10 @@ class KVAddresses:
 
 
 class NewPages:
-    """Memory that is zero already, and that llama.cpp therefore need not fill with zeros.
+    """Memory that is already zero, so that llama.cpp need not clear it.
 
     The system provides a page when it is first used. So a KV cache takes memory only for the tokens
-    that it has had. An allocator may return memory that was used before, which is renewed.
+    that it has had. If an allocator returns memory that was used before, its pages are renewed.
     """
 
     def __init__(self) -> None:
@@ -161,7 +162,7 @@ class Allocator(Protocol):
 
 @contextmanager
 def intercept(allocator: Allocator) -> Iterator[None]:
-    """Inside the ``with`` block, let ggml get memory on CPUs for this thread from ``allocator``, if
+    """Make ggml take CPU memory for this thread from ``allocator`` inside the ``with`` block, if
     that is supported.
     """
     global _interceptor  # noqa: PLW0603  # ggml has one function for all threads
@@ -179,7 +180,7 @@ def intercept(allocator: Allocator) -> Iterator[None]:
 
 
 def is_supported() -> bool:
-    """Return whether this is Linux, and ggml's structures are as known."""
+    """Return whether this is Linux and ggml has the structures that this module expects."""
     return ggml is not None
 
 
@@ -209,7 +210,7 @@ def _load_ggml() -> Any:
 
 
 def _allocate_any(buffer_type: int, size: int) -> int | None:
-    """Allocate for ggml; also called by threads that do not create this context."""
+    """Allocate memory for ggml. Threads that do not create this context also call this."""
     interceptor = _interceptor
     if interceptor is None or interceptor[1] != threading.get_ident():
         return _allocate(buffer_type, size)

@@ -35,8 +35,8 @@ from cllm.backends.llama_cpp.mappings import (
 )
 from cllm.errors import EngineError
 
-KEPT_TOKENS = 128  # whose memory a trimmed stream keeps, because it is soon used again
-MAX_PARTS = 6  # of a stream; each is a mapping for each tensor
+KEPT_TOKENS = 128  # a trimmed stream keeps the memory of this many tokens, for its next tokens
+MAX_PARTS = 6  # parts of a stream; each takes a mapping for each tensor
 COPIED_AT_ONCE = 1 << 20  # bytes
 OPEN = 1 << 62  # the end of the part that a stream writes to
 
@@ -48,8 +48,8 @@ class NotPaged(Exception):
 class Rows(NamedTuple):
     """The keys or the values of one layer, a row for each token.
 
-    ``address`` is where those of the first stream begin in memory, and ``offset`` where they begin
-    in a slab, in bytes. ``type`` is ggml's number for the type of the values.
+    ``address`` is the address of the first stream's rows, and ``offset`` the number of bytes before
+    the rows in a slab. ``type`` is ggml's number for the type of the values.
     """
 
     name: bytes
@@ -67,8 +67,8 @@ class Rows(NamedTuple):
 class Slab:
     """Room in the file for all tokens of one stream; only pages that were written take memory.
 
-    ``ends`` has the end of the tokens that each holder uses; OPEN for the stream that writes.
-    ``trimmed`` is the end of the tokens of streams that were trimmed and kept their memory.
+    ``ends`` maps each holder to the end of the tokens it uses; OPEN for the stream that writes.
+    ``trimmed`` is the end of the memory that trimmed streams have kept.
     """
 
     __slots__ = ("ends", "index", "trimmed")
@@ -84,7 +84,7 @@ class Slab:
 
 
 class Part(NamedTuple):
-    """The tokens of a holder from ``start`` to its next part are in ``slab``."""
+    """A part of a holder: its tokens from ``start`` to the next part are in ``slab``."""
 
     start: int
     slab: Slab
@@ -93,8 +93,8 @@ class Part(NamedTuple):
 class PagedMemory:
     """The memory of streams that have one sequence each, from token 0 on, and of snapshots.
 
-    Their holders are streams (by seq_id) and snapshots (-1 - key). After an EngineError, what a
-    stream contains is unknown until ``trim(seq_id, 0)``.
+    The holders of slabs are streams (by seq_id) and snapshots (-1 - key). After an EngineError, the
+    content of a stream is unknown until ``trim(seq_id, 0)``.
     """
 
     def __init__(self, tensors: list[Rows], num_streams: int) -> None:
@@ -106,7 +106,7 @@ class PagedMemory:
             raise NotPaged("with vm.overcommit_memory 2, the system may refuse the next page")
         if any(rows.stream_bytes % PAGE or rows.address % PAGE for rows in tensors):
             raise NotPaged("the rows of a stream do not fill whole pages")
-        # the other half of the mappings is for the rest of the process
+        # leave the other half of the mappings to the rest of the process
         self._max_parts = min(MAX_PARTS, max_mappings() // 2 // (num_streams * len(tensors)))
         if self._max_parts < 2:
             raise NotPaged("vm.max_map_count is too low for so many layers and sequences")
@@ -195,12 +195,12 @@ class PagedMemory:
             self._map(first, changed)
             self._map(second, changed)
         except EngineError:
-            self._unmapped |= {first, second}  # the caller cannot know which of them was mapped
+            self._unmapped |= {first, second}  # the caller cannot know which of the two was mapped
             raise
 
     def _put(self, holder: int, parts: list[Part], length: int) -> None:
-        """Let ``holder`` have ``length`` tokens in ``parts``, instead of what it had, and free the
-        pages that no holder uses now.
+        """Replace the tokens of ``holder`` by ``length`` tokens in ``parts``, and free the pages
+        that no holder uses any longer.
         """
         before = {part.slab: part.slab.end() for part in self._parts.pop(holder, [])}
         for slab in before:
@@ -273,7 +273,7 @@ class PagedMemory:
 
     @contextmanager
     def _writing(self, slab: Slab) -> Iterator[None]:
-        """If writing to a new slab fails in the ``with`` block, free it, and raise EngineError."""
+        """Free the new ``slab`` and raise EngineError if the ``with`` block cannot write to it."""
         try:
             yield
         except OSError as error:
@@ -300,7 +300,7 @@ class PagedMemory:
         self._unmapped.discard(seq_id)
 
     def check_mapped(self, seq_id: int) -> None:
-        """Raise EngineError if nothing may be mapped to the addresses of a stream."""
+        """Raise EngineError if the addresses of a stream may not be mapped."""
         if seq_id in self._unmapped:
             raise EngineError(f"the memory of sequence id {seq_id} is not mapped")
 

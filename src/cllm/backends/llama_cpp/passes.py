@@ -13,16 +13,16 @@ from typing import NamedTuple
 from cllm.core.batch import Row
 
 TILE = 64  # queries of the attention kernel for prompts; fewer are padded if that is faster
-# An operation of attention takes so many times as long as one of the weights, in the kernel for
-# fewer queries and in a tile. Measured with AVX-512 (0.6B, 2 cores, 128 to 2,048 tokens before):
-# 10 and 3. With AMX, which speeds up the weights only, both are larger.
+# How many times longer an operation of attention takes than one of the weights: first in the kernel
+# for few queries, then in a tile. Measured with AVX-512 (0.6B, 2 cores, after 128 to 2,048 tokens):
+# 10 and 3. With AMX, which speeds up only the weights, both are larger.
 FEW_COST, TILE_COST = 12.0, 4.0
-# A pass costs as much as skipping this many cells, and a token of a prompt this many. Measured with
-# 32 rows of 100 tokens beside one of 4,096 (0.6B, 2 cores with AVX-512): together 445 ms, in two
-# passes 230 and 92 ms, of which 33 ms are for the weights.
+# The costs of a pass and of a prompt token, in cells whose attention takes as long. Measured with
+# 32 rows of 100 tokens and one of 4,096 (0.6B, 2 cores with AVX-512): 445 ms in one pass, and 230
+# and 92 ms in two, of which 33 ms are for the weights.
 PASS_CELLS = 25_000
 TOKEN_CELLS = 3_000
-MAX_DECODED = 16  # more tokens in a row are a prompt's
+MAX_DECODED = 16  # a row with more tokens belongs to a prompt
 
 
 class Pass(NamedTuple):
@@ -44,7 +44,7 @@ def plan_passes(
         context_length = 0
     passes: list[Pass] = []
     group: list[Row] = []
-    longest = size = 0  # of the group: tokens with and without those before the step
+    longest = size = 0  # most tokens of a row in the group, with and without those before the step
     for row in rows:
         end = row.start + row.size
         if group:

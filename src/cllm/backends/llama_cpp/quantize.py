@@ -103,9 +103,9 @@ def _quantize_here(
 
 
 def _as_they_are(header: GgufHeader, lib: Any) -> Any:
-    """Return llama.cpp's list of name patterns and types, ended by NULL.
+    """Return llama.cpp's list of name patterns and types, ended by NULL, that keeps all types.
 
-    A tensor that has its type is copied.
+    llama.cpp copies a tensor that already has its target type.
     """
     kinds = {name: kind for kind, (name, _, _) in TENSOR_TYPES.items()}
     overrides = (lib.llama_model_tensor_override * (len(header.tensors) + 1))()

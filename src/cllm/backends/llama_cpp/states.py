@@ -1,4 +1,4 @@
-"""Saves the state of a sequence in RAM and loads it again, maybe into another layout.
+"""Saves the state of a sequence in RAM and loads it again, possibly into another layout.
 
 libllama writes a state as a head (a magic number, the seq_id, the number of streams) and then, for
 each stream, a count of cells and the cells. All counts but one are zero. Unified cells are one
@@ -26,12 +26,12 @@ from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory, Rows
 from cllm.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
-WORD = 4  # bytes of a count
+WORD = 4  # bytes in a count
 HEAD = 3 * WORD
 CELLS = HEAD + WORD  # where the cells begin
 CELL = 3 * WORD  # position, number of owners, owner
 ROWS_HEAD = struct.Struct("<iQ")  # before the rows of a tensor: their type, and bytes in a row
-KEYS = b"cache_k"  # begins the names of libllama's tensors of keys
+KEYS = b"cache_k"  # prefix of the names of libllama's key tensors
 
 
 class States:
@@ -43,7 +43,7 @@ class States:
     """
 
     def __init__(self, context: Any, max_num_seqs: int, layout: str, *, portable: bool) -> None:
-        """``portable`` says that the model's only memory is plain attention."""
+        """``portable`` is true if the model's only memory is plain attention."""
         self._context = context
         self._num_seqs = max_num_seqs
         self._num_streams = 1 if layout == "unified" else max_num_seqs
@@ -96,8 +96,8 @@ class States:
 class PagedStates:
     """Makes the states of a context whose cells are in paged memory, without libllama's help.
 
-    libllama finds a token's cell by the positions that it keeps for each stream. When a stream gets
-    a prefix in paged memory, it gets the positions from a state whose rows libllama does not read.
+    libllama finds a token's cell by the positions that it keeps for each stream. When paged memory
+    gives a stream a prefix, libllama loads the positions from a state whose rows it does not read.
     """
 
     def __init__(self, context: Any, states: States, memory: PagedMemory, max_tokens: int) -> None:
@@ -121,7 +121,7 @@ class PagedStates:
         return (rows[-1][1] if rows else CELLS) + self._states.tail
 
     def _find_rows(self, num_tokens: int) -> list[tuple[int, int, Rows]]:
-        """Return where the rows of each tensor begin and end in a state, and the tensor."""
+        """Return each tensor with the places in a state where its rows begin and end."""
         end = CELLS + num_tokens * CELL + len(self._before_rows)
         places: list[tuple[int, int, Rows]] = []
         for rows in self._tensors if num_tokens else ():
@@ -131,7 +131,7 @@ class PagedStates:
         return places
 
     def _describe(self, num_tokens: int) -> Iterator[tuple[int, bytes]]:
-        """Yield all of a state but rows and zeros: where it is, and the bytes."""
+        """Yield the parts of a state that are neither rows nor zeros: the place and the bytes."""
         yield 0, self._states.head + struct.pack("<I", num_tokens)
         cells = np.zeros((num_tokens, 3), np.int32)
         cells[:, 0], cells[:, 1] = np.arange(num_tokens), 1
@@ -139,14 +139,14 @@ class PagedStates:
         yield from self._describe_rows(num_tokens)
 
     def _describe_rows(self, num_tokens: int) -> Iterator[tuple[int, bytes]]:
-        """Yield what is before the rows: where it is, and the bytes."""
+        """Yield the parts of a state that precede rows: the place and the bytes."""
         if num_tokens:
             yield CELLS + num_tokens * CELL, self._before_rows
         for begin, _, rows in self._find_rows(num_tokens):
             yield begin - ROWS_HEAD.size, ROWS_HEAD.pack(rows.type, rows.row_bytes)
 
     def set_positions(self, seq_id: int, num_tokens: int) -> None:
-        """Make ``seq_id`` have the positions 0 to ``num_tokens`` - 1, and its memory as it is."""
+        """Give ``seq_id`` the positions 0 to ``num_tokens`` - 1. Its memory does not change."""
         for at, data in self._describe(num_tokens):
             self._scratch[at : at + len(data)] = data
         size = self._compute_size(num_tokens)

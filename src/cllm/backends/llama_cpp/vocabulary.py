@@ -40,12 +40,12 @@ class Specials(NamedTuple):
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model, or of a GGUF file without its weights, for a process
-    without an engine.
+    """The vocabulary of a loaded model or, for a process without an engine, of a GGUF file whose
+    weights are not loaded.
 
-    Several threads may tokenize, because that changes nothing. The one kind of text that makes
-    llama.cpp's tokenizer abort (code points above U+10FFFF) cannot be a Python string. The caller
-    must reject lone surrogates.
+    Several threads may tokenize, because that changes no state. The only texts that make
+    llama.cpp's tokenizer abort contain code points above U+10FFFF, which Python strings cannot. The
+    caller must reject lone surrogates.
     """
 
     def __init__(self, model: Any) -> None:
@@ -243,7 +243,7 @@ class LlamaVocabulary:
             eos_token=end_tokens,
             slices=[],
         )
-        # in two steps, because each holds the GIL
+        # two shorter steps, because each holds the GIL
         return tokenizer.with_slices(LLTokenizer.general_slices())
 
     def close(self) -> None:
@@ -252,9 +252,9 @@ class LlamaVocabulary:
 
 
 def read_piece() -> Callable[[int, int, int, int, int, bool], int]:
-    """Return llama_token_to_piece, which here takes the address of its buffer.
+    """Return llama_token_to_piece in a form that takes the address of its buffer.
 
-    This saves half of the time that llama-cpp-python's binding takes.
+    This takes half the time of llama-cpp-python's binding.
     """
     types = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
     prototype = ctypes.CFUNCTYPE(ctypes.c_int32, *types, ctypes.c_bool)
