@@ -34,8 +34,8 @@ class EngineJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     The default runs the prompts of ``Work(size, ..., number)``: each finished request starts the
     next one. ``parts`` times the parts of a step with such prompts, in microseconds. ``depth``
-    computes one prompt of that many tokens, continues it with one sequence and then with all;
-    ``context``: tokens of each of these sequences.
+    computes one prompt of that many tokens, and continues it with one sequence and then with all.
+    Each of these sequences has ``context`` tokens.
     """
 
     model: str

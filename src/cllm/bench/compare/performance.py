@@ -76,10 +76,9 @@ HIDDEN = re.compile(
 
 
 def write_page(rounds: Rounds, path: Path, skipped: dict[str, str]) -> list[Path]:
-    """Write the page, and its pictures next to it.
+    """Write the page, and its pictures next to it. Return the written paths.
 
-    Keeps the notes in an existing page. Returns the written paths. skipped: what was not measured,
-    and why.
+    The notes of an existing page are kept. ``skipped`` lists what was not measured, and why.
 
     Raises StartupError if a file cannot be written.
     """
@@ -119,7 +118,7 @@ def page(rounds: Rounds, stem: str, notes: dict[str, str], skipped: dict[str, st
 
 
 def mark(note: tuple[str, str]) -> str:
-    """Return a note, its name and its text, as it is found again."""
+    """Return the note ``note`` (name and text) in the form in which the next run finds it."""
     return f"<!-- notes: {note[0]} -->\n{note[1]}<!-- end of notes -->"
 
 
@@ -160,7 +159,7 @@ def measurement_section(rounds: Rounds, skipped: dict[str, str]) -> Iterator[str
 
 
 def row_section(row: ComparisonRow, runs: Sequence[StoredRun]) -> Iterator[str]:
-    """Yield the tables of a row; nothing if it was not measured."""
+    """Yield the tables of a row, or nothing if the row was not measured."""
     if not runs:
         return
     yield f"### {row.name}"
@@ -327,7 +326,7 @@ def draw_curves(rounds: Rounds) -> dict[str, Any]:
 
 
 def over_clients(rounds: Rounds, value: str) -> dict[str, Points]:
-    """Return the values of cLLM and of the best settings of llama-server by requests at a time."""
+    """Return the values of cLLM and of llama-server's best settings by number of clients."""
     lines: dict[str, Points] = {CLLM: {}, LLAMA_SERVER: {}}
     for count in CLIENTS:
         row = ROWS[f"unrelated-{count}"]

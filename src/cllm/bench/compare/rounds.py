@@ -61,7 +61,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 class Rounds:
     """The runs in a file, and those that are added to it.
 
-    ``machine``: only its runs are used; None: those of the machine of the last run.
+    Only runs of ``machine`` are used. None means the machine of the last run.
     """
 
     def __init__(self, path: Path | None, machine: dict[str, str] | None = None) -> None:

@@ -58,8 +58,10 @@ CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of th
 
 
 class RunResult(NamedTuple):
-    """What one run found. ``others``: share of the CPU that other processes took; None: it was not
-    measured apart from the start of the system.
+    """The results of one run.
+
+    ``others`` is the share of the CPU that other processes took, or None if the measurement cannot
+    be separated from the start of the system.
     """
 
     values: dict[str, float]
@@ -70,7 +72,7 @@ class RunResult(NamedTuple):
 
 
 class ComparedModel:
-    """A model to serve, and what is known of it."""
+    """A model to serve, and facts about it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +119,7 @@ def make_words(row: ComparisonRow, model: ComparedModel, name: str, i: int) -> W
 
 
 class Runner:
-    """Measures one system once. ``scale``: factor for the lengths of prompts."""
+    """Measures one system once. ``scale`` is a factor for the lengths of prompts."""
 
     def __init__(
         self, model: ComparedModel, peers: Path, default_peers: Path, scale: float

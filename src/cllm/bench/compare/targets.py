@@ -15,11 +15,12 @@ CLOSE = 0.1  # settings that were worse by less in the first round may be the be
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with a target. ``values``: one for each round. Their median, or with ``every`` each
-    of them, must be at least ``target``; without ``at_least``, at most ``target``.
+    """A number with a target.
 
-    settings: those of the peer. default_values, default_target: the same against llama.cpp's
-    default build. noisy: other processes took too much of the CPU in a round.
+    ``values`` has one value for each round. Their median, or each value with ``every``, must be at
+    least ``target``; at most ``target`` without ``at_least``. ``settings`` are the peer's.
+    ``default_values`` and ``default_target`` compare with llama.cpp's default build instead.
+    ``noisy`` says that other processes took too much of the CPU in a round.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the rows of ``cllm bench compare`` send, and the figures that only one of them has."""
+"""The requests of each row of ``cllm bench compare``, and the figures of its row about accounts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARERS = 8
 LONG_ANSWER, LONG_ANSWERS = 120, 16  # characters, and the number of such answers
 LARGE, SMALL, EQUAL = 200, 10, 60  # requests of an account
 LARGE_ACCOUNT, SMALL_ACCOUNT, EQUAL_ACCOUNTS = "large", "small", ("first", "second")
-ACCOUNT_SEQS = 8  # that the server computes at a time, so that the others wait
+ACCOUNT_SEQS = 8  # sequences that the server computes at a time, so that the others wait
 SLOWER, FAIRNESS = "latency of the small account / alone", "Jain index of two equal accounts"
 EDITS = 48
 EDITORS = {"1 client": 1, "16 clients": 16}  # name of the part -> clients
@@ -74,8 +74,8 @@ def edits_by_clients(words: WordPrompts, _: float) -> list[Stage]:
 
 
 def accounts(words: WordPrompts, scale: float) -> list[Stage]:
-    """A small account alone, then beside a large one; then two accounts that send as much as each
-    other.
+    """A small account alone, then next to a large one; then two accounts that send equally many
+    requests.
     """
     writer = Writer(words, Sizes(requests=0, clients=0, scale=scale))
 
@@ -96,8 +96,8 @@ def accounts(words: WordPrompts, scale: float) -> list[Stage]:
 
 
 def account_figures(answers: Sequence[TimedAnswer]) -> dict[str, float]:
-    """How much longer the small account waits beside the large one, and how equally the equal ones
-    are served while both of them have waiting requests.
+    """Return how much longer the small account waits next to the large one than alone, and how
+    equally the two equal accounts are served while both have waiting requests.
     """
     parts = split_parts(answers)
     latencies = {

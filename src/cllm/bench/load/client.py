@@ -42,10 +42,12 @@ COMPUTED = re.compile(r" (\d+)/(\d+) seq_id=")  # computed and all tokens, in a 
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each
-    request, from sending to the last byte. Without ``keep_alive``, each request has a connection of
-    its own. ``pid``: the server's first process, if it runs on this machine and its CPU time shall
-    be measured.
+    """The server to measure.
+
+    ``url`` excludes the API's path. ``timeout`` is the limit in seconds for each request, from
+    sending to the last byte. Without ``keep_alive``, each request opens a new connection. ``pid``
+    is the server's first process, if it runs on this machine and its CPU time is to be measured;
+    otherwise 0.
     """
 
     url: str
@@ -67,10 +69,12 @@ class RunningSequences(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A measured run. ``wall``: seconds from the first request sent to the last byte. ``cpu``: CPU
-    seconds of this process in that time. ``server_cpu``: of the server's processes; None if they
-    are unknown. ``progress``: times at which the server had computed more tokens of the longest
-    request, and their number.
+    """A measured run.
+
+    ``wall`` is the number of seconds from the first request sent to the last byte. ``cpu`` and
+    ``server_cpu`` are the CPU seconds that this process and the server's processes used in that
+    time; ``server_cpu`` is None if the processes are unknown. ``progress`` has the times at which
+    the server had computed more tokens of the longest request, each with the number of tokens.
     """
 
     answers: list[TimedAnswer]
@@ -89,7 +93,7 @@ def find_model(target: Endpoint, wanted: str | None = None) -> str:
 
 
 def measure_tokens_per_word(target: Endpoint, words: WordPrompts) -> float:
-    """Return how many tokens of the server's model a word of a prompt has.
+    """Return the average number of tokens in a word of a prompt, for the server's model.
 
     Raises StartupError if a request fails or the server does not count prompt tokens.
     """
@@ -148,7 +152,7 @@ class StageAnswers:
     def __init__(self) -> None:
         self.begun: list[TimedAnswer] = []
         self.ended: list[TimedAnswer] = []
-        self.num_groups = 0  # that send requests
+        self.num_groups = 0  # groups that are sending requests
 
     @property
     def num_chunks(self) -> int:
@@ -156,7 +160,7 @@ class StageAnswers:
 
 
 class Client:
-    """Sends tasks to one server. ``progress``: see Outcome."""
+    """Sends tasks to one server. Outcome explains ``progress``."""
 
     def __init__(
         self, server: HTTPClient, target: Endpoint, report: Progress = lambda _: None
@@ -206,7 +210,7 @@ class Client:
 
         async def take_turns() -> None:
             for task in waiting:
-                # an endless group would go on for ever with a server that fails
+                # otherwise, an endless group would never stop if the server fails
                 if not await self._talk(task, running) and group.background:
                     return
 
@@ -287,14 +291,14 @@ class Client:
 
 
 async def received(running: StageAnswers, num_chunks: int) -> None:
-    """Wait until a stage has received a number of chunks, or none of its groups is running."""
+    """Wait until a stage has received ``num_chunks`` chunks, or none of its groups is running."""
     # an event would cost time at every chunk
     while running.num_chunks < num_chunks and running.num_groups:  # noqa: ASYNC110
         await asyncio.sleep(POLL)
 
 
 async def count_computed_tokens(server: HTTPClient) -> int:
-    """Return how many tokens cLLM has computed of its longest running sequence; -1 if unknown."""
+    """Return how many tokens of its longest running sequence cLLM has computed; -1 if unknown."""
     try:
         response = await server.request("/scheduler?steps=1")
         running = msgspec.json.decode(response.body, type=RunningSequences).running

@@ -153,11 +153,11 @@ class HTTPClient:
 
 
 class Connection(asyncio.Protocol):
-    """A connection with one request at a time. ``reusable``: whether the next one may be sent."""
+    """A connection with one request at a time. It is ``reusable`` if another one may be sent."""
 
     def __init__(self) -> None:
         self._parser = HttpResponseParser(self)
-        # errors that servers in use make and other clients accept
+        # deviations from HTTP that existing servers make and other clients accept
         self._parser.set_dangerous_leniencies(
             lenient_headers=True,
             lenient_optional_cr_before_lf=True,

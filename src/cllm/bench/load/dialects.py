@@ -40,8 +40,8 @@ class ClientDialect(msgspec.Struct, frozen=True):
     ``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError for invalid
     input.
 
-    ``exact_lengths``: requests can make the server ignore end tokens, so that answers have exactly
-    the requested number of tokens.
+    ``exact_lengths`` says that requests can make the server ignore end tokens, so that answers have
+    exactly the requested number of tokens.
     """
 
     chat_path: str

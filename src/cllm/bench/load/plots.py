@@ -56,7 +56,7 @@ STYLE: Any = {
     "svg.hashsalt": "cllm",  # the same picture has the same bytes
     "text.parse_math": False,
 }
-# medians; a longer maximum makes the axis logarithmic, because it would squeeze all other times
+# a maximum over this many medians makes the axis logarithmic: it would squeeze all other times
 LOGARITHMIC = 20
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
@@ -89,10 +89,10 @@ def style() -> Iterator[None]:
 
 
 def curves(lines: Measured, *, x: str, y: str) -> Figure:
-    """Draw the medians, and the spread from least to most, of ``lines``: name -> x -> values
-    measured there.
+    """Draw the medians of ``lines``, with bars from the least to the greatest value.
 
-    The x axis is logarithmic. ``x`` and ``y`` name the axes, with units.
+    ``lines`` maps names to x to the values measured there. The x axis is logarithmic. ``x`` and
+    ``y`` name the axes, with units.
     """
     with style():
         figure = Figure(figsize=(6.4, 4))
@@ -120,10 +120,11 @@ def curves(lines: Measured, *, x: str, y: str) -> Figure:
 
 
 def bars(groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> Figure:
-    """Draw ``groups``, as in ``curves``: name of a group -> name of a bar, the same in all groups
-    -> measured values.
+    """Draw the median of each bar, with its spread, as ``curves`` does.
 
-    In each group, the colours change from dark to light. ``y`` names the axis, with its unit.
+    ``groups`` maps names of groups to names of bars, which are the same in all groups, to measured
+    values. In each group, the colours change from dark to light. ``y`` names the axis, with its
+    unit.
     """
     with style():
         names = list(next(iter(groups.values())))

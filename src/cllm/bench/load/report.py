@@ -63,7 +63,7 @@ class Timeline(msgspec.Struct, frozen=True):
     def of(cls, answers: list[TimedAnswer], good: list[TimedAnswer]) -> Timeline | None:
         """Return the timeline of ``answers``, or None if it has no duration.
 
-        ``good``: the successful answers.
+        ``good`` has the successful answers.
         """
         sent = np.array([answer.sent for answer in answers])
         ended = np.array([answer.ended for answer in answers])

@@ -71,7 +71,7 @@ class Writer(WordSource):
         return super().tokens(count * self._scale)
 
     def ask(self, text: str, part: str, **changes: Any) -> Task:
-        """Return a request. ``changes``: of the fields of ``words``."""
+        """Return a request. ``changes`` replace fields of ``words``."""
         words = msgspec.structs.replace(self.words, **changes)
         return make_task(words, [{"role": "user", "content": text}], words.max_tokens, part)
 

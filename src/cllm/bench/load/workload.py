@@ -169,7 +169,7 @@ def conversations(
 
 
 def turn(words: WordPrompts, messages: Messages, texts: list[str], part: str) -> Task:
-    """Return the next request of a conversation. ``texts``: the user's remaining messages."""
+    """Return the next request of a conversation. ``texts`` are the user's remaining messages."""
     asked = [*messages, {"role": "user", "content": texts[0]}]
 
     def follow(answer: str) -> Task:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-MOST_KEYS = 20  # in the table for a person
+MOST_KEYS = 20  # rows of the table that people read
 
 
 class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one key. ``served``: prompt tokens computed for it plus OUTPUT_WEIGHT times the
-    tokens of its answers, as the policy fair counts.
+    """Results of one key. ``served`` counts as the policy fair does: the prompt tokens computed for
+    the key, plus OUTPUT_WEIGHT times the tokens of its answers.
     """
 
     num_requests: int
@@ -40,7 +40,7 @@ class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fairness(msgspec.Struct, frozen=True, kw_only=True):
-    """What the compared keys were served while each of them had a request that waited for its first
+    """The service that the compared keys got while each of them had a request without a first
     token.
 
     jain_index: 1 if all got the same, 1 / (number of keys) if one got everything, None if none got
@@ -114,7 +114,8 @@ def summarize(
 ) -> SimulationReport:
     """Return the report.
 
-    ``keys``: keys of the trace to compare for fairness; by default all, if there are several.
+    ``keys`` are the keys of the trace whose fairness is compared: by default all, if there are
+    several.
     """
     good = [course for course in courses if not course.failure]
     bad = [course for course in courses if course.failure]

@@ -47,9 +47,9 @@ Progress = Callable[[int], None]
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated system.
 
-    Sizes are those of one replica; each model has as many. ``num_cells`` is for layouts in which
-    sequences share cells. ``models``: that can be loaded at the same time; 0 for all, which are
-    then loaded from the beginning.
+    Sizes are those of one replica. Each model has ``replicas`` of them. ``num_cells`` is for
+    layouts in which sequences share cells. ``models`` is the number of models that can be loaded at
+    the same time; 0 means all, which are then loaded from the beginning.
 
     Raises StartupError for inconsistent sizes.
     """
@@ -283,7 +283,7 @@ class EventQueue:
 class SimulatedModel:
     """A model of the trace: its replicas while it is loaded, and the requests that wait for it.
 
-    ``last_used``: when its last request came or ended.
+    ``last_used`` is the time when its last request came or ended.
     """
 
     def __init__(self) -> None:

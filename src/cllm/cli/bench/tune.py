@@ -311,7 +311,7 @@ class Tuning:
 
 
 def served_settings(loaded: LoadedConfig, choice: Choice) -> dict[str, Any]:
-    """Return the settings of a server for ``choice``: the given ones that concern the engine."""
+    """Return the engine's settings for a server that uses ``choice``."""
     tree = settings_tree(loaded, choice)
     return {section: tree[section] for section in ENGINE_SECTIONS if section in tree}
 
