@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class CLLMError(Exception):
-    """Base of all errors below; ``str(error)`` is one line for a person."""
+    """Base of all errors below; ``str(error)`` is one line that people can read."""
 
 
 class StartupError(CLLMError):
@@ -31,7 +31,7 @@ class ModelFileError(StartupError):
 
 
 class KilledWhileLoading(StartupError):
-    """The engine was ended from outside while it loaded a model, so the next one may load it."""
+    """Something outside cLLM killed the engine while it loaded a model. A retry may succeed."""
 
 
 class BadRequest(CLLMError, ValueError):
@@ -53,8 +53,8 @@ class BadRequest(CLLMError, ValueError):
 class UnknownModel(BadRequest):
     """No model is served under the name that a request asks for.
 
-    asked: at most 100 characters of that name. served: the name of the default model. message: a
-    dialect's words, with {asked!r} and {served!r} for the two names.
+    ``asked`` is that name, cut to 100 characters, and ``served`` the name of the default model.
+    ``message`` is a dialect's wording, with {asked!r} and {served!r} for the two names.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineError(CLLMError):
     """The engine is not ready, failed, died or is overloaded; the client may retry in
     ``retry_after`` seconds.
 
-    ``reason``: under which a rejection with this error is counted.
+    Metrics count rejections with this error under ``reason``.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class EngineError(CLLMError):
 
 
 class LoadFailed(CLLMError):
-    """A model cannot be loaded. The log says why; clients see a reason that names no folder."""
+    """A model cannot be loaded. The log has the full reason; clients get it without folders."""
 
 
 class FatalRequest(EngineError):
-    """Computing this request has ended the engine repeatedly, so the client must not retry it."""
+    """Computing this request has repeatedly killed the engine, so the client must not retry it."""
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return an error of the system as one line: the file, if the error names one, and why."""
+    """Return an error of the system as one line: the file, if it names one, and the reason."""
     reason = error.strerror or str(error) or type(error).__name__
     named = [] if error.filename is None else [str(error.filename)]
     return ": ".join([*named, reason])
@@ -108,7 +108,7 @@ class PromptTooLong(BadRequest):
     def __init__(
         self, num_tokens: int, context_length: int, param: str, *, at_least: bool = False
     ) -> None:
-        """``at_least``: the prompt was too long to be counted exactly."""
+        """``at_least`` says that the prompt was too long to be counted exactly."""
         super().__init__(
             f"This model's maximum context length is {context_length} tokens and one must be left "
             f"to generate, but the prompt has {'at least ' * at_least}{num_tokens} tokens.",
@@ -126,9 +126,9 @@ class Unauthorized(CLLMError):
 class RateLimited(CLLMError):
     """An account would exceed one of its limits.
 
-    ``limit`` is its name, a field of AccountLimits. It may allow the request after ``retry_after``
-    seconds; None if that is in another month or never. If it ``is_final``, the request alone is
-    larger than the limit.
+    ``limit`` is the limit's name, a field of AccountLimits. The limit may allow the request after
+    ``retry_after`` seconds; None means in another month or never. ``is_final`` says that the
+    request alone is larger than the limit.
     """
 
     def __init__(

@@ -77,15 +77,15 @@ class File(NamedTuple):
 class SnapshotFiles:
     """The files in one folder that belong to one model.
 
-    Fetch the thread's results with ``results``, then call ``delete_all_except``: a file is in the
-    folder while its snapshot is kept or being written.
+    Fetch the thread's results with ``results``, then call ``delete_all_except``. A file stays in
+    the folder while its snapshot is kept or being written.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         """Raises StartupError if the folder cannot be written to."""
         self._folder = folder
         self._fingerprint = fingerprint
-        self._key = hashlib.blake2b(fingerprint.encode()).digest()  # of the files' names
+        self._key = hashlib.blake2b(fingerprint.encode()).digest()  # for file names
         self._files: dict[int, File] = {}
         self._writing: set[int] = set()  # keys whose Written was not fetched yet
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Which engine of a pool has which request."""
+"""Assigns requests to the engines of a pool."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cllm.core.request import EmbeddingRequest, Request
 from cllm.process.member import AssignedRequest, Member
 from cllm.routing.router import Candidate, Router, RoutingRequest
 
-# Engines are compared by the blocks of a prompt that they have got before. A block has BLOCK
-# tokens, or a fifth of what is before it if that is more.
+# Engines are compared by the blocks of a prompt that they have received before. A block has BLOCK
+# tokens, or a fifth of the tokens before it if that is more.
 BLOCK = 64
 SAMPLED_AFTER, SAMPLED_STRIDE = 1024, 16
 ENDS = [BLOCK]
@@ -19,10 +19,10 @@ while ENDS[-1] < 10_000_000:
 
 
 class Assignments:
-    """Chooses an engine for each request, and finds it until the request has ended.
+    """Chooses an engine for each request, and remembers it until the request has ended.
 
-    With several engines, this is the one that has most of the prompt in its cache, unless it is
-    crowded; see ``Router``.
+    Of several engines, it chooses the one that has most of the prompt in its cache, unless that
+    engine is crowded; see ``Router``.
     """
 
     def __init__(self, members: list[Member]) -> None:
@@ -34,20 +34,21 @@ class Assignments:
         return [member for member in self._members if member.ready]
 
     def _list_responding(self) -> list[Member]:
-        """Return the engines that can begin a request, if any can."""
+        """Return the ready engines that can begin a request; all ready ones if none can."""
         ready = self.list_ready()
         return [one for one in ready if not (one.is_searching or one.seems_to_hang())] or ready
 
     def assign(
         self, request: Request | EmbeddingRequest, members: Sequence[Member] = ()
     ) -> tuple[Member, AssignedRequest]:
-        """Choose one of ``members``, or else of the engines that are ready, or else of all. Return
-        it, and what is booked there.
+        """Choose an engine for a request. Return it, and the load that is booked there.
+
+        The candidates are ``members``; without these, the engines that are ready; else all engines.
         """
         member, booking = self._members[0], None
         if len(self._members) > 1:
             members = members or self._list_responding() or self._members
-            # they compute equally fast, so a token of a prompt takes as long everywhere
+            # all engines compute equally fast, so a prompt token takes equally long everywhere
             candidates = [Candidate(one.number, max(1, one.stats.num_seq_ids)) for one in members]
             booking = self._router.choose(describe(request), candidates)
             member = self._members[booking.number]
@@ -59,7 +60,7 @@ class Assignments:
         return next((one for one in self._members if request_id in one.bookings), None)
 
     def find_ready(self, request_id: str) -> Member | None:
-        """Return the engine of a request, if that has got it and is ready."""
+        """Return the engine of a request if it has received the request and is ready, else None."""
         member = self.find(request_id)
         return member if member is not None and member.has(request_id) else None
 
@@ -73,12 +74,12 @@ class Assignments:
         self._router.forget_prefixes(member.number)
 
     def measure_caches(self) -> None:
-        """Remember as many prefixes as the caches of all engines can have."""
+        """Set how many prefixes to remember: as many as the caches of all engines can contain."""
         self._router.max_blocks = sum(one.stats.num_cells for one in self._members) // BLOCK
 
 
 def describe(request: Request | EmbeddingRequest) -> RoutingRequest:
-    """Return what matters of a request for the choice of an engine."""
+    """Return the properties of a request that decide which engine gets it."""
     if isinstance(request, EmbeddingRequest):
         return RoutingRequest((), (), sum(map(len, request.texts)), request.account, 0)
     shared = request.prompt[: request.num_base_tokens or None]

@@ -31,15 +31,15 @@ SHARE = 0.2  # weight of a new observation in a running mean
 # sequences over which the rate is measured; ten times the number of slots if that is more
 WINDOW = 100
 FIRST_GUESS = 1.0  # seconds that a sequence is assumed to run until something is measured
-OPEN_SHARE = 0.5  # share of the queue that reservations never close to newcomers
+OPEN_SHARE = 0.5  # share of the queue that stays open to newcomers despite reservations
 
 
 class QueueFull(CLLMError):
     """Too much work is ahead of the request in the queue.
 
     ``bound`` names the exceeded limit: requests, tokens or seconds. There will be room after
-    ``retry_after`` seconds. ``ticket`` claims the place that is reserved for that time; it is "" if
-    none is.
+    ``retry_after`` seconds. ``ticket`` claims the place that is reserved for that time; "" means
+    that no place is reserved.
     """
 
     def __init__(self, what: str, bound: str, retry_after: float, ticket: str = "") -> None:
@@ -96,14 +96,14 @@ class ServiceRate:
         """``clock`` returns seconds."""
         self._clock = clock
         self._capacity = 1
-        self._seconds_full = self._num_served = 0.0  # for about the last WINDOW sequences
-        self._full_since: float | None = None  # earlier time has been counted
-        self._was_full = False  # during the last step
+        self._seconds_full = self._num_served = 0.0  # over about the last WINDOW sequences
+        self._full_since: float | None = None  # time before this has been counted
+        self._was_full = False  # whether all slots were taken during the last step
         self._is_paused = False
 
     def set_load(self, num_seqs: int, capacity: int) -> None:
-        """Note that ``num_seqs`` sequences have been submitted and have not ended, and that
-        ``capacity`` can run.
+        """Note that ``num_seqs`` submitted sequences have not ended, and that ``capacity`` of them
+        can run.
         """
         self._count_time()
         self._capacity = capacity
@@ -147,12 +147,12 @@ class ServiceRate:
 class Backlog:
     """Counts requests from their submission to their first token, and sequences to their end.
 
-    Only what is ahead of a newcomer counts against it. Lower classes yield. Of the other accounts
-    in its class, only what a fair scheduler serves before it counts. So no client is rejected
-    because another one has filled the queue.
+    Only requests ahead of a newcomer count against it. Lower classes yield. Of the other accounts
+    in its class, only the requests that a fair scheduler serves first count. So no client is
+    rejected because another one has filled the queue.
 
-    A rejected client gets a reservation for the time when there will be room, behind all earlier
-    reservations.
+    A rejected client gets a reservation, behind all earlier reservations, for the time when there
+    will be room.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class Backlog:
         return self._estimate_behind(self._estimate_load_ahead(newcomer, excess), newcomer)
 
     def admit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> QueuePosition:
-        """Return the queue position of the first of ``requests``, which come from one client, and
-        use up the client's reservation, if it has one.
+        """Return the queue position of the first of ``requests``, which come from one client. Use
+        up the client's reservation, if it has one.
 
         Raises what ``check`` raises.
         """
@@ -281,7 +281,7 @@ class Backlog:
         raise QueueFull(exceeded.what, exceeded.bound, seconds, ticket)
 
     def _check_returning(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
-        """Return the limit that a client that returns on time exceeds, if any.
+        """Return the limit that a client exceeds that returns on time, if any.
 
         Such clients may use the whole queue. They may exceed it by the number of sequences that are
         served in one second (at least one), because Retry-After has whole seconds, so several
@@ -325,10 +325,9 @@ class Backlog:
     def _find_excess(
         self, newcomer: Newcomer, ahead: QueueLoad, share: float = 1.0
     ) -> Excess | None:
-        """Return the first limit that ``newcomer`` behind ``ahead`` exceeds if it may use ``share``
-        of the queue.
+        """Return the first limit that ``newcomer`` exceeds behind ``ahead``, or None.
 
-        None if it exceeds no limit.
+        The newcomer may use ``share`` of the queue.
         """
         limits, seconds = (
             self._limits,
@@ -372,7 +371,7 @@ class Backlog:
         """
         classes = [(priority, self._pending[priority]) for priority in self._list_classes(newcomer)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
-        # the others have a slot: their prompts are being computed
+        # the others have a slot, and their prompts are being computed
         num_waiting = min(num_seqs, excess)
         own = (
             self._pending[newcomer.priority].get(newcomer.account, NOTHING).num_requests
@@ -381,7 +380,7 @@ class Backlog:
         )
         turn = (own + 1) / self._weights.get(newcomer.account, 1.0)
         num_requests = num_tokens = 0.0
-        ahead_seqs = excess - num_waiting  # parked, or siblings of sequences that have started
+        ahead_seqs = excess - num_waiting  # parked sequences, or siblings of started ones
         for priority, loads in classes:
             takes_turns = self._takes_turns and priority == newcomer.priority
             for account, load in loads.items():
@@ -411,8 +410,8 @@ class Backlog:
         return self._rate.seconds_each or self._stats.slot_seconds
 
     def _seconds_to_compute(self, newcomer: Newcomer) -> float:
-        """Return the seconds from starting the first request of ``newcomer`` to its first token: a
-        step, and tokens that are not cached.
+        """Return the seconds from the start of ``newcomer``'s first request to its first token: one
+        step, plus the time for prompt tokens that are not cached.
         """
         stats = self._stats
         return stats.step_seconds + newcomer.num_prompt_tokens * stats.prompt_token_seconds

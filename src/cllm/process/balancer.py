@@ -13,11 +13,11 @@ from cllm.process.in_flight import InFlightRequests
 from cllm.process.member import Member
 from cllm.process.messages import frame
 
-BALANCE_SECONDS = 0.05  # between two looks at whether requests wait for the wrong engine
+BALANCE_SECONDS = 0.05  # between checks whether requests wait for the wrong engine
 
 
 class Move(NamedTuple):
-    """A request that ``source`` is to withdraw, so that ``target`` gets it."""
+    """A request that ``source`` was asked to withdraw, so that ``target`` gets it."""
 
     source: Member
     target: Member
@@ -25,7 +25,7 @@ class Move(NamedTuple):
     num_seqs: int
 
     def transfer(self, sign: int) -> None:
-        """Count its sequences for the target already (1), or no longer (-1)."""
+        """Count the sequences for the target instead of the source (1), or undo that (-1)."""
         self.source.num_seqs[self.priority] -= sign * self.num_seqs
         self.target.num_seqs[self.priority] += sign * self.num_seqs
 
@@ -50,19 +50,20 @@ class Balancer:
         self._embeddings = embeddings
         self._clock = clock
         self._balanced = 0.0
-        self._moves: dict[str, Move] = {}  # by request, those that are not answered yet
-        self._overdue: set[str] = set()  # of these, those of engines that seem to hang
+        self._moves: dict[str, Move] = {}  # unanswered ones, by request id
+        self._overdue: set[str] = set()  # ids of moves whose source seems to hang
 
     def move_all(self, member: Member) -> None:
-        """Let engines that are ready continue the requests of one that is not, except those that
-        may have been the cause of its death.
+        """Let engines that are ready continue the requests of an engine that is not.
+
+        Requests that may have caused its death stay there.
         """
         ready = self._assignments.list_ready()
         for request_id in member.list_harmless() if ready else ():
             self._move(member, request_id, ready)
 
     def _move(self, source: Member, request_id: str, targets: list[Member]) -> None:
-        """Let one of ``targets`` continue a request that ``source`` does not know any longer."""
+        """Let one of ``targets`` continue a request that ``source`` has forgotten."""
         source.leave(request_id)
         request = self._in_flight.find(request_id) or self._embeddings.find(request_id)
         if request is not None:
@@ -70,16 +71,14 @@ class Balancer:
             member.take_over(request_id, booked)
 
     def balance(self) -> None:
-        """Look whether requests wait for an engine while another one has room for them. To be
-        called often.
-        """
+        """Move requests that wait for an engine while another one has room. Call this often."""
         now = self._clock()
         if now - self._balanced < BALANCE_SECONDS:
             return
         for request_id, move in self._moves.items():
             if request_id not in self._overdue and move.source.seems_to_hang():
                 self._overdue.add(request_id)
-                move.transfer(-1)  # it must not keep others from the target
+                move.transfer(-1)  # otherwise this move would keep other requests from the target
         if any(member.stats.num_waiting for member in self._members):
             self._balanced = now
             for member in self._members:
@@ -87,7 +86,7 @@ class Balancer:
                     self.relieve_others(member)
 
     def relieve_others(self, member: Member) -> None:
-        """Let an engine get requests that wait for others, as far as it has room."""
+        """Let an engine take over requests that wait for other engines, as far as it has room."""
         others = [one for one in self._members if one is not member]
         for priority in Priority:
             for other in sorted(others, key=lambda one: -one.count_seqs(priority)):
@@ -98,7 +97,7 @@ class Balancer:
                     self._withdraw(other, member, priority)
 
     def _withdraw(self, source: Member, target: Member, priority: Priority) -> None:
-        """Ask ``source`` for requests of a class that ``target`` should have."""
+        """Ask ``source`` to withdraw requests of a class for ``target``."""
         for request_id in self._in_flight.list_waiting(source.bookings, priority):
             if not (target.has_room(priority) and target.should_relieve(source, priority)):
                 return
@@ -110,7 +109,7 @@ class Balancer:
                 source.write(frame(Withdraw(request_id)))
 
     def take(self, message: Withdrawn) -> None:
-        """Handle the answer of an engine."""
+        """Handle an engine's answer to a request to withdraw."""
         move = self._moves.pop(message.request_id, None)
         if move is None:
             return

@@ -52,8 +52,8 @@ class PipeInbox:
     """Commands from stdin. Texts to tokenize go to ``texts``."""
 
     def __init__(self, stdin: BinaryIO, record: StepRecord, num_read: int) -> None:
-        """``num_read`` bytes of stdin have been read; ``record`` gets the number after each
-        message.
+        """``num_read`` bytes of stdin have already been read. After each message, ``record`` gets
+        the new number.
         """
         self.texts = TokenizeQueue()
         self.record = record
@@ -83,7 +83,7 @@ class PipeInbox:
 
     def drain(self, block: bool) -> list[Command]:
         if block and self._queue.empty():
-            gc.collect()  # while no request waits; see main
+            gc.collect()  # at a time when no request waits; see main
         commands = [self._queue.get()] if block else []
         while not self._queue.empty():
             commands.append(self._queue.get())
@@ -161,7 +161,7 @@ def main() -> None:
         engine = build_engine(backend, params)
         engine.use_record(record)
         if params.cores_file and not backend.info.on_gpu:
-            with contextlib.suppress(OSError, ValueError):  # without it, it is only slower
+            with contextlib.suppress(OSError, ValueError):  # a smaller pipe is only slower
                 engine.share_cores(SharedCores(params.cores_file))
     except StartupError as error:
         report_failure(str(error))

@@ -17,7 +17,7 @@ from cllm.process.backlog import SHARE, QueueFull, QueueLimits
 from cllm.process.futures import resolve
 
 MIN_TOKENS = 32  # a step with fewer takes about as long
-MAX_TOKENS = 4_000_000  # maximum in the engine, whatever the limits of the queue are
+MAX_TOKENS = 4_000_000  # in the engine at a time, whatever the limits of the queue are
 
 
 class Waiter:
@@ -57,8 +57,8 @@ class InFlightEmbeddings:
         self._limits = limits
         self._clock = clock
         self._waiters: dict[str, Waiter] = {}
-        # of the latest messages, the last one in full; not the mean of each one's cost, because
-        # short texts cost more per token
+        # Sums over the latest messages; the last one has the weight 1. A mean of the costs of each
+        # message would be wrong, because short texts cost more per token.
         self._seconds = self._tokens = 0.0
         self._last = 0.0  # when the last vectors arrived, or the wait for the first ones began
 
@@ -155,8 +155,8 @@ class InFlightEmbeddings:
         return self._waiters[request_id].request if self.knows(request_id) else None
 
     def make_command(self, request_id: str) -> Embed | None:
-        """Return the command with which another engine embeds the rest of a request's texts; None
-        if nothing is left.
+        """Return the command that makes another engine embed the rest of a request's texts; None if
+        nothing is left.
         """
         if not self.knows(request_id):
             return None

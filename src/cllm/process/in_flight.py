@@ -22,9 +22,9 @@ FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 class Stream:
     """Delivers the tokens of some requests to one reader.
 
-    ``queue_position`` is the first request's, at its submission. ``num_shared`` requests share the
-    computation of an equal request, and ``num_recalled`` were found in the result cache; both have
-    ``num_reused_tokens`` tokens in their prompts.
+    ``queue_position`` is that of the first request when it was submitted. ``num_shared`` requests
+    share the computation of an equal request, and ``num_recalled`` were found in the result cache.
+    The prompts of both have ``num_reused_tokens`` tokens.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -68,9 +68,9 @@ class Stream:
         return outputs
 
     async def arrival(self) -> None:
-        """Return when there is something to take.
+        """Wait until there is something to take.
 
-        Only one task may wait, and not together with a listener.
+        Only one task may wait, and only while there is no listener.
         """
         if self._outputs or self._error:
             return
@@ -90,7 +90,7 @@ class InFlightRequest:
     """
 
     def __init__(self, request: Request, queue_position: QueuePosition, key: bytes | None) -> None:
-        """``key`` is the request's digest; None if no other stream may join and the outputs need
+        """``key`` is the request's digest, or None if no other stream may join and the outputs need
         not be kept.
         """
         self.request = request
@@ -101,12 +101,12 @@ class InFlightRequest:
         self.unfinished = set(range(request.params.n))
         self.stopped: set[int] = set()  # sequences that the engine was asked to stop
         self.failed = False
-        self.has_begun = False  # as far as is known, before its first token
+        self.has_begun = False  # whether it is known to have been in a step or to have a token
         self.outputs: list[TokenOutput] = []
         self._progress: dict[int, Progress] = {}  # what each sequence has delivered
-        self.readers: dict[Stream, list[str]] = {}  # and their ids for the request
-        self.unread: set[Stream] = set()  # those whose clients do not read
-        self.yields = False  # as the engine knows it
+        self.readers: dict[Stream, list[str]] = {}  # with their ids for the request
+        self.unread: set[Stream] = set()  # readers whose clients do not read
+        self.yields = False  # what the engine was told last
 
     @property
     def is_wanted(self) -> bool:
@@ -115,7 +115,7 @@ class InFlightRequest:
 
     @property
     def is_unread(self) -> bool:
-        """Whether all of its streams have readers that do not read."""
+        """Whether none of the clients of its streams reads."""
         return bool(self.unread) and self.unread >= self.readers.keys()
 
     def join(self, stream: Stream, request_id: str) -> None:
@@ -151,7 +151,7 @@ class InFlightRequest:
             self._progress[output.index] = Progress(progress.tokens, scored, output.mirostat_mu)
 
     def make_command(self) -> Add | Resume:
-        """Return the command with which another engine computes the rest."""
+        """Return the command that makes another engine compute the rest."""
         has_begun = self.started or self.has_begun or self._progress
         limits = ("deadline",) if has_begun else ("deadline", "queue_timeout")
         elapsed = time.monotonic() - self.submitted_at
@@ -209,8 +209,8 @@ class InFlightRequests:
         return None if entry is None else entry.request
 
     def list_waiting(self, request_ids: Iterable[str], priority: Priority) -> list[str]:
-        """Return the requests among ``request_ids`` that are of this class and have not begun, as
-        far as is known.
+        """Return the requests among ``request_ids`` that are of this class and are not known to
+        have begun.
         """
         entries = [self._by_id[name] for name in request_ids if name in self._by_id]
         return [
@@ -220,8 +220,10 @@ class InFlightRequests:
         ]
 
     def make_command(self, request_id: str) -> Add | Resume | None:
-        """Return the command with which another engine computes the rest of a request. None if it
-        has ended, such as when the engine was asked to stop all sequences that were left.
+        """Return the command that makes another engine compute the rest of a request.
+
+        None means that the request has ended, for example because the engine was asked to stop all
+        sequences that were left.
         """
         entry = self._by_id.get(request_id)
         if entry is None:
@@ -238,8 +240,8 @@ class InFlightRequests:
         Raises QueueFull; then nothing has changed, except that a place may be reserved.
 
         A deterministic request takes a known result from the cache, or shares the computation of an
-        equal request. It does not share one of a lower class. A request with a time limit of its
-        own neither shares nor is shared.
+        equal request, unless that has a lower class. A request with its own time limit is never
+        shared.
         """
         keys = [digest(request) for request in requests]
         requests = [
@@ -347,11 +349,11 @@ class InFlightRequests:
         self.backlog.record_end(entry.request, num_running, len(entry.unfinished) - num_running)
 
     def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
-        """Stop a sequence whose reader needs no more tokens. Then no reader of an equal request
-        needs more either.
+        """Stop a sequence whose reader needs no more tokens. Readers of equal requests then need no
+        more tokens either.
 
-        Returns the request id under which the engine must stop it; None if the engine has ended it
-        or has been asked already.
+        Returns the request id under which the engine must stop the sequence; None if the engine has
+        ended it or has already been asked to.
         """
         entry = stream.in_flight.get(request_id)
         if entry is None or index not in entry.unfinished or index in entry.stopped:
@@ -379,8 +381,9 @@ class InFlightRequests:
             (entry.unread.add if is_unread else entry.unread.discard)(stream)
 
     def take_yielding(self, stream: Stream) -> list[tuple[str, bool]]:
-        """Return the requests of ``stream`` that yield to others from now on (True), because none
-        of their clients reads, or that no longer do. To be called whenever that may have changed.
+        """Return the requests of ``stream`` that yield to others from now on (True), or no longer
+        (False). A request yields if none of its clients reads. Call this whenever that may have
+        changed.
         """
         changed = []
         for entry in set(stream.in_flight.values()):
@@ -396,9 +399,9 @@ class InFlightRequests:
         return entry is not None and entry.yields
 
     def estimate_turn(self, request_id: str) -> tuple[bool, int, int]:
-        """Return a key that sorts requests by how soon each would get its next token alone."""
+        """Return a sort key: how soon the request would get its next token if it ran alone."""
         entry = self._by_id.get(request_id)
-        if entry is None:  # for embeddings
+        if entry is None:  # a request for embeddings
             return (False, 0, 0)
         return entry.yields, entry.request.priority, len(entry.request.prompt)
 

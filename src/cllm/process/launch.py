@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cllm.environment import child_environment
 
 if sys.platform == "win32":
-    from asyncio.windows_utils import Popen  # with pipes that an event loop can read
+    from asyncio.windows_utils import Popen  # its pipes can be read by an event loop
 else:
     from subprocess import Popen
 
@@ -33,8 +33,9 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """Where an engine computes: on the CPUs with the numbers ``cpus``, () for all. Its environment
-    has the ``variables`` in addition, such as CUDA_VISIBLE_DEVICES.
+    """The place where an engine computes: the CPUs with the numbers ``cpus``, () for all.
+
+    ``variables``, such as CUDA_VISIBLE_DEVICES, are added to the engine's environment.
     """
 
     cpus: tuple[int, ...] = ()
@@ -46,7 +47,8 @@ ANYWHERE = Place()
 
 class EngineSpec(NamedTuple):
     """An engine of a pool: its ``number``, from 0, its name in the log, and where it computes.
-    ``launched`` is the process that becomes the first one, if it has been started already.
+
+    If the first engine process has already been started, it is ``launched``.
     """
 
     number: int = 0
@@ -99,7 +101,7 @@ def launch(place: Place = ANYWHERE) -> Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**build_engine_environment(), **place.variables},
-        start_new_session=True,  # so signals to our process group do not end running streams
+        start_new_session=True,  # signals to our process group must not end running streams
     )
     if place.cpus and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):  # it has ended

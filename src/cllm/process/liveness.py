@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from cllm.process.step_record import CurrentStep
 
-WATCH_SECONDS = 1.0  # between two looks at an engine process
+WATCH_SECONDS = 1.0  # between checks of an engine process
 # An engine with work hangs if it finishes no step within HANG_SECONDS, or HANG_FACTOR times the
 # expected duration of its step if that is more. If the duration is unknown, UNKNOWN_HANG_SECONDS.
-# A process that reads nothing of what it was sent within HANG_SECONDS is stopped: its reader needs
-# no step to end.
+# A process that has messages to read and reads nothing within HANG_SECONDS has been stopped: its
+# reader does not wait for steps.
 HANG_SECONDS, HANG_FACTOR = 28.0, 10.0
 UNKNOWN_HANG_SECONDS = 600.0
 
 
 class Hang(NamedTuple):
-    """Why an engine is to be killed. ``is_stopped`` says that the whole process has stopped, which
+    """The reason to kill an engine. ``is_stopped`` says that the whole process has stopped, which
     no request can cause.
     """
 
@@ -25,7 +25,7 @@ class Hang(NamedTuple):
 
 
 class Liveness:
-    """Compares what several looks at an engine process have shown.
+    """Compares several observations of an engine process.
 
     A late look, after the API process or the machine was suspended, proves nothing. After each
     look, ``is_stepping`` says whether the engine has made a step since the last one, or needs none.

@@ -35,7 +35,7 @@ class Owner(Protocol):
         ...
 
     def make_commands(self, request_id: str) -> list[Command]:
-        """Return the commands with which another engine computes the rest of a request; none if it
+        """Return the commands that make another engine compute the rest of a request; none if it
         has ended.
         """
         ...
@@ -49,8 +49,8 @@ class Owner(Protocol):
         ...
 
     def take(self, member: Member, event: Event) -> None:
-        """Handle what an engine has sent, or its death. It is ready after Ready, and a restart has
-        failed after Failed.
+        """Handle a message of an engine, or its death. After Ready, the engine is ready. After
+        Failed, a restart has failed.
         """
         ...
 
@@ -60,8 +60,8 @@ class Owner(Protocol):
 
 
 class AssignedRequest(NamedTuple):
-    """A request of an engine: its booking, if there are several engines, its class, and how many
-    sequences it has.
+    """A request of an engine: its booking, if there are several engines, its class, and its number
+    of sequences.
     """
 
     booking: Booking | None
@@ -74,8 +74,8 @@ class Member:
 
     ``stats`` are its latest statistics. ``bookings`` has the requests that it computes or will
     compute, in the order in which it got them. ``num_seqs`` counts their sequences by class. It
-    includes sequences that other engines are to withdraw for this one, and excludes those that this
-    one is to withdraw.
+    includes sequences that other engines were asked to withdraw for this one, and excludes those
+    that this one was asked to withdraw.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Member:
         self._ends = ends
         self._suspects = Suspects(ends)
         self._has_suspects = False
-        self._held: set[str] = set()  # requests that this engine has not got yet
+        self._held: set[str] = set()  # requests that were not sent to this engine yet
         self._ready_since = 0.0
         self._file = ""  # a hash of the file that the last engine had
         self._clock = clock
@@ -120,7 +120,7 @@ class Member:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that the engine has got and not answered completely."""
+        """The number of requests that the engine has received and not answered completely."""
         return len(self.bookings) - len(self._held)
 
     def count_seqs(self, priority: Priority) -> int:
@@ -128,16 +128,17 @@ class Member:
         return sum(self.num_seqs[: priority + 1])
 
     def has_room(self, priority: Priority) -> bool:
-        """Return whether a sequence of this class would start at once, if need be in the place of
-        one of a lower class.
+        """Return whether a sequence of this class would start at once, if necessary instead of one
+        of a lower class.
         """
         count, stats = self.count_seqs(priority), self.stats
         waits = stats.num_waiting > 0 and count >= stats.num_running  # for memory
         return count < stats.num_seq_ids and not waits
 
     def should_relieve(self, other: Member, priority: Priority) -> bool:
-        """Return whether this engine should take over requests of a class that wait for ``other``,
-        because it has none of the class or above, or far fewer than ``other``.
+        """Return whether this engine should take over requests of a class that wait for ``other``.
+
+        It should if it has no requests of this class or higher ones, or far fewer than ``other``.
         """
         count, stats = other.count_seqs(priority), other.stats
         if not stats.num_waiting or count <= min(stats.num_seq_ids, stats.num_running):
@@ -155,12 +156,12 @@ class Member:
         return self.has_work() or self._owner.has_texts(self)
 
     def has(self, request_id: str) -> bool:
-        """Return whether the engine has got a request, and is ready."""
+        """Return whether the engine has received a request, and is ready."""
         return self.ready and request_id not in self._held
 
     def is_stuck_with(self, request_id: str) -> bool:
-        """Return whether a request cannot start soon: the engine has not got it, or does not
-        respond.
+        """Return whether a request cannot start soon, because the engine has not received it or
+        does not respond.
         """
         return request_id in self._held or not self.supervisor.is_responding()
 
@@ -177,12 +178,12 @@ class Member:
 
     @property
     def is_searching(self) -> bool:
-        """Whether further requests wait until it is known which one has killed engines."""
+        """Whether requests wait until the one that kills engines has been found."""
         return self._suspects.is_searching or self._owner.is_separating_texts(self)
 
     def give(self, request_id: str, booked: AssignedRequest) -> None:
-        """Note that a request belongs to this engine. If the engine ``has`` it then, the caller
-        sends it.
+        """Note that a request belongs to this engine. The caller must send it if ``has`` is then
+        true.
         """
         self.bookings[request_id] = booked
         self.num_seqs[booked.priority] += booked.num_seqs
@@ -214,9 +215,7 @@ class Member:
             self.resume()
 
     def leave(self, request_id: str) -> None:
-        """Forget a request that another engine continues. This engine process does not know it any
-        longer.
-        """
+        """Forget a request that another engine continues and that this process no longer has."""
         num_ends = self._ends[request_id]
         self.remove(request_id)
         if self._has_suspects and self._suspects.forget(request_id):
@@ -225,18 +224,19 @@ class Member:
             self._ends[request_id] = num_ends
 
     def forget_suspects(self, request_ids: Iterable[str]) -> None:
-        """Let no request of the next engine wait for ``request_ids``, which have got an error."""
+        """Stop suspecting ``request_ids``, which have got an error: no request waits for them."""
         for request_id in request_ids:
             self._suspects.forget(request_id)
 
     def list_harmless(self) -> list[str]:
-        """Return the requests that no death makes a suspect."""
+        """Return the requests that are not suspected of having caused a death."""
         return [name for name in self.bookings if not self._suspects.is_suspect(name)]
 
     async def explain(self, num_steps: int) -> Explanation:
-        """Return the last ``num_steps`` steps, and what runs or waits and why.
+        """Return the last ``num_steps`` steps, the running and the waiting sequences, and why these
+        wait.
 
-        Raises EngineError without an engine.
+        Raises EngineError if no engine is ready.
         """
         if not self.ready:
             seconds = self.supervisor.seconds_until_ready()
@@ -247,7 +247,7 @@ class Member:
         return await future
 
     async def load_adapter(self, name: str, path: str) -> str:
-        """Let the engine load an adapter. Return why it cannot, or "".
+        """Let the engine load an adapter. Return why that failed, or "".
 
         Raises EngineError if it dies meanwhile.
         """
@@ -257,7 +257,7 @@ class Member:
         return await future
 
     def forget_step(self, error: CLLMError) -> None:
-        """Forget what only this engine process knew. Callers that wait for its answers get
+        """Discard state that only this engine process had. Callers that wait for its answers get
         ``error``.
         """
         self.stats = without_work(self.stats)
@@ -299,10 +299,10 @@ class Member:
                 self._owner.take(self, event)
 
     def find_fatal_request(self, death: Death, *, is_certain: bool) -> str | None:
-        """Note which requests may have been the cause of a death; only the others may continue in
-        other engines. Return the one that must not be computed again, if it is known.
+        """Note which requests may have caused a death; only the others may continue in other
+        engines. Return the request that must not be computed again, if it is known.
 
-        ``is_certain`` says that nothing but a request can have been the cause.
+        ``is_certain`` says that only a request can have caused the death.
         """
         self._has_suspects = True
         if death.is_own_fault:
@@ -314,7 +314,7 @@ class Member:
         return fatal
 
     def _begin(self, info: ModelInfo) -> None:
-        """Forget what only the last engine process knew, because the next one is ready."""
+        """Discard state of the last engine process, because the next one is ready."""
         file = info.fingerprint.partition(" ")[0]
         if self._file not in ("", file):
             log.error("the model's file has changed; requests that had begun get an error")
@@ -329,14 +329,14 @@ class Member:
         self._ready_since = self._clock()
 
     def resume_all(self) -> None:
-        """Send all requests to an engine that has none yet, except those that must wait for
-        others.
+        """Send all requests to an engine that has none yet, except those that must wait for other
+        requests.
         """
         self._held = {*self.bookings}
         self.resume()
 
     def resume(self) -> None:
-        """Send held requests to the engine, except those that must wait for others."""
+        """Send held requests to the engine, except those that must wait for other requests."""
         if not self.ready or self._owner.is_separating_texts(self):
             return
         for request_id in [name for name in self.bookings if name in self._held]:
@@ -374,7 +374,7 @@ class Member:
 
 
 def without_work(stats: Stats) -> Stats:
-    """Return ``stats`` for an engine that computes nothing."""
+    """Return ``stats`` as they are for an engine that computes nothing."""
     return msgspec.structs.replace(
         stats,
         num_running=0,

@@ -23,7 +23,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """Load the model, and note each step in the file with the path ``step_record``."""
+    """Load the model, and record each step in the file at the path ``step_record``."""
 
     params: EngineParams
     step_record: str
@@ -36,9 +36,10 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine can begin. ``params`` are the parameters of Start with the chosen sizes. The
-    engine takes at most ``max_bytes`` of the RAM, or of the GPUs if the model is there; 0 if
-    unknown.
+    """The engine is ready.
+
+    ``params`` are the parameters of Start with the chosen sizes. The engine takes at most
+    ``max_bytes`` of RAM, or of GPU memory if the model is there; 0 if unknown.
     """
 
     info: ModelInfo
@@ -73,8 +74,8 @@ class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Something to read, for a process that owes an answer. It has no other effect: the step record
-    says what the process has read.
+    """A message without effect, for a process that has not answered. The step record shows whether
+    the process reads it.
     """
 
 

@@ -113,9 +113,10 @@ class Supervisor:
         self._clock = clock
         self._loaded: asyncio.Future[Ready]
         self._record: StepRecord | None = None
-        # now and one look earlier: the kill may be counted before the process has ended
+        # the count now and one look earlier, because a kill may be counted before the process ends
         self._num_oom_kills = self._num_oom_kills_before = 0
-        # the last look of ``is_responding``: a step's version, when it was seen first, and last
+        # what ``is_responding`` saw last: a step's version, the time when that was first seen, and
+        # the time of the last call
         self._looked: tuple[int, float, float] = (-1, 0.0, 0.0)
         self._hang: Hang | None = None  # why the engine has been killed
         self._serving: asyncio.Task[None] | None = None

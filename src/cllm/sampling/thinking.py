@@ -37,8 +37,8 @@ def find_forced_token(
 
 
 def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()) -> bool:
-    """Return whether ``close`` must not be sampled at ``position``: after a forced end, models tend
-    to repeat it.
+    """Return whether ``close`` must not be sampled at ``position``, because it comes after a forced
+    end, which models tend to repeat.
     """
     end = find_budget_end(seq, budget, position, guesses) if budget.closes_once else None
     if end is None or position < end + len(budget.force):
