@@ -130,8 +130,10 @@ class ChatFormat:
         )
 
     def template_input(self, chat: Chat) -> TemplateInput:
-        """Return what the template gets for ``chat``: the tools that may be called, and messages
-        that contain tools and calls as text where the template does not show them.
+        """Return the input of the template for ``chat``.
+
+        It has only the tools that may be called. Tools and calls that the template would not show
+        are written as text into the messages.
         """
         calls, messages, tools = self.family.calls, chat.messages, chat.callable_tools
         if calls is not None:

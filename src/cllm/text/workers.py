@@ -19,9 +19,9 @@ from cllm.errors import EngineError
 from cllm.observe.cpu_time import read_cpu_seconds
 from cllm.text.worker import HEAD, Reply, encode_frame
 
-# Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be
-# read, they limit the time to an answer. A starting process has more, because it may read files
-# slowly.
+# A process that uses no CPU time for this many seconds counts as stopped. Where CPU time cannot be
+# read, this limits the time until it answers. A starting process gets longer, because it may read
+# files slowly.
 STALL_LIMIT = 10.0
 START_LIMIT = 60.0
 KILLED = (-9, -15)  # SIGKILL and SIGTERM: killed from outside, or by us because it was stopped
@@ -37,11 +37,11 @@ class Workers:
     def __init__(
         self, prepare: str, begin: Callable[[], bytes], num: int, cpu_limit: float
     ) -> None:
-        """Each of at most ``num`` processes imports ``prepare``, written module:function, and calls
-        it with the JSON that ``begin`` returns to get its Work.
+        """Start at most ``num`` processes. Each imports ``prepare``, written module:function, and
+        calls it with the JSON that ``begin`` returns. The result is the Work of the process.
 
-        This process does not import it, which saves memory. ``begin`` runs in another thread.
-        A question may take ``cpu_limit`` seconds of CPU time.
+        This process does not import ``prepare``, which saves memory. ``begin`` runs in another
+        thread. A question may take ``cpu_limit`` seconds of CPU time.
         """
         self._name, _, function = prepare.partition(":")
         self._command = ("-m", "cllm.text.worker", self._name, function, str(cpu_limit))
@@ -67,9 +67,8 @@ class Workers:
         """Return the reply to ``question``, which is JSON; None if it took too much time or memory,
         or crashed.
 
-        If the process was stopped or killed, the question was not the cause, so another process is
-        asked, once. Raises EngineError if that one does not answer either, or if no process is
-        available.
+        If something else stopped or killed the process, one other process gets the question. Raises
+        EngineError if that one does not answer either, or if no process is available.
         """
         async with self._free:
             for _ in range(2):
@@ -86,7 +85,7 @@ class Workers:
         raise EngineError(f"The process of {self._name} does not answer; please retry.")
 
     def end_idle(self) -> None:
-        """End the processes without a question; the next one starts another."""
+        """End the idle processes. The next question starts a new one."""
         while self._idle:
             self._end(self._idle.pop())
 
@@ -165,7 +164,7 @@ class Workers:
                 size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
                 answer = await process.stdout.readexactly(size)
         except (OSError, EOFError, RuntimeError):
-            # RuntimeError: from uvloop, if the pipe is closed
+            # uvloop raises RuntimeError if the pipe is closed
             pass
         finally:
             watch.cancel()

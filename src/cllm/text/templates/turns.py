@@ -1,7 +1,7 @@
-"""Rearrange conversations that a chat template refuses, or of which it omits a text.
+"""Rearrange conversations that a chat template rejects or renders incompletely.
 
-A repair takes messages and returns others, which say the same in an order that more templates
-accept. ``find_repair`` finds the smallest one by rendering the conversation with short marks in
+A repair takes messages and returns messages that say the same in an order that more templates
+accept. ``find_repair`` finds the smallest repair by rendering the conversation with short marks in
 place of its texts.
 """
 
@@ -43,8 +43,8 @@ def fold_all_systems(messages: Messages) -> Messages:
 
 
 def fold_systems(messages: Messages, *, is_first_shown: bool) -> Messages:
-    """Append the text of a system message to the message before it, or let the user's next message
-    begin with it, so that roles which alternated still do.
+    """Move the text of a system message to the end of the message before it, or to the beginning of
+    the user's next message, so that roles that alternated still do.
     """
     folded: Messages = []
     was_hidden = False
@@ -62,7 +62,7 @@ def fold_systems(messages: Messages, *, is_first_shown: bool) -> Messages:
 
 
 def merge_neighbours(messages: Messages) -> Messages:
-    """Merge neighbours of one role, and append a user's text that follows a tool's result to it."""
+    """Merge consecutive messages of one role, and a tool's result with the user text after it."""
     merged: Messages = []
     for message in messages:
         role, before = message["role"], merged[-1] if merged else {"role": None}
@@ -76,7 +76,7 @@ def merge_neighbours(messages: Messages) -> Messages:
 
 
 def drop_empty(messages: Messages) -> Messages:
-    """Leave out messages that say nothing. A tool's result may be empty."""
+    """Drop messages without content, except tool results, which may be empty."""
     return [
         message
         for message in messages
@@ -86,7 +86,7 @@ def drop_empty(messages: Messages) -> Messages:
 
 
 def drop_thoughts(messages: Messages) -> Messages:
-    """Leave out messages that contain nothing but reasoning."""
+    """Drop messages that contain only reasoning."""
     fields = ("content", "tool_calls")
     return [
         message
@@ -96,7 +96,7 @@ def drop_thoughts(messages: Messages) -> Messages:
 
 
 def separate_calls(messages: Messages) -> Messages:
-    """Give each of several calls its own message, which its result follows."""
+    """Split messages with several calls: each call gets its own message, followed by its result."""
     separated: Messages = []
     i = 0
     while i < len(messages):
@@ -121,7 +121,7 @@ def separate_calls(messages: Messages) -> Messages:
 
 
 def separate_texts(messages: Messages) -> Messages:
-    """Give a text its own message, before the one with the calls that follow it."""
+    """Split messages with text and calls: the text comes first, in a message of its own."""
     separated: Messages = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
@@ -133,8 +133,8 @@ def separate_texts(messages: Messages) -> Messages:
 
 
 def fill_gaps(messages: Messages) -> Messages:
-    """Insert empty messages where one of the other role is missing: a user's at the beginning and
-    between two of the assistant's, and an assistant's between a call and the user's next text.
+    """Insert empty messages where a role is missing: a user message at the beginning and between
+    two assistant messages, and an assistant message between a tool's result and a user message.
     """
     filled: Messages = []
     for message in messages:
@@ -186,8 +186,8 @@ def count_systems(messages: Messages) -> int:
 
 
 def list_repairs(marked: Messages, max_count: int) -> Iterator[Repair]:
-    """Yield repairs, those that change less first, made of at most ``max_count`` or of all of
-    REPAIRS.
+    """Yield repairs, starting with those that change least. Each combines at most ``max_count`` of
+    REPAIRS, or all of them.
     """
     later = (merge_neighbours, fill_gaps)  # may apply to what another repair returns
     useful = [repair for repair in REPAIRS if repair in later or repair(marked) != marked]
@@ -213,10 +213,11 @@ def find_repair(
     last: Repair,
     names: tuple[str, ...] = (),
 ) -> Repair:
-    """Return the repair with which ``show``, which renders messages or returns None, shows the most
-    of the texts of ``marked``, each once and in order, and of ``names``, those of the tools.
+    """Return the repair after which the rendered conversation is most complete.
 
-    ``last`` is used if the others do not make it show all texts.
+    ``show`` renders messages, or returns None if the template rejects them. The result should
+    contain each text of ``marked`` once and in order, and each of ``names``, the tools' names.
+    ``last`` is tried if no other repair achieves that.
     """
     best, fewest = compose(()), REFUSED
     max_count = 3 if len(marked) < LONG else 1
@@ -240,10 +241,9 @@ def find_repair(
 
 
 def shorten(messages: Messages) -> Messages:
-    """Return ``messages`` without repetitions of what they contain twice, such as the rounds of a
-    long exchange.
+    """Return ``messages`` without repetitions, such as the rounds of a long exchange.
 
-    Every three successive forms of messages in ``messages`` are successive in what is returned.
+    Every three successive forms in ``messages`` are also successive in the result.
     """
     forms = [None, *map(describe_form, messages), None]
     places = [tuple(forms[i : i + 3]) for i in range(len(messages))]
@@ -253,7 +253,7 @@ def shorten(messages: Messages) -> Messages:
         kept.append(i)
         count[place] += 1
         if i + 1 < len(messages) and messages[i + 1]["role"] == "tool":
-            continue  # a call keeps its results
+            continue  # a call must stay with its results
         recent = range(len(kept) - 2, max(-1, len(kept) - MAX_ROUND), -1)
         start = next((at for at in recent if places[kept[at]] == place), None)
         if start is None:
@@ -266,7 +266,7 @@ def shorten(messages: Messages) -> Messages:
 
 
 def describe_form(message: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what repairs and templates may depend on."""
+    """Return the properties of a message that repairs and templates may depend on."""
     fields = ("content", "reasoning_content", "name")
     calls = len(message.get("tool_calls") or ())
     return message["role"], calls, *(bool(message.get(field)) for field in fields)
@@ -303,7 +303,7 @@ def count_faults(text: str, marked: Messages, names: tuple[str, ...]) -> tuple[i
     """Return how many texts, calls and ``names`` are missing from ``text``, and how many texts are
     shown more than once or too early.
 
-    Templates choose the place of the system messages at the beginning.
+    Templates may put the system messages from the beginning anywhere.
     """
     begins = count_systems(marked)
     shown = [int(number) for number in MARKS.findall(text)]
