@@ -86,8 +86,9 @@ class Access:
         return msgspec.structs.replace(account, priority=Priority[priority.upper()])
 
     def salt(self, account: Account, salt: str) -> str:
-        """Return the cache salt of a request of ``account`` that asks for ``salt``: tenants share
-        nothing with each other, unless server.shared_tenants says so.
+        """Return the cache salt of a request of ``account`` that asks for ``salt``.
+
+        Tenants share no cached prefixes unless server.shared_tenants lists them.
         """
         if not account.has_key:
             return salt

@@ -41,7 +41,7 @@ from cllm.serving.answer import RequestTimeout
 log = logging.getLogger("cllm.server")
 
 CLIENT_CLOSED_REQUEST = 499
-# the codes of requests that must not be sent again
+# error codes of requests that clients must not retry
 FATAL = frozenset({"engine_crashed", "insufficient_quota", "model_load_failed"})
 
 
@@ -103,7 +103,7 @@ def describe(error: Exception) -> Fault:
         return Fault(429, str(error), kind, error.limit, code, error.retry_after or 0)
     if isinstance(error, TooManyWrongKeys):
         return Fault(429, str(error), "requests", None, "too_many_wrong_keys", error.retry_after)
-    if isinstance(error, QueueFull):  # OpenAI's type of a rate limit names what was limited
+    if isinstance(error, QueueFull):  # OpenAI's error type for a rate limit names what was limited
         kind = "tokens" if error.bound == "tokens" else "requests"
         return Fault(
             429,
@@ -181,8 +181,8 @@ def allowed_methods(request: Request) -> list[str]:
 
 
 def make_answer(dialects: Sequence[Dialect], paths: KnownPaths) -> AnswerFault:
-    """Return a function that answers a request with a fault, in the form of the first of
-    ``dialects`` that knows it, or else in OpenAI's.
+    """Return a function that answers a request with a fault. The answer has the form of the first
+    of ``dialects`` that recognizes the request, or else OpenAI's.
     """
 
     def choose_form(request: Request) -> ErrorFormat:
@@ -200,7 +200,7 @@ def make_answer(dialects: Sequence[Dialect], paths: KnownPaths) -> AnswerFault:
         if fault.status == 401:
             headers["www-authenticate"] = "Bearer"
         if fault.code in FATAL:
-            headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients read
+            headers["x-should-retry"] = "false"  # the clients of OpenAI and Anthropic read this
         if fault.ticket:
             headers[TICKET] = fault.ticket
         return Response(pydantic_core.to_json(content), status, headers, "application/json")

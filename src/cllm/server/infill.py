@@ -28,7 +28,7 @@ async def infill(
     """Return a prompt for the text between each of ``prefixes`` (texts or token ids) and
     ``suffix``.
 
-    Raises BadRequest if the model cannot fill in, and what ``Service.encode`` raises.
+    Raises BadRequest if the model does not support infill, and what ``Service.encode`` raises.
     """
     marks = find_marks(service, "suffix")
     texts = [prefix for prefix in prefixes if isinstance(prefix, str)]
@@ -73,7 +73,7 @@ async def build_infill_prompt(
     The prompt leaves room for ``num_new_tokens``, or for a quarter of the context if that is None.
     Snippets are dropped first, beginning with the first one. Then the beginning of the prefix and
     the end of the suffix are cut, down to three quarters and one quarter of the room. Raises
-    BadRequest if the model cannot fill in.
+    BadRequest if the model does not support infill.
     """
     marks, files = find_marks(service, "input_suffix"), service.vocabulary.repository_tokens
     context = service.info.context_length

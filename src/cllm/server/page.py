@@ -1,6 +1,6 @@
-"""The page at / for browsers: the files in the folder ui, and who gets them.
+"""Serves the web page at / to browsers. Its files are in the folder ui.
 
-The page holds no data, so it needs no API key. Its requests have the user's key.
+The page contains no data, so loading it needs no API key. Its requests send the user's key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ router = APIRouter(include_in_schema=False)
 FOLDER = resources.files("cllm.server") / "ui"
 PREFIX = "/ui/"
 MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-# Everything comes from this server, and a text of a model cannot become a script.
+# The page loads everything from this server, and text from a model cannot run as a script.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -30,7 +30,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # ask whether the etag is still right
+    "cache-control": "no-cache",  # revalidate with the etag before each use
 }
 
 
@@ -64,8 +64,8 @@ def read_file(name: str) -> PageFile:
 
 
 def wants_page(request: Request) -> bool:
-    """Return whether the client is a browser that shows a page: it accepts HTML by name, and does
-    not prefer JSON.
+    """Return whether the client is a browser that wants the page: it names text/html in Accept and
+    does not prefer JSON.
     """
     quality = {"text/html": 0.0, "application/json": 0.0}
     for accepted in request.headers.get("accept", "").split(","):

@@ -103,8 +103,8 @@ class ServerRun:
         self._signals = signals
         self._engines = Engines()
         self._first: Pool | None = None  # the engine that is started with the server
-        self._loading: asyncio.Task[None] | None = None  # of its model
-        self._starting: asyncio.Task[None] | None = None  # of all that is loaded at the start
+        self._loading: asyncio.Task[None] | None = None  # loads the first engine's model
+        self._starting: asyncio.Task[None] | None = None  # loads all models of the start
         self._server: HttpServer | None = None
 
     async def serve(self) -> bool:

@@ -29,12 +29,12 @@ from cllm.store.usage import UsageLedger
 
 log = logging.getLogger("cllm.server")
 
-MIN_KV_SHARE = 8  # of the memory for all models, divided by this, must be free for a KV cache
+MIN_KV_SHARE = 8  # the memory for all models divided by this must be free for a KV cache
 
 
 class Builder:
-    """Makes the ``registry`` of a server, each model's service once it is wanted, and all models
-    again when the settings or the files have changed.
+    """Makes a server's ``registry``, each model's service when it is first needed, and all models
+    anew when the settings or the files have changed.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Builder:
         read_again: ReadAgain | None = None,
         on_settings: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """``first`` is the pool of the source that is loaded first, if its engines run already.
-        ``ledger`` limits accounts with keys. ``read_again`` returns the present settings and
-        sources, and ``on_settings`` gets the settings once they are used.
+        """``first`` is the pool of the source that is loaded first, if its engines already run.
+        ``ledger`` limits accounts with keys. ``read_again`` returns the current settings and
+        sources, and ``on_settings`` is called with settings when they take effect.
 
         Raises StartupError.
         """
@@ -66,7 +66,7 @@ class Builder:
         self.registry = Registry(models, max_bytes or None, self._recorder, self._scan)
 
     def _scan(self, reads_settings: bool) -> list[ServedModel]:
-        """Return all models; with ``reads_settings``, those of the present settings."""
+        """Return all models. ``reads_settings`` reads the settings again first."""
         settings, sources = self._settings, self._sources
         if reads_settings and self._read_again is not None:
             settings, sources = self._read_again()
@@ -76,7 +76,7 @@ class Builder:
             replace(source, adapters=adapters.get(source.name, {}))
             for source in list_found(settings, listed)
         ]
-        # nothing can be wrong with the settings any more
+        # no error in the new settings can be found after this point
         self._settings, self._sources = settings, sources
         self._on_settings(settings)
         self.registry.loaded.max_bytes = self._engines.limit_memory(settings, sources) or None
@@ -85,7 +85,7 @@ class Builder:
     def _make_models(
         self, sources: Iterable[Source], first: Pool | None = None
     ) -> list[ServedModel]:
-        """Return the models of ``sources``, followed by those that they become by adapters."""
+        """Return the models of ``sources``, followed by those with an adapter."""
         models, adapted = [], []
         for source in sources:
             model = self._make_model(source)
@@ -140,13 +140,13 @@ class Builder:
 
 
 def make_adapted(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[ServedModel]:
-    """Return the models that ``parent`` becomes by adapters, without those whose files are gone."""
+    """Return a model for each adapter of ``parent``, without those whose file cannot be read."""
     models = []
     for name, adapter in adapters.items():
         try:
             file = inspect_adapter(adapter_path(adapter))
         except (OSError, ValueError) as error:
-            # without the path of the file
+            # the log must not contain the file's path
             reason = getattr(error, "strerror", None) or error
             log.warning("the adapter %s is not served: %s", name, reason)
             continue
@@ -169,8 +169,8 @@ T = TypeVar("T")
 
 
 async def in_daemon(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, computed in a thread that does not keep the process from
-    ending: it may wait for another server.
+    """Return the result of ``work``, computed in a daemon thread: it may wait for another server,
+    which must not keep this process from ending.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel the work
@@ -178,7 +178,7 @@ async def in_daemon(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+        except BaseException as error:  # noqa: BLE001  # raised again where the result is awaited
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -97,7 +97,7 @@ class Registry:
         return next((model for model in self.models if model.is_named(name)), None)
 
     def find(self, name: str | None = None) -> ServedModel:
-        """Return the model ``name``: its name with or without :latest, or an alias.
+        """Return the model that has ``name`` as its name, with or without :latest, or as an alias.
 
         None and "" mean the default model. Raises UnknownModel.
         """

@@ -23,19 +23,19 @@ from cllm.serving.service import Service
 class ServedModel:
     """A model that the server has under ``name``, loaded or not.
 
-    ``aliases`` are other names, or patterns of names. ``open`` makes its service, whose engine is
-    not started yet, and sets ``min_bytes``: the memory that must be free for the model. It is
-    unloaded ``keep_alive`` seconds after its last request, None for never; ``stay`` is that time
-    for the last request, which may have asked for another one. A ``pinned`` model is never unloaded
-    to make room. ``is_found`` says that the scan of a folder found it, and ``is_created`` that a
-    client created it.
+    ``aliases`` are other names, or patterns of names. ``open`` makes the model's service without
+    starting its engine, and sets ``min_bytes``, the memory that must be free for the model. The
+    model is unloaded ``keep_alive`` seconds after its last request, or never if that is None. The
+    last request may have changed that time; ``stay`` is the one in effect. A ``pinned`` model is
+    never unloaded to make room. ``is_found`` says that the scan of a folder found the model, and
+    ``is_created`` that a client created it.
 
-    ``parent`` is the model that computes for it, if the two differ only in their names, system
-    messages, defaults of sampling parameters, and adapters. ``adapter_key`` is the name by which
-    its engine knows its adapter, and ``adapter_file`` describes the adapter's file; "" and None if
-    it is no adapter. ``path`` is its file, "" if unknown, and ``file_task`` what that file is for.
-    ``recipe`` is everything that its engine and service are made from; they are replaced if it
-    changes. ``successor`` is the model that is being loaded to replace it.
+    ``parent`` is the model that computes for this one, if the two differ only in their names,
+    system messages, defaults of sampling parameters, and adapters. ``adapter_key`` is the engine's
+    name for the adapter, and ``adapter_file`` describes the adapter's file; they are "" and None
+    without an adapter. ``path`` is the model's file, "" if unknown, and ``file_task`` the purpose
+    of that file. ``recipe`` is everything that the engine and the service are made from; they are
+    replaced if it changes. ``successor`` is the model that is being loaded to replace this one.
     """
 
     name: str

@@ -15,8 +15,7 @@ from uvicorn.server import ServerState
 
 from cllm.server.addresses import is_loopback
 
-# file descriptors for everything but connections: pipes of the engine and of text workers, a new
-# engine
+# file descriptors kept for other purposes: pipes of the engine and of text workers, a new engine
 RESERVED = 48
 PER_CONNECTION = 2  # the socket, and a file that is uploaded or downloaded
 WANTED = 65_536  # file descriptors
@@ -120,8 +119,8 @@ class Connections(ServerState):
 
         While all connections have a request, new ones wait in the backlog.
 
-        Accepts one at a time: asyncio and uvloop would accept all that wait before any could be
-        closed.
+        Connections are accepted one at a time. asyncio and uvloop would accept all waiting ones
+        before any could be closed.
         """
         loop = asyncio.get_running_loop()
         while True:

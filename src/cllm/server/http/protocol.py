@@ -29,7 +29,7 @@ LEAST_READ = 65_536  # bytes
 LINGER_PAUSE = 5.0  # seconds that a client may pause while it sends data that is discarded
 LINGER_TIMEOUT = 30.0  # seconds that it may send in total
 LINGER_BYTES = 1 << 30  # bytes that it may send in total
-FIRST_PROBE, LONGEST_PROBE = 0.05, 15.0  # seconds between two probes of a half-closed connection
+FIRST_PROBE, LONGEST_PROBE = 0.05, 15.0  # seconds between probes of a half-closed connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # RFC 9110, 7.2
 HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
@@ -188,7 +188,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.server_state.mark_busy(self)
         cycle = self.cycle
-        cycle.transport = AnswerTransport(self.transport, self)  # type: ignore[assignment]  # has what the cycle uses
+        cycle.transport = AnswerTransport(self.transport, self)  # type: ignore[assignment]  # has the methods that the cycle uses
         cycle.scope["state"][IS_INCOMPLETE] = lambda: cycle.more_body
 
     def _check_fields(self) -> None:
@@ -251,7 +251,7 @@ class Protocol(HttpToolsProtocol):
             if self.cycle.response_started:  # too late for another answer
                 self.transport.abort()
                 return
-            self._disconnect(self.cycle)  # its body is what is invalid
+            self._disconnect(self.cycle)  # the invalid input is its body
         content = to_json(openai_error(Fault(status, message, code="invalid_http"))[1])
         request_id = new_request_id().encode()
         head: list[tuple[bytes, Any]] = [
@@ -330,9 +330,9 @@ class Protocol(HttpToolsProtocol):
         )
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn always closes the connection
-        """Note that the client sends nothing more.
+        """Note that the client will send nothing more. Return whether the connection stays open.
 
-        Return whether the connection stays open for its answer.
+        It stays open while the client may still wait for an answer.
         """
         if self._is_discarding or not self._is_busy() or self.cycle.more_body:
             return False
@@ -344,7 +344,7 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, seconds: float) -> None:
-        """Write something that the client skips, now and again in ``seconds``."""
+        """Write bytes that the client skips, now and again after ``seconds``."""
         if self.transport.is_closing() or not self._is_busy() or self._running is None:
             return
         scope = self._running.scope
@@ -377,8 +377,8 @@ class AnswerTransport:
 
 
 def without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
-    """Return ``app`` without chunks in ``cycle``: an answer without a length ends with the
-    connection, because clients of HTTP/1.0 cannot read chunks (RFC 9112, 6.1).
+    """Return ``app`` with answers that are not chunked, because HTTP/1.0 clients cannot read chunks
+    (RFC 9112, 6.1). An answer without a length ends when the connection is closed.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:

@@ -34,13 +34,13 @@ log = logging.getLogger("cllm.server")
 # seconds; longer than the idle time of the usual clients and proxies, so that they close first
 KEEP_ALIVE = 75
 TICK_SECONDS = 0.1  # between two ticks of uvicorn's clock
-TICKS_PER_CHECK = 4  # of the accounts
-ERROR_SECONDS = 2  # in which streams that were ended send their error
+TICKS_PER_CHECK = 4  # ticks between two checks of the accounts
+ERROR_SECONDS = 2  # time for streams that the shutdown ends to send their error
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, but after SIGTERM running streams get ``drain_timeout`` seconds to finish, and then
-    end with an error.
+    """uvicorn with a graceful shutdown: after SIGTERM, running streams get ``drain_timeout``
+    seconds to finish, and then end with an error.
 
     A second signal ends them immediately.
     """
@@ -63,7 +63,7 @@ class HttpServer(uvicorn.Server):
         self.batches = batches
         self.early: list[int] = []
         self.is_stopped_by_signal = False
-        self.has_served = False  # set once it has been announced that requests are computed
+        self.has_served = False  # set once the log says that requests are computed
         self._drain_timeout = settings.server.drain_timeout
         self._access = access
         self._last_tick = 0.0
@@ -85,8 +85,8 @@ class HttpServer(uvicorn.Server):
             await self.batches.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Measure how late uvicorn's clock is, and look after accounts and idle models now and
-        then.
+        """Measure how late uvicorn's clock is. At some ticks, also check the accounts and idle
+        models.
         """
         now = self._loop.time()
         if self._last_tick:
@@ -106,7 +106,7 @@ class HttpServer(uvicorn.Server):
         await self.server_state.accept(listener, protocol, self.config.ssl)
 
     def reload(self) -> None:
-        """Read the settings of the models again, and log what is wrong with them."""
+        """Read the settings of the models again, and log the result or the error."""
 
         async def reload() -> None:
             try:
@@ -178,7 +178,7 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
-    """Return ``app`` with what is done before and after it: headers of all answers, CORS, and the
+    """Return ``app`` wrapped in the middleware for all requests: common headers, CORS, and the
     checks of Guard.
     """
 

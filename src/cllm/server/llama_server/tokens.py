@@ -36,8 +36,8 @@ from cllm.text.templates.fences import OPEN, remove_fences
 
 router = APIRouter(tags=["Tokens"])
 
-MAX_TOKENS = 1_000_000  # of a text
-MAX_PIECES = 100_000  # tokens that are returned with their texts
+MAX_TOKENS = 1_000_000  # in an answer that has only token ids
+MAX_PIECES = 100_000  # in an answer that also has the tokens' texts
 
 
 class ConversationBody(Body):
@@ -217,7 +217,7 @@ async def apply_template(request: Request) -> Response:
 async def render(
     request: Request, service: Service, messages: list[ChatMessage], body: ConversationBody
 ) -> str:
-    """Return the rendered conversation, with fences around what must be tokenized as plain text.
+    """Return the rendered conversation, with fences around parts that are tokenized as plain text.
 
     Raises BadRequest.
     """
