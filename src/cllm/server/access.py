@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from cllm.serving.service import Service
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-CHECKS_PER_SAVE = 2  # so that a crash loses less than a second of usage
-RETRY_SECONDS = 30.0  # until the database of the usage is opened again
+CHECKS_PER_SAVE = 2  # few enough that a crash loses less than a second of usage
+RETRY_SECONDS = 30.0  # between attempts to open the database of the usage
 
 log = logging.getLogger("cllm.access")
 
 
 class Access:
-    """The accounts of a server, and what they have used.
+    """The accounts of a server, and their usage.
 
-    Without API keys, every request is served, and its account has the name that its key, its user
-    or its address gives it.
+    On a server without API keys, every request is served. The name of its account then comes from
+    its key, its user or its address.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -46,14 +46,14 @@ class Access:
         self.keyring = Keyring(Path(server.keys_file).expanduser(), server.api_key)
         self.ledger = UsageLedger()
         self._settings = settings
-        self._valid: set[str] = set()  # names of accounts with a valid key, at the last check
+        self._valid: set[str] = set()  # names of accounts that had a valid key at the last check
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_checks = 0
-        self._retry_at = 0.0  # when to open the database again; 0 unless that has failed
+        self._retry_at = 0.0  # time to open the database again; 0 unless that has failed
         self.ledger.is_valid = lambda name: self.keyring.get(name) is not None
 
     def use(self, settings: Settings) -> None:
-        """Use other shares, classes and tenants of accounts from now on."""
+        """Use the accounts' shares, classes and tenants of new settings from now on."""
         self._settings = settings
 
     @property
@@ -74,12 +74,12 @@ class Access:
         return self._with_priority(account)
 
     def account_for_key(self, key: str) -> Account | None:
-        """Return the account of ``key``, None if it is not valid."""
+        """Return the account of ``key``, or None if the key is not valid."""
         account = self.keyring.find(key)
         return None if account is None else self._with_priority(account)
 
     def _with_priority(self, account: Account) -> Account:
-        """Add the class that the setting scheduler.priorities gives to an account."""
+        """Return ``account`` with the class that the setting scheduler.priorities gives it."""
         priority = self._settings.scheduler.priorities.get(account.name)
         if priority is None or account.priority is not None:
             return account
@@ -97,7 +97,7 @@ class Access:
         return f"{tenant}\0{salt}"
 
     async def open(self) -> None:
-        """Read what the accounts have used. Without a folder, usage is kept in memory only."""
+        """Read the usage of the accounts. Without a folder, usage is kept in memory only."""
         folder = self._settings.storage.folder
         if not self.is_required or folder is None:
             return
@@ -110,8 +110,8 @@ class Access:
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
     def check(self, services: Iterable[Service]) -> None:
-        """Apply changes of the file of keys, and begin to write what accounts have used. To be
-        called every 0.4 seconds.
+        """Apply changes of the file of keys, and begin to write the usage of accounts. Call this
+        every 0.4 seconds.
         """
         try:
             self._check(services)
@@ -137,14 +137,14 @@ class Access:
         self._tasks = {task for task in self._tasks if not task.done()}
 
     async def close(self) -> None:
-        """Write the rest of what accounts have used."""
+        """Write the usage that has not been written yet."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.ledger.close()
 
 
 def check_access(settings: Settings, access: Access) -> None:
-    """Raise StartupError if other machines could use the server without keys unasked, or if the
-    settings contradict each other.
+    """Raise StartupError if other machines could use the server without keys and the settings do
+    not allow that, or if the settings contradict each other.
     """
     server = settings.server
     check_host(server.host)

@@ -39,7 +39,7 @@ def is_network(text: str) -> bool:
 
 
 def check_host(host: str) -> None:
-    """Raise StartupError unless a server can listen on ``host``, as far as its form says."""
+    """Raise StartupError if the form of ``host`` shows that a server cannot listen on it."""
     name: str | None
     port: int | None
     if match := WITH_PORT.fullmatch(host):
@@ -62,8 +62,8 @@ def check_host(host: str) -> None:
 
 
 def split_url(text: str) -> tuple[str | None, int | None]:
-    """Return the host and the port in a URL, or in one without a scheme; None for what it has
-    not.
+    """Return the host and the port in a URL, whose scheme may be missing. A part that the URL does
+    not have is None.
     """
     try:
         url = urlsplit(text if "://" in text else f"//{text}")
@@ -75,7 +75,7 @@ def split_url(text: str) -> tuple[str | None, int | None]:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a name stands for an address, as the system's resolver says."""
+    """Return whether the system's resolver knows an address for a name."""
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError):

@@ -70,7 +70,8 @@ def routes() -> list[APIRoute]:
 
 
 PATHS = paths.KnownPaths(routes())
-# The first that knows a request determines the form of its errors; the default is OpenAI's.
+# The first dialect that recognizes a request determines the form of its errors; OpenAI's is the
+# default.
 DIALECTS = (
     anthropic_errors.DIALECT,
     ollama_errors.DIALECT,
@@ -78,7 +79,7 @@ DIALECTS = (
     errors.Dialect(lambda path, _: path in PATHS, errors.openai_error),
     anthropic_errors.OF_UNKNOWN_PATHS,
 )
-ERROR_TYPES = {  # by the tags of routes
+ERROR_TYPES = {  # route tag -> type
     "Anthropic": anthropic_errors.AnthropicErrorAnswer,
     "Ollama": ollama_errors.OllamaErrorAnswer,
 }
@@ -86,9 +87,7 @@ answer_fault = errors.make_answer(DIALECTS, PATHS)
 
 
 def create_app(registry: Registry, settings: Settings, access: Access | None = None) -> FastAPI:
-    """Return the application. ``access`` has the accounts, by default those that the settings
-    name.
-    """
+    """Return the application. ``access`` has the accounts; by default, those of the settings."""
     app = FastAPI(
         title="cLLM",
         version=__version__,

@@ -26,14 +26,14 @@ from cllm.server.addresses import is_loopback, split_host
 from cllm.server.page import PATHS
 
 ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
-# Paths that need no key: they tell nothing about the model or its users. Preflights of CORS do not
-# either.
+# Paths that need no key, because they reveal nothing about the model or its users. CORS preflights
+# need none either.
 PUBLIC = PATHS | {"/", "/docs", "/health", "/ping", "/ready"}
 METRICS = "/metrics"
 KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
-MAX_WRONG_KEYS = 20  # of one address in WRONG_KEY_WINDOW; further ones get 429
+MAX_WRONG_KEYS = 20  # from one address within WRONG_KEY_WINDOW; further ones get 429
 WRONG_KEY_WINDOW = 60.0  # seconds
-MAX_ADDRESSES = 10_000  # whose wrong keys are counted
+MAX_ADDRESSES = 10_000  # addresses whose wrong keys are counted
 
 log = logging.getLogger("cllm.access")
 
@@ -41,9 +41,9 @@ Answer = Callable[[Request, Exception], Response]
 
 
 def read_key(headers: Headers) -> str:
-    """Return the API key of a request, "" if it has none.
+    """Return the API key of a request, or "" if it has none.
 
-    The key is taken from Authorization, else from one of KEY_HEADERS.
+    The key is taken from Authorization, or else from one of KEY_HEADERS.
     """
     authorization = headers.get("authorization", "").strip()
     key = re.sub(r"^bearer(\s+|$)", "", authorization, flags=re.IGNORECASE)
@@ -52,21 +52,22 @@ def read_key(headers: Headers) -> str:
 
 
 def name_for_key(key: str) -> str:
-    """Return the name of the account of ``key`` on a server without accounts: any key is accepted
-    and only identifies the account for fair scheduling; "" without a key.
+    """Return the name of the account of ``key``, or "" without a key, on a server without accounts.
+
+    Such a server accepts any key. The key only identifies the account for fair scheduling.
     """
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:16]}" if key else ""
 
 
 class Guard:
-    """Passes requests to the application that may be served, with their account in the scope.
+    """Passes allowed requests to the application, with their account in the scope.
 
-    Answers all others: 401 without a valid key, 403 for a Host or a route that is not allowed, 429
-    for an address that keeps sending wrong keys.
+    Rejects all others: with 401 if there is no valid key, 403 if the Host or the route is not
+    allowed, and 429 if an address keeps sending wrong keys.
     """
 
     def __init__(self, app: ASGIApp, access: Access, settings: Settings, answer: Answer) -> None:
-        """``answer`` returns the answer to a request that fails with an error."""
+        """``answer`` returns the response to a request that fails with an error."""
         self._app = app
         self._access = access
         self._settings = settings
@@ -89,8 +90,10 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check_host(self, request: Request) -> None:
-        """Raise BadRequest (403) for a host name that is not the server's: a page of another site
-        may have made the browser resolve its own name to this address (DNS rebinding).
+        """Raise BadRequest (403) for a host name that is not the server's.
+
+        A page of another site may have made the browser resolve that site's name to this address
+        (DNS rebinding).
         """
         allowed = self._settings.server.allowed_hosts
         asked = request.headers.get("host")
@@ -101,7 +104,7 @@ class Guard:
             return
         if not self._access.is_required and is_loopback(name):
             return
-        # without keys, but open to other machines: an address cannot be rebound
+        # other machines may use this server without keys; an address cannot be rebound
         if self._settings.server.insecure and (name == self._own_name or is_address(name)):
             return
         message = (
@@ -111,8 +114,7 @@ class Guard:
         raise BadRequest(message, code="host_not_allowed", status=403)
 
     def _authenticate(self, request: Request) -> Account | None:
-        """Return the account of a request's key; None on a server without keys, and for what needs
-        none.
+        """Return the account of a request's key; None if the server or this request needs no key.
 
         Raises Unauthorized, and BadRequest (403, 429).
         """
@@ -136,8 +138,9 @@ class Guard:
         raise Unauthorized("The API key is not valid.")
 
     def _count_wrong_key(self, address: str) -> None:
-        """Raise TooManyWrongKeys if the address has sent too many. Valid keys are still accepted:
-        other clients may have the same address.
+        """Raise TooManyWrongKeys if the address has sent too many.
+
+        Valid keys from it are still accepted, because other clients may have the same address.
         """
         now = time.monotonic()
         since, count = self._wrong.pop(address, (now, 0))
@@ -152,7 +155,7 @@ class Guard:
             raise TooManyWrongKeys(since + WRONG_KEY_WINDOW - now)
 
     def _with_limits(self, account: Account, send: Send) -> Send:
-        """Return ``send`` with headers that say what the account's limits leave."""
+        """Return ``send`` with headers that say how much the account's limits leave."""
 
         async def limited(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -209,6 +212,6 @@ def is_address(name: str) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as OpenAI's headers have it, such as 1s or 6m0s."""
+    """Return a duration in the format of OpenAI's headers, such as 1s or 6m0s."""
     whole = math.ceil(seconds)
     return f"{whole // 60}m{whole % 60}s" if whole >= 60 else f"{whole}s"

@@ -41,7 +41,7 @@ def make_batches(state: ServerState, lines: Mapping[str, BatchLines]) -> Batches
 async def open_batches(request: Request) -> Batches:
     """Return the batches, with their store open.
 
-    Raises BadRequest if the settings have no folder (404), or if it cannot be opened (503).
+    Raises BadRequest if the settings name no folder (404), or if the store cannot be opened (503).
     """
     batches = get_state(request).batches
     if batches is None:

@@ -37,8 +37,8 @@ CODES = {
     "less_than": "integer_above_max_value",
 }
 PACE_WINDOW = 30.0  # seconds
-PACE_BYTES = 30_000  # of a body that must arrive in any PACE_WINDOW
-MAX_RECEIVING_BYTES = 256_000_000  # of all bodies that are being received
+PACE_BYTES = 30_000  # bytes of a body that must arrive in any PACE_WINDOW
+MAX_RECEIVING_BYTES = 256_000_000  # bytes of all bodies that are being received
 UTF8 = {"utf_8", *(alias for alias, codec in aliases.items() if codec == "utf_8")}
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
@@ -47,8 +47,10 @@ receiving: dict[Call, int] = {}  # the bytes of unfinished bodies
 
 
 def stop_at_first_fault(schema: Any) -> None:
-    """Make every list in ``schema`` stop validation at its first fault: a body of a few megabytes
-    can contain millions of faults, and each would become an object and a text.
+    """Make every list in ``schema`` stop validation at its first fault.
+
+    A body of a few megabytes can contain millions of faults, and each would become an object and a
+    text.
     """
     if isinstance(schema, dict):
         if schema.get("type") == "list":
@@ -63,7 +65,7 @@ def stop_at_first_fault(schema: Any) -> None:
 def limit_entries(count: int) -> pydantic.BeforeValidator:
     """Return a validator that limits an object to ``count`` entries.
 
-    It counts them before they are validated, because each entry can have a fault.
+    It counts the entries before they are validated, because each one can have a fault.
     """
 
     def check(value: Any) -> Any:
@@ -77,8 +79,8 @@ def limit_entries(count: int) -> pydantic.BeforeValidator:
 class Body(pydantic.BaseModel):
     """Base of request models: no coercion, no NaN.
 
-    ``ignored`` has the parameters that are accepted without effect, ``refused`` those that are not
-    supported, each with the reason. Any other parameter is unknown. docs/api.md lists them all.
+    ``ignored`` has the parameters that are accepted without effect, and ``refused`` has unsupported
+    ones, each with the reason. Any other parameter is unknown. docs/api.md lists them all.
     """
 
     model_config = pydantic.ConfigDict(
@@ -108,19 +110,19 @@ def describe_route(
     stream: str = "",
     error: Any = None,
 ) -> dict[str, Any]:
-    """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself, as
-    in
+    """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself. For
+    example:
 
     @router.post("/v1/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingList))
 
     ``body`` is the model given to ``read_body``; None if the route reads no body. ``answer`` is the
-    type of a 200 answer; a route that returns a value of that type, not a Response, needs none
-    here. ``takes`` is the media type of the body, ``stream`` that of a streamed answer, if the
-    route can stream. ``error`` is the type of 4xx and 5xx answers, if it is not the dialect's. A
-    route without any of these needs no description.
+    type of a 200 answer; it is not needed if the route returns a value of that type instead of a
+    Response. ``takes`` is the media type of the body, and ``stream`` that of a streamed answer, if
+    the route can stream. ``error`` is the type of 4xx and 5xx answers, if it is not the dialect's.
+    A route without any of these needs no description.
 
-    Types of answers are TypedDicts, which mypy compares with what a route builds. They stand at
-    module level, beside the function that builds the answer. A body gives its example with
+    Types of answers are TypedDicts, which mypy compares with the values that routes build. Define
+    them at module level, next to the function that builds the answer. A body gives its example with
     ``model_config = example(name=value)``, and an answer can have one with
     ``@with_config(example(name=value))``. The route's docstring is its description.
 
@@ -225,9 +227,7 @@ def read_value(value: dict[str, Any], model: type[Model], call: Call) -> Model:
 
 
 def check_type(content_type: str) -> None:
-    """Raise BadRequest (415) unless ``content_type`` is JSON in UTF-8, by any name of that
-    encoding.
-    """
+    """Raise BadRequest (415) unless ``content_type`` is JSON in UTF-8 (by any of its names)."""
     media_type, *parameters = content_type.lower().split(";")
     pairs = [parameter.partition("=") for parameter in parameters]
     charsets = {
@@ -251,9 +251,9 @@ def check_encoding(request: Request) -> None:
 async def read_bytes(request: Request, max_mb: int | None = None) -> bytes:
     """Return the body, without a byte order mark.
 
-    One over ``max_mb``, by default the server's limit, is rejected as soon as that is known, and
-    not read to its end. Raises EngineError for a large one while too many bytes of others are being
-    received.
+    A body over ``max_mb``, by default the server's limit, is rejected as soon as that is known, and
+    not read to its end. Raises EngineError for a large body while too many bytes of other bodies
+    are being received.
     """
     check_encoding(request)
     limit = (max_mb or get_state(request).settings.server.max_body_mb) * 1_000_000
@@ -298,7 +298,7 @@ async def receive_parts(
             raise BadRequest(message, code="body_timeout", status=408) from None
         if part is None:
             return
-        waited += clock() - begun  # without the time that the caller spends between two parts
+        waited += clock() - begun  # excludes the time that the caller spends between two parts
         pace.add(len(part), waited)
         size += len(part)
         if size > limit:
@@ -307,8 +307,8 @@ async def receive_parts(
 
 
 class Pace:
-    """Finds when a body becomes too slow: when fewer than ``num_bytes`` have arrived in the last
-    ``window`` seconds.
+    """Finds the time at which a body is too slow, because fewer than ``num_bytes`` have arrived in
+    the last ``window`` seconds.
 
     Times are the seconds spent waiting for the body so far.
     """
@@ -316,7 +316,7 @@ class Pace:
     def __init__(self, num_bytes: int, window: float) -> None:
         self._num_bytes = num_bytes
         self._window = window
-        # times and sizes of the latest, enough for num_bytes
+        # times and sizes of the latest parts, at least num_bytes together
         self._parts: deque[tuple[float, int]] = deque()
         self._size = 0
         self._since = 0.0  # when the current window began
@@ -384,8 +384,8 @@ def field_path(location: tuple[int | str, ...]) -> list[int | str]:
 def first_fault(error: pydantic.ValidationError) -> BadRequest:
     """Return the first fault of a body, with the field's path as OpenAI writes it."""
     faults = error.errors(include_url=False, include_input=False)
-    # a value that fits no member of a union has a fault for each; the deepest belongs to the member
-    # that fits best
+    # a value that matches no member of a union has a fault for each of them; the deepest fault
+    # belongs to the member that matches best
     of_first_field = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
     first = max(of_first_field, key=lambda fault: len(field_path(fault["loc"])))
     param = ""

@@ -1,4 +1,4 @@
-"""What is known about a request apart from its body."""
+"""The facts about a request apart from its body."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CALL = "cllm.call"  # in the scope of a request
 class Call:
     """An HTTP request, or a request of a batch, without its body.
 
-    ``account_name`` is the account of a batch; of an HTTP request it is the name that its
-    credentials give, "" without any. ``request`` is the HTTP request, whose client may disconnect,
-    or None in a batch. ``num_bytes`` counts the body and the stored responses that it continues.
+    ``account_name`` names the account of a batch or, for an HTTP request, comes from its
+    credentials ("" without any). ``request`` is the HTTP request, whose client may disconnect, or
+    None in a batch. ``num_bytes`` counts the body and the stored responses that it continues.
     ``body_hash`` is the same for the same body. ``time_limits`` are those in the body; they count
     from its arrival. ``lora`` has the adapters that the body names.
     """
@@ -39,7 +39,7 @@ class Call:
     lora: Sequence[Any] | None = None
 
     def account(self, user: str | None = None) -> Account:
-        """Return the account: by the credentials, else of ``user``, else the anonymous one.
+        """Return the account of the credentials, or else of ``user``, or else the anonymous one.
 
         Raises Unauthorized for a batch whose account has lost its key.
         """
@@ -52,14 +52,14 @@ class Call:
         return access.account(self.account_name or (f"user-{user}" if user else ""))
 
     def scheduling_account(self, user: str | None = None) -> Account:
-        """Return the account for scheduling. Anonymous requests are of their client's address."""
+        """Return the account for scheduling. For anonymous requests, it is the client's address."""
         account = self.account(user)
         if account.name or self.request is None or self.request.client is None:
             return account
         return msgspec.structs.replace(account, name=f"{ADDRESS}{self.request.client.host}")
 
     def audit(self, what: str, **details: object) -> None:
-        """Note in the audit log what the request changes about the server."""
+        """Record in the audit log what the request changes about the server."""
         folder = self.state.settings.storage.folder
         if folder is not None:
             who = self.account().name or "anonymous"
@@ -67,7 +67,7 @@ class Call:
 
 
 def get_call(request: Request) -> Call:
-    """Return the call that ``request`` is, always the same object."""
+    """Return the Call of ``request``, always the same object."""
     call: Call | None = request.scope.get(CALL)
     if call is None:
         name = name_for_key(read_key(request.headers))

@@ -1,8 +1,8 @@
-"""Long work on large requests and answers runs in another thread, so that the event loop can serve
+"""Runs long work on large requests and answers in another thread, so that the event loop can serve
 other clients.
 
-There is one such thread, because each thread that computes competes with the event loop for the
-GIL.
+There is only one such thread, because each thread that computes competes with the event loop for
+the GIL.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def admit(call: Call, num_bytes: int) -> None:
 
 
 async def off_loop(call: Call, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on the data of ``call``.
-
-    If that is large, ``work`` runs in the thread.
+    """Return the result of ``work`` on the data of ``call``. If the data is large, ``work`` runs in
+    the thread.
 
     Raises ClientGone if the client disconnects meanwhile. If ``work`` has not started by then, it
     never does.
@@ -61,8 +60,8 @@ async def off_loop(call: Call, work: Callable[[], T]) -> T:
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, computed in the thread."""
-    # On cancellation this list is emptied: the thread's queue would keep ``work`` and everything
-    # that it refers to.
+    # On cancellation this list is emptied. Otherwise the thread's queue would keep ``work`` and
+    # everything that it refers to.
     pending = [work]
     try:
         return await asyncio.get_running_loop().run_in_executor(
@@ -73,8 +72,9 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 def without_gc(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, without garbage collection: scanning its many new objects
-    again and again would take twice as long as ``work`` itself.
+    """Return the result of ``work``, computed without garbage collection.
+
+    Scanning its many new objects again and again would take twice as long as ``work`` itself.
     """
     gc.disable()
     try:

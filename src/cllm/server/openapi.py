@@ -29,11 +29,11 @@ MEDIA_TYPES = ("takes", "stream")  # entries of an operation's x-models that are
 
 
 def install(app: FastAPI, error_types: Mapping[str, Any]) -> None:
-    """Let ``app.openapi`` include what routes declare with ``describe_route`` and as the types of
-    what they return. It is built once, on the first request.
+    """Let ``app.openapi`` include the types that routes declare with ``describe_route`` and as
+    their return types. The document is built once, on the first request.
 
-    ``error_types`` has the types of the errors of dialects, by the tags of their routes. The errors
-    of others have OpenAI's form.
+    ``error_types`` maps the tags of routes to the types of their dialects' errors. The errors of
+    other routes have OpenAI's form.
     """
     generate = app.openapi
 

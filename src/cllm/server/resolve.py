@@ -40,8 +40,10 @@ def model_for(request: Request, name: str | None = None, message: str = "") -> S
 
 
 def find_allowed(registry: Registry, account: Account, name: str | None) -> ServedModel:
-    """Return the model ``name``; without a name the default model, or else the first one that the
-    account may use. Raises UnknownModel, also for one that it may not use.
+    """Return the model ``name``. Without a name, return the default model, or else the first model
+    that the account may use.
+
+    Raises UnknownModel, also for a model that the account may not use.
     """
     if not account.has_key:
         return registry.find(name)
@@ -120,7 +122,7 @@ def make_adapter_use(
 
 
 async def known_service_for(request: Request, name: str | None = None) -> Service:
-    """Do what ``service_for`` does, but do not load a model again that has been loaded before."""
+    """Do what ``service_for`` does, but do not reload a model that has been unloaded."""
     model = model_for(request, name)
     service = model.origin.service
     if service is not None and (model.info is not None or not service.engine.unloaded):
@@ -129,7 +131,7 @@ async def known_service_for(request: Request, name: str | None = None) -> Servic
 
 
 async def load(registry: Registry, model: ServedModel, call: Call) -> Service:
-    """Return the service of ``model``, after loading it, within the times that the request allows.
+    """Load ``model`` within the time limits of the request, and return its service.
 
     Raises EngineError, RequestTimeout and LoadFailed.
     """
@@ -158,9 +160,7 @@ def served_models(request: Request) -> list[ServedModel]:
 
 
 def check_admin(request: Request) -> None:
-    """Raise BadRequest (403) unless the request's account may see and manage what concerns all
-    accounts.
-    """
+    """Raise BadRequest (403) unless the request's account is an administrator's."""
     account = get_call(request).account()
     if not account.is_admin:
         message = f"{request.method} {request.scope['path']} needs the API key of an administrator."
@@ -168,7 +168,7 @@ def check_admin(request: Request) -> None:
 
 
 def may_change_models(request: Request) -> bool:
-    """Return whether the request may load and unload models as it likes."""
+    """Return whether the request may load, unload and change models."""
     return (
         get_state(request).settings.server.allow_model_changes
         and get_call(request).account().is_admin

@@ -76,7 +76,7 @@ def address_elsewhere(listener: socket.socket, scheme: str = "http") -> str | No
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
-    """What a server is started with.
+    """Everything that a server is started with.
 
     ``params`` are those of the engine that is started with it; None if none is. ``launched`` is a
     process that becomes that engine. ``on_loading`` is called with the share of the engine's model
@@ -130,13 +130,13 @@ class ServerRun:
             await self._close()
 
     def _start_first(self) -> None:
-        """Begin to start the engine that is started with the server, if there is one."""
+        """Begin to start the first engine, if the server is started with one."""
         setup = self._setup
         if setup.params is not None:
             self._first = self._engines.make_pool(
                 setup.settings, setup.params, setup.on_loading, setup.launched
             )
-            # a model that is alone, so far, may use all memory
+            # the only model so far may use all memory
             is_alone = len(setup.sources) < 2
             max_bytes = self._engines.limit_memory(setup.settings, setup.sources)
             self._loading = asyncio.create_task(self._first.start(0 if is_alone else max_bytes))
@@ -176,10 +176,10 @@ class ServerRun:
         """End the server if ``starting`` has failed."""
         if starting.cancelled() or starting.exception() is not None:
             server.should_exit = True
-        elif not (self._signals or server.should_exit):  # else a signal came meanwhile
+        elif not (self._signals or server.should_exit):  # otherwise a signal came meanwhile
             server.has_served = True
             gc.collect()
-            gc.freeze()  # what is loaded by now stays, so later collections need not scan it
+            gc.freeze()  # objects that exist by now stay, so later collections need not scan them
             self._setup.on_ready(server.registry)
 
     async def _close(self) -> None:
@@ -198,7 +198,7 @@ class ServerRun:
 
 
 def can_reload() -> bool:
-    """Return whether SIGHUP asks for a reload. At a terminal it means that the terminal is gone."""
+    """Return whether SIGHUP asks for a reload. In a terminal, it means that the terminal closed."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     return hasattr(signal, "SIGHUP") and not is_terminal
 

@@ -69,8 +69,10 @@ log = logging.getLogger("cllm.server")
 
 
 def note_skipped(call: Call, service: Service, kinds: Iterable[str]) -> dict[str, str]:
-    """Count the parts of ``call`` that are left out and log each type once; return a header that
-    names the types. ``service`` answers it.
+    """Count the parts of ``call`` that are left out, and log each type once. Return a header that
+    names the types.
+
+    ``service`` answers the call.
     """
     names = [
         name if (name := re.sub(r"_20\d\d_\d\d_\d\d$", "", kind)) in KINDS else "other"

@@ -1,4 +1,4 @@
-"""What all routes of an application share."""
+"""The state that all routes of an application share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ServerState:
-    """What all routes of an application share. ``app.state`` is this.
+    """The state that all routes of an application share; it is ``app.state``.
 
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged.

@@ -14,8 +14,8 @@ LEAST = -9999.0  # JSON has no infinity
 def list_logprobs(
     vocabulary: VocabularyTable, token_logprobs: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
-    """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display:
-    a part of a character is U+FFFD in it.
+    """Return an object for each token. Joining all ``bytes`` gives the text. ``token`` is for
+    display, and shows part of a character as U+FFFD.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:

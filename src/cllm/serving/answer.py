@@ -28,7 +28,7 @@ from cllm.text.chat_format import OutputPlan
 from cllm.text.grammar import CheckedGrammar
 from cllm.text.output_reader import Delta, OutputReader, Usage
 
-LOOK_SECONDS = 0.1  # between two looks at an engine that may not respond
+LOOK_SECONDS = 0.1  # between checks of an engine that may not respond
 
 log = logging.getLogger("cllm.service")
 
@@ -45,8 +45,8 @@ class RequestTimeout(CLLMError):
 class SchedulingOptions:
     """How a generation is scheduled: its account, its priority, and its time limits in seconds.
 
-    What is computed for it is shared only with requests that have the same ``cache_salt``.
-    ``claim`` is for a reserved place in the queue. Time limits count from ``arrived``.
+    Its cached prefixes and results are shared only with requests that have the same ``cache_salt``.
+    ``claim`` identifies a reserved place in the queue. Time limits count from ``arrived``.
     """
 
     account: Account = ANONYMOUS
@@ -89,9 +89,9 @@ class Times:
 class Generation:
     """A dialect's request: each of the ``prompts`` (token ids) is continued ``params.n`` times.
 
-    Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's
-    field in errors. ``Service.prepare`` makes the generation of a chat's next message; ``plan``
-    then says how to parse it, if it is more than text. ``unenforced`` are the schema keywords that
+    Choice ``i * n + j`` is the j-th continuation of the i-th prompt. Errors call the prompt's field
+    ``param``. ``Service.prepare`` makes the generation of a chat's next message. If the message may
+    be more than text, ``plan`` says how to parse it. ``unenforced`` are the schema keywords that
     were left out because they cannot be enforced.
     """
 
@@ -115,8 +115,8 @@ class Generation:
 class Answer:
     """The streamed answer to a generation.
 
-    Iterate over it, or call listen() and take(); close it, or generation continues unread.
-    ``queue_position`` is the one at submission.
+    Iterate over it, or call listen() and take(). Close it; otherwise generation continues unread.
+    ``queue_position`` is the position at submission.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Answer:
         recorder: Recorder | None,
         charge: Charge | None = None,
     ) -> None:
-        """``timeout`` limits the seconds that the answer may take, and ``charge`` is what its
-        account has reserved for it.
+        """``timeout`` limits the seconds that the answer may take. ``charge`` is the amount that
+        its account has reserved for it.
         """
         self.generation = generation
         self._stream = stream
@@ -148,8 +148,7 @@ class Answer:
         self._closed = False
         self._error: CLLMError | None = None  # why the engine ended it; raised by the next take
         self._limits = list_limits(timeout, generation.scheduling)
-        # not asyncio.timeout, which would cancel the reader's task even while it does something
-        # else
+        # asyncio.timeout would cancel the reader's task even while that does something else
         self._timers = {
             limit: asyncio.get_running_loop().call_later(
                 limit.at - self._begun, self._expire, limit
@@ -230,7 +229,7 @@ class Answer:
         return self._reader.prompt_logprobs
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Call ``wake`` whenever there may be something to take; None: stop calling."""
+        """Call ``wake`` whenever there may be something to take. None stops the calls."""
         self._stream.listen(wake)
 
     async def __aiter__(self) -> AsyncGenerator[list[Delta], None]:
@@ -246,8 +245,8 @@ class Answer:
                 yield deltas
 
     def take(self) -> list[Delta] | None:
-        """Return the deltas since the last call, or None: one for each choice, or for each parsed
-        part of a choice.
+        """Return the deltas since the last call, or None. There is one for each choice, or for each
+        parsed part of a choice.
 
         A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a
         grammar that allows no further token, after all deltas that arrived before. Deltas that
@@ -343,17 +342,17 @@ def waited_too_long(seconds: float) -> RequestTimeout:
 
 
 def grammar_error() -> BadRequest:
-    """Return the error for a grammar that passed the checks, but could not be followed to its
-    end.
-    """
+    """Return the error for a grammar that passed the checks, but then allowed no further token."""
     return BadRequest(
         "The grammar or schema of this request allows no further token.", code="grammar_dead_end"
     )
 
 
 class AdapterUse(NamedTuple):
-    """How a model computes with adapters. ``identity`` is a text that differs if their scales or
-    files do; ``invocation`` is the one of AdapterFile.
+    """The adapters with which a model computes.
+
+    ``identity`` is a text that differs if the scales or the files differ. ``invocation`` is that of
+    AdapterFile.
     """
 
     adapters: Adapters = ()

@@ -38,7 +38,7 @@ from cllm.store.store import Store
 
 T = TypeVar("T")
 
-TRIES = 3  # of a request, if the engine fails
+TRIES = 3  # for a request, if the engine fails
 PAUSE = 0.1  # seconds between two checks of an engine that is not ready
 MISSING = {  # why a request has no answer, by the status of its batch
     "expired": "The completion window ended before this request was computed.",
@@ -53,10 +53,10 @@ log = logging.getLogger("cllm.batches")
 
 
 class BatchLines(Protocol):
-    """The requests of batches and their answers, in a dialect's form: a line for each."""
+    """Reads the requests of batches and writes their answers, one line for each, in a dialect."""
 
     def check(self, path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-        """Return the number of requests in a file, and their faults, for which a batch fails."""
+        """Return the number of requests in a file, and the faults that make a batch fail."""
         ...
 
     def read(self, path: Path) -> Iterator[tuple[str, Any]]:
@@ -66,10 +66,10 @@ class BatchLines(Protocol):
     async def answer(
         self, record: BatchRecord, request_id: str, body: Any, model: ServedModel
     ) -> bytes:
-        """Return the answer to a request, computed with the lowest priority by ``model``, or by
-        that of another model that the request names.
+        """Return the answer to a request, computed with the lowest priority by the model that the
+        request names, or else by ``model``.
 
-        Raises an error if there is none.
+        Raises an error if there is no answer.
         """
         ...
 
@@ -78,7 +78,7 @@ class BatchLines(Protocol):
         ...
 
     def unanswered(self, request_id: str, code: str, message: str) -> bytes:
-        """Return what is written for a request that has not been computed."""
+        """Return the line for a request that has not been computed."""
         ...
 
     def identify(self, answer: bytes) -> tuple[str, dict[str, int]]:
@@ -101,11 +101,11 @@ class Batches:
         lines: Mapping[str, BatchLines],
         max_lines_at_once: int,
     ) -> None:
-        """``lines`` maps each endpoint to what reads and answers its lines."""
+        """``lines`` maps each endpoint to the BatchLines of its dialect."""
         self.store = store
         self._registry = registry
         self._lines = lines
-        self._unfinished: dict[str, BatchRecord] = {}  # their counts are newer than those on disk
+        self._unfinished: dict[str, BatchRecord] = {}  # with newer counts than those on disk
         self._running: dict[str, asyncio.Task[None]] = {}
         self._working: dict[str, asyncio.Task[None]] = {}  # tasks that answer the lines of a batch
         self._max_lines = max_lines_at_once
@@ -175,7 +175,7 @@ class Batches:
         return [choose_newest(one, unfinished) for one in records if one.endpoint in endpoints]
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
-        """End a batch with the answers that it has, and return its newest record.
+        """End a batch with its present answers, and return its newest record.
 
         Raises BadRequest if it is too late for that.
         """
@@ -213,8 +213,8 @@ class Batches:
     async def _run(self, record: BatchRecord) -> None:
         """Run a batch from its current status to its end.
 
-        After an unexpected error it ends as failed, with the answers that it has. If even that is
-        impossible, it stays unfinished, and the next server tries again.
+        After an unexpected error, the batch ends as failed, with its present answers. If even that
+        is impossible, it stays unfinished, and the next server tries again.
         """
         try:
             if record.status == "validating" or not record.total:  # or cancelled before
@@ -243,7 +243,7 @@ class Batches:
             await self._save_status(record, "in_progress")
 
     def _model_for(self, record: BatchRecord) -> ServedModel | None:
-        """Return the batch's model, or None if this server has another one."""
+        """Return the batch's model, or None if this server does not have that model."""
         with contextlib.suppress(UnknownModel):
             model = self._registry.find(record.model)
             if model.name == record.model:  # an alias may be another model
@@ -349,8 +349,8 @@ class Batches:
         slot: Slot,
         charges: HeldCharges,
     ) -> tuple[bytes, bool]:
-        """Return the answer to a request, and whether it has succeeded. ``charges`` are then those
-        of its last try.
+        """Return the answer to a request, and whether the request has succeeded. Afterwards,
+        ``charges`` has the charges of the last try.
         """
         lines, tries = self._lines[record.endpoint], 0
         while True:
@@ -403,7 +403,7 @@ class Batches:
         )
 
     async def _report_missing(self, record: BatchRecord, answered: set[str]) -> None:
-        """Write for each request without an answer why it has none."""
+        """Write a line for each request without an answer, with the reason."""
         answers, num_missing = self.store.batches.answers(record.id), 0
         async for request_id, _ in self._requests(record):
             if request_id not in answered:
@@ -420,7 +420,7 @@ class Batches:
 
 
 class Slot:
-    """A place among the lines that are computed at once, of all batches."""
+    """A place among the lines that are computed at the same time, over all batches."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
@@ -447,8 +447,8 @@ def seconds_to_wait(error: RateLimited | Unauthorized) -> float | None:
 
 
 def choose_newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:
-    """Return the newest record of a batch: the one in ``unfinished``, which were read before
-    ``stored``, unless it has ended since.
+    """Return the newest record of a batch: that in ``unfinished``, unless the batch has ended since
+    ``unfinished`` was read, which was before ``stored``.
     """
     return stored if stored.has_ended else unfinished.get(stored.id, stored)
 

@@ -1,4 +1,4 @@
-"""Embeds texts, and scores documents for a query: what dialects offer in addition to generation."""
+"""Embeds texts, and scores documents for a query, for all dialects."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ async def encode_texts(
 
     Control tokens in texts are not parsed.
 
-    A text that already is token ids is used as it is. ``params`` name the texts in errors. With
-    ``truncate``, texts are cut to the limit; without, a text that is too long by its number of
-    characters alone raises BadRequest.
+    Token ids are used as they are. Errors call the texts ``params``. With ``truncate``, texts are
+    cut to the limit; without it, BadRequest is raised for a text whose number of characters alone
+    shows that it is too long.
     """
     limit, longest = service.info.max_embedding_tokens, service.vocabulary.longest_piece
     for text, param in zip(texts, params, strict=True):
@@ -105,8 +105,8 @@ async def embed(
 class Ranking:
     """How well documents fit a query.
 
-    ``scores`` has a number for each document, in order; higher is better. They are ``by_model`` if
-    a reranker gave them; otherwise they are the cosines of the vectors. All texts together have
+    ``scores`` has a number for each document, in order; higher is better. ``by_model`` says that a
+    reranker computed them; otherwise they are the cosines of the vectors. All texts together have
     ``num_tokens`` input tokens.
     """
 
@@ -144,14 +144,14 @@ async def encode_pairs(
     params: list[str],
     scheduling: SchedulingOptions | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of each document with the query, in the form that the model was trained
-    for.
+    """Return the tokens of each document with the query, in the form on which the model was
+    trained.
 
     Raises BadRequest.
     """
     [asked] = await encode_texts(service, [query], ["query"], scheduling)
     check(service, [asked], ["query"])
-    if len(asked) * len(documents) > MAX_TOKENS:  # the query is read with each document
+    if len(asked) * len(documents) > MAX_TOKENS:  # the query is repeated for each document
         raise too_many(params[0].partition("[")[0], len(asked) * len(documents))
     limit, longest = service.info.max_embedding_tokens, service.vocabulary.longest_piece
     for document, param in zip(documents, params, strict=True):
@@ -208,7 +208,7 @@ async def compute(
 
 
 async def load_numpy() -> Any:
-    """Return the module, which the first call imports in another thread."""
+    """Return the NumPy module. The first call imports it in another thread."""
     global _numpy  # noqa: PLW0603  # not sys.modules, where it is while a thread still imports it
     if _numpy is None:
         _numpy = await asyncio.to_thread(import_module, "numpy")

@@ -24,19 +24,19 @@ from cllm.serving.sources import Source, is_growing
 
 
 class Engines:
-    """Makes the engines of one server. Must be closed after all of them."""
+    """Makes the engines of one server. Close it after all of them have been closed."""
 
     def __init__(self) -> None:
         self._available_bytes = measure_available_bytes() or 0  # before any model is loaded
         self._cores_file = create_cores_file()
 
     def close(self) -> None:
-        """Remove the file by which the engines share cores."""
+        """Remove the file through which the engines share cores."""
         remove_shared_file(Path(self._cores_file))
 
     def limit_memory(self, settings: Settings, sources: Sequence[Source]) -> int:
-        """Return the bytes for all loaded models together; 0 for any, if there is only one
-        model.
+        """Return the limit in bytes for all loaded models together; 0, which means no limit, if
+        there is only one model.
         """
         if len(sources) < 2 and not is_growing(settings):
             return 0
@@ -51,8 +51,10 @@ class Engines:
         on_loading: Callable[[float], None] | None = None,
         launched: Popen[bytes] | None = None,
     ) -> Pool:
-        """Return the pool for a model's engines. The process ``launched`` becomes the first one; if
-        that computes somewhere else, the process is ended.
+        """Return the pool for a model's engines.
+
+        The process ``launched`` becomes the first one, or is ended if the first engine must compute
+        in another place.
         """
         scheduler, cache = settings.scheduler, settings.cache
         limits = QueueLimits(
@@ -69,6 +71,6 @@ class Engines:
 
 
 def end_process(process: Popen[bytes]) -> None:
-    """End an engine process that is not needed."""
+    """End an engine process that is no longer needed."""
     process.kill()
     process.wait()

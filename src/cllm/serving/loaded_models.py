@@ -1,8 +1,8 @@
-"""Which models of a server are loaded.
+"""Loads and unloads the models of a server.
 
-A model is loaded by the first request that needs it, and unloaded when it has been idle for its
-``keep_alive``, or when another model needs its memory: then the one whose last request is the
-longest ago leaves first, once its requests have ended.
+The first request that needs a model loads it. A model is unloaded when it has been idle for its
+``keep_alive``, or when another model needs its memory. Then the least recently used model is
+unloaded first, once its requests have ended.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from cllm.serving.service import Service
 
 log = logging.getLogger("cllm.registry")
 
-GRACE_SECONDS = 1.0  # of an expired model, for a request that is being prepared
-REPLACED_SECONDS = 2.0  # that a removed model stays for requests that are being prepared
-LOOK_SECONDS = 0.02  # between two looks at whether a model has become idle
-MAX_KILLS = 3  # of an engine while it loads, before that is an error
+GRACE_SECONDS = 1.0  # an expired model stays so long for a request that is being prepared
+REPLACED_SECONDS = 2.0  # a removed model stays so long for requests that are being prepared
+LOOK_SECONDS = 0.02  # between checks whether a model has become idle
+MAX_KILLS = 3  # after so many kills of an engine while it loads, the load fails
 NO_TEMPLATE = (
     "the model %s has no chat template, so it is a base model: it continues texts (cllm generate, "
     "/v1/completions). Chats with it use ChatML, unless --chat-template-file names a template"
@@ -43,8 +43,10 @@ RETRY_SECONDS = 5.0  # after a load that failed
 
 
 class LoadedModels:
-    """Loads and unloads the models of a server: those that have been loaded or are being loaded,
-    until ``retire`` or ``end`` has ended their engines.
+    """Loads and unloads the models of a server.
+
+    It has all models that were loaded or are being loaded, until ``retire`` or ``end`` has ended
+    their engines.
     """
 
     def __init__(
@@ -53,20 +55,20 @@ class LoadedModels:
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``models`` are those that have services already. ``max_bytes`` limits the memory of all
-        loaded models together; None for no limit. ``clock`` returns seconds.
+        """``models`` are the models that already have services. ``max_bytes`` limits the memory of
+        all loaded models together; None means no limit. ``clock`` returns seconds.
         """
         self._models = list(models)
         self.draining = False
         self.max_bytes = max_bytes
         self._clock = clock
-        self._turn = asyncio.Lock()  # of the one model that is loaded or unloaded now
+        self._turn = asyncio.Lock()  # held while a model is loaded or unloaded, one at a time
         self._tasks: set[asyncio.Task[object]] = set()
 
     @property
     def services(self) -> list[Service]:
-        """The services of the models that have one: each load makes it, whether it succeeds or not,
-        and it stays when the model is unloaded.
+        """The services of the models that have one. A load makes the service, whether it succeeds
+        or not, and the service stays when the model is unloaded.
         """
         return [model.service for model in self._models if model.service is not None]
 
@@ -76,11 +78,11 @@ class LoadedModels:
         return sum(service.engine.num_unfinished for service in self.services)
 
     def seconds_until_ready(self) -> float:
-        """Return when an engine is expected to be ready, in seconds."""
+        """Return the expected seconds until an engine is ready."""
         return min((one.engine.seconds_until_ready() for one in self.services), default=0.0)
 
     def use(self, model: ServedModel) -> Service | None:
-        """Return the service of a model for a request, None if it must be loaded first."""
+        """Return the service of a model for a request; None if the model must be loaded first."""
         origin = model.origin
         origin.last_used, origin.stay = self._clock(), origin.keep_alive
         service = origin.service
@@ -89,8 +91,8 @@ class LoadedModels:
         return model.view(service)
 
     async def load(self, model: ServedModel) -> Service:
-        """Return the service of a model, after loading it if necessary. The load goes on if the
-        caller is cancelled.
+        """Return the service of a model, after loading it if necessary. The load continues even if
+        the caller is cancelled.
 
         Raises EngineError if there is no memory for it or if it has been removed, and LoadFailed if
         it cannot be loaded.
@@ -99,7 +101,7 @@ class LoadedModels:
             return service
         successor = model.origin.successor
         if successor is not None and not model.adapter_use.adapters:
-            with suppress(CLLMError):  # then the old one stays
+            with suppress(CLLMError):  # if this fails, the old model stays
                 return model.view(await self.load(successor))
         if model.origin.failure is not None:
             failed_at, error = model.origin.failure
@@ -133,7 +135,7 @@ class LoadedModels:
         """Load a model, and end the requests that wait for it if that fails."""
         try:
             return await self._open_and_start(model)
-        except EngineError as error:  # no memory, or the server shuts down
+        except EngineError as error:  # there is no memory, or the server shuts down
             failed: CLLMError = error
         except Exception as error:
             known = isinstance(error, StartupError)
@@ -169,8 +171,8 @@ class LoadedModels:
             return model.service
 
     async def adopt(self, model: ServedModel, start: Awaitable[None], begun: float) -> None:
-        """Wait until ``start`` has started the engine of a model, which was begun outside, at the
-        time ``begun``.
+        """Wait until ``start`` has started the engine of a model. The caller created that task at
+        the time ``begun``.
         """
         async with self._turn:
             await start
@@ -202,7 +204,7 @@ class LoadedModels:
         return self.max_bytes - sum(one.num_bytes for one in self._list_loaded(without=model))
 
     def _list_loaded(self, without: ServedModel) -> list[ServedModel]:
-        """Return the other models that take memory."""
+        """Return the models that take memory, without ``without``."""
         return [one for one in self._models if one.is_loaded and one is not without]
 
     async def _make_room(self, model: ServedModel) -> int | None:
@@ -225,8 +227,8 @@ class LoadedModels:
         return free
 
     async def _unload_one(self, models: Sequence[ServedModel]) -> None:
-        """Unload the least recently used model, idle ones first. Wait until it may leave and its
-        requests have ended.
+        """Unload the least recently used model, idle ones first. Wait until it may be unloaded and
+        its requests have ended.
         """
         drained: ServedModel | None = None
         try:
@@ -261,7 +263,7 @@ class LoadedModels:
         model.is_draining = True
         try:
             while model.is_loaded:
-                if model.is_busy:  # without the turn: other models may be loaded meanwhile
+                if model.is_busy:  # wait without the turn, so that other models can be loaded
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
                 async with self._turn:
@@ -271,13 +273,13 @@ class LoadedModels:
             model.is_draining = False
 
     def keep(self, model: ServedModel, seconds: float | None) -> None:
-        """Set for how many seconds a model stays after its last request, None for ever, until its
-        next request.
+        """Set for how many seconds a model stays loaded after its last request; None means for
+        ever. The next request may change this.
         """
         model.origin.stay, model.origin.last_used = seconds, self._clock()
 
     def unload_expired(self) -> None:
-        """Begin to unload models that have been idle for their ``keep_alive``. To be called
+        """Begin to unload models that have been idle for their ``keep_alive``. Call this
         regularly.
         """
         for model in self._models:
@@ -296,12 +298,12 @@ class LoadedModels:
                 await self._unload(model)
 
     def retire_soon(self, model: ServedModel) -> None:
-        """Begin to retire a model. First it stays for requests that are being prepared."""
+        """Begin to retire a model. It stays for a while, for requests that are being prepared."""
         self._keep(asyncio.create_task(self.retire(model, REPLACED_SECONDS)))
 
     async def retire(self, model: ServedModel, grace: float = 0.0) -> None:
-        """End the engine of a model that has been removed, once its requests have ended; not
-        before ``grace`` seconds.
+        """End the engine of a removed model after ``grace`` seconds, or later, when its requests
+        have ended.
         """
         try:
             if model.loading is not None and model.is_loading:
@@ -322,7 +324,7 @@ class LoadedModels:
             await service.texts.close()
 
     def drain(self) -> None:
-        """Accept no further requests, and load no model for those that have not been accepted."""
+        """Accept no further requests, and cancel loads for which no accepted request waits."""
         self.draining = True
         for service in self.services:
             service.engine.draining = True
@@ -352,7 +354,7 @@ class LoadedModels:
 
 
 async def start(engine: Pool, max_bytes: int) -> None:
-    """Start an engine, again if it was killed from outside meanwhile. Raises StartupError."""
+    """Start an engine. Retry if something outside cLLM kills it meanwhile. Raises StartupError."""
     for _ in range(MAX_KILLS):
         try:
             return await engine.start(max_bytes)
@@ -366,7 +368,7 @@ def shutting_down() -> EngineError:
 
 
 def take_exception(task: asyncio.Task[object]) -> None:
-    """Take the exception of a task without a caller, so that asyncio does not report it."""
+    """Retrieve the exception of a task that nobody awaits, so that asyncio does not report it."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, CLLMError):
         log.error("a model could not be loaded or unloaded", exc_info=error)

@@ -1,4 +1,4 @@
-"""What converts the texts of one model."""
+"""Converts the texts of one model: templates and grammars."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cllm.text.templates.fences import Fences
 
 
 class ModelTexts:
-    """The processes that render a model's chat template and check grammars, and what is computed
-    once from its vocabulary. The services of all names of a model share them.
+    """The processes that render a model's chat template and check grammars, and data that is
+    computed once from its vocabulary. The services of all names of a model share this object.
     """
 
     def __init__(self, engine: Pool, metrics: Metrics) -> None:
@@ -50,7 +50,7 @@ class ModelTexts:
         return ChatFormats(self.vocabulary, self.mark_tokens.__getitem__)
 
     def end_idle(self) -> None:
-        """End the processes that have nothing to do. The next text starts them again."""
+        """End the idle processes. The next text starts them again."""
         self.renderer.end_idle()
         self.grammars.end_idle()
 
@@ -61,5 +61,5 @@ class ModelTexts:
 
 
 def is_loading(engine: Pool) -> EngineError:
-    """Return the error for a request that needs what is only known of a loaded model."""
+    """Return the error for a request that needs facts that only a loaded model provides."""
     return EngineError("The model is being loaded; please retry.", engine.seconds_until_ready())

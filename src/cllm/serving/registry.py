@@ -1,4 +1,4 @@
-"""The models of a server: which there are, and which one a request means."""
+"""Lists the models of a server, and finds the one that a request names."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Registry:
         scan: Callable[[bool], list[ServedModel]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_bytes`` limits the memory of all loaded models together; None for no limit.
+        """``max_bytes`` limits the memory of all loaded models together; None means no limit.
         ``recorder`` writes the trace file, and is closed with the registry. ``scan`` returns all
-        models of the settings and the folder, and reads the settings again if its argument says so;
-        it is called in another thread. ``clock`` returns seconds.
+        models of the settings and the folder; if its argument is true, it reads the settings again.
+        It is called in another thread. ``clock`` returns seconds.
         """
         self.models = list(models)
         with_services = [model for model in self.models if model.service is not None]
@@ -51,21 +51,19 @@ class Registry:
         self._scanned = clock()
         self._scanning = asyncio.Lock()
         self._has_served = False
-        self._failed: dict[str, object] = {}  # recipes with which models could not be replaced
+        self._failed: dict[str, object] = {}  # recipes that failed to replace models
 
     @property
     def has_served(self) -> bool:
-        """Whether requests could be computed at some time: all models that were to be loaded at the
-        start have been.
-        """
+        """Whether the start is complete, so that all models to preload have been loaded."""
         if not self._has_served:
             self._has_served = all(model.num_loads for model in self.models if model.preload)
         return self._has_served
 
     @property
     def ready(self) -> bool:
-        """Whether requests are computed: they could be at some time, and the engine of one model
-        works, unless none is loaded.
+        """Whether requests are computed: the start is complete, and at least one loaded model has a
+        working engine, or no model is loaded.
         """
         if self.loaded.draining or not self.has_served:
             return False
@@ -73,14 +71,14 @@ class Registry:
         return not loaded or any(service.engine.ready for service in loaded)
 
     def describe(self) -> str:
-        """Return the names of the models, as far as they fit into an error."""
+        """Return the names of the models, or as many as fit into an error."""
         names = [model.name for model in self.models]
         more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
         return ", ".join(names[:MAX_SHOWN]) + more
 
     @property
     def default(self) -> ServedModel:
-        """The model of requests that name none. Raises UnknownModel if there is no model."""
+        """The model for requests without a model name. Raises UnknownModel if there is no model."""
         if not self.models:
             raise UnknownModel("default", "no model")
         return self.models[0]
@@ -125,9 +123,10 @@ class Registry:
         return [one for one in self.models if one.adapter_file and one.origin is model.origin]
 
     async def rescan(self, min_age: float = 0.0) -> None:
-        """Add the files that are new in the folder of models, forget those that are gone and not
-        loaded, and replace models whose files have changed, unless the last scan is less than
-        ``min_age`` seconds old, or is going on.
+        """Scan the folder of models: add new files, forget those that are gone and not loaded, and
+        replace models whose files have changed.
+
+        Do nothing if a scan is running, or if the last one is less than ``min_age`` seconds old.
         """
         if min_age and (self._scanning.locked() or self._clock() - self._scanned < min_age):
             return
@@ -137,8 +136,8 @@ class Registry:
             log.error("the folder of models cannot be read: %s", error)
 
     async def reload(self) -> list[str]:
-        """Do what ``rescan`` does, and use the present settings of the models. Return why some
-        models stay as they were.
+        """Do what ``rescan`` does, and also use the present settings of the models. Return the
+        reasons why some models were not changed.
 
         Raises StartupError if the settings cannot be used; then nothing has changed.
         """
@@ -163,7 +162,7 @@ class Registry:
         return faults
 
     async def _use(self, present: dict[str, ServedModel]) -> list[str]:
-        """Use the ``present`` models from now on. Return why some stay as they were."""
+        """Use the ``present`` models from now on. Return the reasons why some were not changed."""
         faults = []
         for model in [one for one in self.models if not one.is_created and one.parent is None]:
             new = present.get(model.name)
@@ -193,8 +192,9 @@ class Registry:
         return faults
 
     def _adopt_parent(self, model: ServedModel) -> bool:
-        """Let an adapter belong to the model that is there under its parent's name. Return False if
-        that has other adapters, because it could not be replaced.
+        """Attach an adapter to the model that now has its parent's name.
+
+        Return False if that model could not be replaced and therefore lacks the adapter.
         """
         if model.parent is None:
             return True
@@ -206,10 +206,9 @@ class Registry:
         return True
 
     async def _replace(self, old: ServedModel, new: ServedModel) -> list[str]:
-        """Let ``new`` answer the requests from now on that ``old`` would have got.
+        """Replace ``old`` by ``new`` for all further requests.
 
-        If ``old`` is loaded, load ``new`` first. If that fails, ``old`` stays, and the reason is
-        returned.
+        If ``old`` is loaded, load ``new`` first. If that fails, keep ``old`` and return the reason.
         """
         if old.is_loaded or old.is_loading:
             old.successor = new
@@ -230,7 +229,7 @@ class Registry:
         for model in self.models:
             if model.parent is old:
                 model.parent = new
-                # adapters of ``new`` come with it, and what clients have made from them follows
+                # the adapters of ``new`` come with it; models that clients made from them follow
                 model.is_removed = bool(model.adapter_use.adapters)
         self.models = [model for model in self.models if not model.is_removed]
         if old.service is not None:
@@ -243,7 +242,7 @@ class Registry:
         self.models.append(model)
 
     def remove(self, name: str) -> None:
-        """Forget the model ``name``, and those that it computes for."""
+        """Forget the model ``name``, and the models that it computes for."""
         for model in self.models:
             model.is_removed |= name in (model.name, model.origin.name)
         self.models = [model for model in self.models if not model.is_removed]
@@ -255,7 +254,7 @@ class Registry:
             await self.loaded.retire(model)
 
     async def close(self) -> None:
-        """End all engines and what waits for them."""
+        """End all engines and everything that waits for them."""
         await self.loaded.close()
         if self._recorder is not None:
             self._recorder.close()

@@ -75,7 +75,7 @@ class ServedModel:
 
     @property
     def origin(self) -> ServedModel:
-        """The model that computes, which has the engine."""
+        """The model whose engine computes: the parent, or this model if it has none."""
         return self.parent or self
 
     @property
@@ -92,12 +92,12 @@ class ServedModel:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What is known about it; None until it has been loaded for the first time."""
+        """Information from the engine; None until the model has been loaded for the first time."""
         return None if self.engine is None else self.engine.info
 
     @property
     def task(self) -> Task:
-        """What it is for: "completion" for a base model, which only continues texts."""
+        """Its purpose, such as "completion" for a base model, which only continues texts."""
         engine = self.engine
         if engine is None or engine.info is None or engine.vocabulary is None:
             return self.origin.file_task
@@ -135,12 +135,12 @@ class ServedModel:
 
     @property
     def expires_at(self) -> float | None:
-        """When it is unloaded if no request comes, None for never."""
+        """The time when it is unloaded if no request comes; None means never."""
         origin = self.origin
         return None if origin.stay is None else origin.last_used + origin.stay
 
     def view(self, service: Service) -> Service:
-        """Return the service of ``origin`` as this model uses it."""
+        """Return the service of ``origin`` with this model's name, defaults and adapters."""
         if self.parent is None and not self.adapter_use.adapters:
             return service
         derived = self._derived

@@ -61,8 +61,8 @@ log = logging.getLogger("cllm.service")
 class Service:
     """Takes text and returns text, using one engine.
 
-    It calls the model ``model_name``, and computes with ``adapter_use``. ``system`` is the system
-    message of conversations that have none, and ``sampling`` has the defaults of sampling
+    Clients know the model as ``model_name``. It computes with ``adapter_use``. ``system`` is the
+    system message of conversations that have none, and ``sampling`` has the defaults of sampling
     parameters for requests that do not set them. A request may take ``request_timeout`` seconds
     from its submission to its last token. ``recorder`` gets every request when it has ended, and
     ``ledger`` limits accounts with keys.
@@ -122,7 +122,7 @@ class Service:
         prompts: Sequence[tuple[str, str | list[int]]],
         scheduling: SchedulingOptions | None = None,
     ) -> list[list[int]]:
-        """Do what ``encode`` does for several prompts, which come with the names of their fields.
+        """Do what ``encode`` does for several prompts, each given with the name of its field.
 
         Token ids are returned as they are.
         """
@@ -327,8 +327,8 @@ class Service:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Reject requests while the server shuts down, and count the rejections by the engine
-        client, which is to be called within this context.
+        """Reject requests while the server shuts down, and count the pool's rejections. Call the
+        pool within this context.
 
         Raises EngineError, and what the call raises.
         """
@@ -418,7 +418,8 @@ class Service:
         )
 
     def _reserve(self, generation: Generation) -> Charge | None:
-        """Reserve what a generation may cost its account; None if its account has no key.
+        """Reserve the most that a generation may cost its account. Return None for an account
+        without a key.
 
         Raises RateLimited.
         """

@@ -1,4 +1,4 @@
-"""Lists the models that a server is to serve, from its settings, before anything is loaded.
+"""Lists the models that a server will serve, from its settings, before anything is loaded.
 
 It imports little, because ``cllm serve`` needs it before everything else.
 """
@@ -53,12 +53,12 @@ class Source:
 
     @property
     def task(self) -> Task:
-        """What the model is for, by its file."""
+        """The purpose of the model, read from its file."""
         has_template = self.settings.model.chat_template_file is not None
         return "chat" if self.path is None or has_template else find_task(self.path)
 
     def recipe(self) -> object:
-        """Return what its engine and service are made from, to compare it with another one."""
+        """Return everything that its engine and service are made from, to detect changes."""
         settings = self.settings
         live = settings.model.model_copy(
             update={"aliases": [], "keep_alive": None, "pinned": False, "preload": False}
@@ -78,14 +78,14 @@ class Source:
         params = make_engine_params(self.settings, path)
         files = {name: adapter_path(adapter) for name, adapter in self.adapters.items()}
         files = {name: file for name, file in files.items() if file.is_file()}
-        if weight_bytes := params.weight_bytes:  # 0: nothing is checked
+        if weight_bytes := params.weight_bytes:  # 0 disables the check
             weight_bytes += sum(file.stat().st_size for file in files.values())
         names = {name: str(file) for name, file in files.items()}
         return msgspec.structs.replace(params, adapters=names, weight_bytes=weight_bytes)
 
 
 ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]
-"""Reads the settings and the models of their files again."""
+"""Returns the settings and the models that they name, read again."""
 
 
 def resolve(settings: Settings, progress: Progress | None = None) -> Path | None:
@@ -96,8 +96,8 @@ def resolve(settings: Settings, progress: Progress | None = None) -> Path | None
 def list_sources(
     loaded: LoadedConfig, progress: Progress | None = None, *, again: bool = False
 ) -> list[Source]:
-    """Return the models of all settings, the default one first. With ``again``, which is for a
-    running server, adapters of models whose files are gone are left out.
+    """Return the models of all settings, the default one first. With ``again``, for a running
+    server, adapters of models whose files are gone are left out.
 
     The model of model.path, or the built-in one if the settings name no other, is the first to be
     loaded. Only its file is downloaded. Raises StartupError for files that do not exist, and names
@@ -142,8 +142,8 @@ def check_template(model: ModelSettings) -> None:
 
 
 def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list[Source]:
-    """Return the models with their adapters. Raises StartupError for adapters that change no model
-    here, or have a model's name or no file.
+    """Return the models with their adapters. Raises StartupError for an adapter whose model is not
+    served, whose name is a model's, or that has no file.
     """
     names = {source.name for source in sources}
     for name, adapter in adapters.items():
@@ -177,8 +177,8 @@ def stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def inspect_adapter(path: Path) -> AdapterFile:
-    """Return what a file with an adapter is. Raises OSError, and ValueError if it is an activated
-    LoRA whose invocation tokens are not a list of token ids.
+    """Return a description of an adapter's file. Raises OSError, and ValueError if it is an
+    activated LoRA whose invocation tokens are not a list of token ids.
     """
     return _inspect_file(path, stamp(path))
 
@@ -208,8 +208,8 @@ def adapter_path(adapter: Adapter) -> Path:
 
 
 def put_default_first(sources: list[Source], default: str | None) -> list[Source]:
-    """Return the models with the default one first: ``default``, that of model.path, or the first
-    one that is not a base model.
+    """Return the models with the default one first: ``default`` (the model of model.path), or else
+    the first one that is not a base model.
     """
     for source in sources:
         is_default = source.is_first or source.task != "completion"
@@ -231,8 +231,8 @@ def serves_hub_cache(settings: Settings) -> bool:
 
 
 def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
-    """Return the models in the folder models.folder and the folders below it, and those in the
-    hub's cache, if the settings name these, without ``others``.
+    """Return the models in models.folder, including subfolders, and in the hub's cache, as far as
+    the settings enable these, without ``others``.
 
     Raises StartupError if there is no such folder.
     """
@@ -259,8 +259,8 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
 
 
 def list_tags(source: Source, *, is_default: bool) -> list[str]:
-    """Return the other names of a model in the hub's cache: its tag in small letters, f16 as fp16,
-    its file; and if it ``is_default``, its repository.
+    """Return the other names of a model in the hub's cache: with its tag in small letters, with
+    fp16 for f16, and with its file. If it ``is_default``, also return its repository alone.
     """
     assert source.path
     repo, _, tag = source.name.partition(":")

@@ -41,7 +41,7 @@ router = APIRouter(
 ENDPOINTS = (ENDPOINT,)
 WINDOW = 24 * 3600  # seconds until requests without a result expire
 KEPT = 29 * 24 * 3600  # seconds for which the results can be read
-PURPOSE = "message_batch"  # of their files, which /v1/files does not have
+PURPOSE = "message_batch"  # purpose of their files, which /v1/files does not list
 
 
 EXAMPLE = {
@@ -63,7 +63,7 @@ class MessageBatchBody(Body):
 
 
 class MessageBatchCounts(TypedDict):
-    """The requests by their state, while the batch is computed too. They add up to all."""
+    """The numbers of requests in each state. They add up to all, also while the batch runs."""
 
     processing: int
     succeeded: int
@@ -243,7 +243,7 @@ def is_archived(record: BatchRecord) -> bool:
 
 
 def batch_object(request: Request, record: BatchRecord) -> MessageBatch:
-    """Return a batch as Anthropic's clients see it."""
+    """Return a batch in the form that Anthropic's clients expect."""
     status: Literal["in_progress", "canceling", "ended"]
     status = "ended" if record.has_ended else "in_progress"
     cancelled_at = record.times.get("cancelling")

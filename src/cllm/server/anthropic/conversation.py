@@ -13,7 +13,7 @@ from cllm.server.body import Body
 CACHED = "prefixes are always cached; usage reports what was reused"
 # types with fields of their own
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")
-# Where blocks of other types have texts, in the order in which they are read.
+# Fields in which blocks of other types have texts, in the order in which they are read.
 TEXT_FIELDS = (
     *(
         "title",
@@ -30,9 +30,9 @@ TEXT_FIELDS = (
 )
 UNREADABLE = ("image", "base64", "url", "file")  # types of blocks and of their sources
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of a block in Claude Code's system prompt that is for Anthropic's accounting.
+"""The beginning of a block that Claude Code adds to its system prompt for Anthropic's accounting.
 
-The block is left out: it differs in every session, so prompts could not share a prefix.
+The block is left out, because it differs in every session, and prompts could not share a prefix.
 """
 
 
@@ -85,7 +85,7 @@ class Block(Body):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the block is left out: it has no text, and its type is not rejected for that."""
+        """Whether the block is left out, because it has no text and its type may lack one."""
         return self.type not in (*BLOCKS, "document") and not self.text
 
 

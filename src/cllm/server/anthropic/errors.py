@@ -21,7 +21,7 @@ TYPES = {
 }
 
 
-# For a rejected parameter: the code after which Anthropic's clients retry without it.
+# The error code for a rejected parameter that makes Anthropic's clients retry without it.
 ERROR_CODES = {"thread": "thread_unsupported_request"}
 
 
@@ -44,8 +44,8 @@ class AnthropicErrorAnswer(TypedDict):
 
 
 def speaks_anthropic(path: str, headers: Headers) -> bool:
-    """Return whether a request is in this dialect. For /v1/models, which OpenAI's dialect has too,
-    its headers decide.
+    """Return whether a request is in this dialect. OpenAI's dialect also has /v1/models, where the
+    request's headers decide.
     """
     if is_within(path, "/v1/messages"):
         return True
@@ -60,8 +60,9 @@ def is_within(path: str, folder: str) -> bool:
 def anthropic_error(fault: Fault, request_id: str) -> tuple[int, AnthropicErrorAnswer]:
     """Build an error answer.
 
-    A full queue is 529, because it affects all clients; 429 is a client's own limit. A prompt that
-    is too long gets Anthropic's words, which make Claude Code shorten the conversation.
+    A full queue gets 529, because it affects all clients; 429 is for a client's own limit. The
+    error for a prompt that is too long has Anthropic's wording, which makes Claude Code shorten the
+    conversation.
     """
     status = 529 if fault.code == "queue_full" else fault.status
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")

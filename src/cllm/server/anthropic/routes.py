@@ -41,7 +41,7 @@ VERSION = re.compile(r"20[2-9]\d-[01]\d-[0-3]\d")
 
 
 class Route(APIRoute):
-    """Matches only requests in this dialect, because other dialects have some of the same paths."""
+    """Matches only requests in this dialect, because other dialects share some of its paths."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] != "http" or not speaks_anthropic(scope["path"], Headers(scope=scope)):
@@ -140,7 +140,7 @@ async def models(
 
 @router.get("/models/{name:path}", include_in_schema=False)
 async def model(request: Request, name: str) -> dict[str, Any]:
-    if not name:  # the list's path with a trailing slash
+    if not name:  # this is the list's path with a trailing slash
         return await models(request)
     return model_object(resolve.model_for(request, name, UNKNOWN))
 

@@ -184,7 +184,7 @@ class CountBody(Body):
     def _continue(self, chat: Chat) -> Chat:
         """Return ``chat``, set to continue its last message.
 
-        Raises BadRequest where Anthropic does.
+        Raises BadRequest in the cases that Anthropic rejects.
         """
         last = chat.messages[-1]
         if "tool_calls" in last:

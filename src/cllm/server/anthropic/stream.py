@@ -18,9 +18,7 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 SIGNATURE = "cllm"
-"""The signature of every thinking block. Blocks that clients send back are read with any
-signature.
-"""
+"""The signature of every thinking block. Blocks that clients send back may have any signature."""
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -157,9 +155,9 @@ class MessageEvents:
         self._request_id = request_id
         self._shows_thinking = shows_thinking
         self._index = -1
-        # of the open block: its channel, and which call it is
+        # the open block's channel, and the number of its call
         self._where: tuple[Channel, int] | None = None
-        self._head = b""  # of the deltas of the open block
+        self._head = b""  # beginning of the open block's deltas
         self._last = Delta(0, "", 0)
 
     def begin(self) -> bytes:

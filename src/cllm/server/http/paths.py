@@ -1,5 +1,5 @@
-"""Serves clients that write paths in another way: with repeated slashes or one at the end, without
-/v1, or with /v1 twice because the base URL contains it too.
+"""Serves clients that write paths in other ways: with repeated or trailing slashes, without /v1, or
+with /v1 twice because the base URL also contains it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KnownPaths:
         return path in self._plain or any(pattern.match(path) for pattern in self._patterns)
 
     def find(self, path: str) -> str | None:
-        """Return the known path that ``path`` means: itself, or with one /v1 less or more."""
+        """Return the known path that ``path`` means: itself, or with one /v1 removed or added."""
         if path in self:
             return path
         others = path.removeprefix(PREFIX), PREFIX + path
@@ -63,10 +63,10 @@ def install(app: FastAPI, known: KnownPaths) -> None:
 
 
 def with_single_slashes(app: ASGIApp, known: KnownPaths) -> ASGIApp:
-    """Return ``app`` with repeated slashes and the last one removed from paths that have no route:
-    many clients join a base URL that ends with a slash and a path that begins with one.
+    """Return ``app`` with repeated and trailing slashes removed from paths that have no route.
 
-    It must come before all checks of access, which depend on the path.
+    Many clients join a base URL that ends with a slash and a path that begins with one. This must
+    come before all checks of access, because they depend on the path.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Headers of every answer: the request id, with which clients and the operator identify a request,
+"""Headers of every answer: the request id, which identifies a request for clients and the operator,
 and whether the connection is closed.
 """
 

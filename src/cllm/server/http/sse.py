@@ -24,10 +24,10 @@ HEARTBEAT_BYTES = b": ping\n\n"
 # seconds for which a client may not read before its request yields its place to others
 YIELD_AFTER = 1.0
 DIRECT_SEND = "cllm.send"
-# in the scope's state: a function that writes something a reader of the stream skips
+# key in the scope's state of a function that writes bytes that readers of the stream skip
 PROBE = "cllm.probe"
-# Characters at which str.splitlines ends a line, and with it httpx and clients that are made with
-# it, and their form in JSON. JSON escapes the others of this kind anyway.
+# Characters at which str.splitlines ends a line (and so do httpx and clients that use it), with
+# their escaped form. JSON escapes the other line ends anyway.
 LINE_ENDS = tuple((end.encode(), rb"\u%04x" % ord(end)) for end in "\u2028\u2029\x85")
 
 
@@ -45,17 +45,17 @@ class AnswerEvents(Protocol):
 
 
 def escape_line_ends(data: bytes) -> bytes:
-    """Return ``data``, JSON texts in UTF-8, with its LINE_ENDS escaped. Each is within a string."""
+    """Return ``data``, JSON texts in UTF-8, with the LINE_ENDS within its strings escaped."""
     if not data.isascii():
         for end, escaped in LINE_ENDS:
-            if end[0] in data:  # much faster to find than the whole of it
+            if end[0] in data:  # one byte is found much faster than all bytes of the character
                 data = data.replace(end, escaped)
     return data
 
 
 def streaming(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` with streams that bypass the layers in between, which only look at the
-    beginning of an answer.
+    """Return ``app`` with streams that bypass the middleware, which only looks at the beginning of
+    an answer.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,8 +67,9 @@ def streaming(app: ASGIApp) -> ASGIApp:
 class EventStream(Response):
     """Sends an answer as it is generated.
 
-    Tokens are written in the call that delivers them: waking a task for each token would cost more
-    than everything else. What arrives while a client does not read is collected and sent together.
+    Tokens are written in the call that delivers them, because waking a task for each token would
+    cost more than everything else. Tokens that arrive while a client does not read are collected
+    and sent together.
 
     A task watches for a disconnect, so that the stream ends and releases its resources as soon as
     the client has gone, even if there is nothing to write.
@@ -151,7 +152,7 @@ class EventStream(Response):
             self._write(self._heartbeat)
 
     def _pump(self) -> None:
-        """Write everything that has arrived."""
+        """Write all deltas that have arrived."""
         try:
             while (
                 self._writing is None and not self._is_last and (data := self._take()) is not None
@@ -189,7 +190,7 @@ class EventStream(Response):
             self._end()
 
     def _yield(self) -> None:
-        """Let others go first: the client does not read what has been sent."""
+        """Let other requests go first, because the client does not read what has been sent."""
         self._is_yielding = True
         self._answer.set_yielding(yields=True)
 
@@ -217,10 +218,7 @@ class EventStream(Response):
 
 
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
-    """Run ``work`` until it has to wait.
-
-    Return a task that finishes it, or None if it has finished.
-    """
+    """Run ``work`` until it has to wait. Return a task that finishes it, or None if it is done."""
     steps = work.__await__()
     try:
         future = next(steps)

@@ -1,1 +1,1 @@
-"""Routes of llama-server and vLLM beside OpenAI's."""
+"""Routes of llama-server and vLLM that OpenAI's API does not have."""

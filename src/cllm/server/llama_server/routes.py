@@ -41,12 +41,12 @@ router = APIRouter(tags=["llama-server"])
 MAX_SNIPPETS = 1000
 StopType = Literal["eos", "limit", "word"]
 STOP_TYPES: dict[str, StopType] = {"length": "limit", "stop": "eos"}
-PATHS = ("/completion", "/infill")  # whose errors have llama-server's form
+PATHS = ("/completion", "/infill")  # paths whose errors have llama-server's form
 
 
 def llama_server_error(fault: Fault, request_id: str) -> tuple[int, Mapping[str, Any]]:
-    """Build an error answer: OpenAI's, but for a prompt that is too long llama-server's, in which
-    its clients find both numbers.
+    """Build an error answer in OpenAI's form. For a prompt that is too long, it has llama-server's
+    form, in which that server's clients find both numbers.
     """
     if fault.prompt_tokens is None:
         return openai_error(fault, request_id)
@@ -344,7 +344,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 def value_at(content: Any, path: str) -> Any:
-    """Return the value at ``path``, where a/b is b within a; None if it does not exist."""
+    """Return the value at ``path`` (a/b is b within a), or None if it does not exist."""
     for name in path.split("/"):
         content = content.get(name) if isinstance(content, dict) else None
     return content

@@ -1,4 +1,4 @@
-"""What a server is and what it does: its page, health, metrics and scheduler."""
+"""Routes about a server itself: its page, health, metrics and scheduler."""
 
 from __future__ import annotations
 

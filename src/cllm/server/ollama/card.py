@@ -16,7 +16,7 @@ from cllm.models.file_start import compute_fingerprint
 from cllm.models.gguf import GgufHeader, read_header
 from cllm.models.hub import parse_quantization
 
-NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
+NOT_SHOWN = {"tokenizer.chat_template"}  # shown in its own field
 
 
 class Details(TypedDict):

@@ -96,7 +96,7 @@ async def delete(request: Request) -> Response:
     registry, created = get_state(request).registry, get_state(request).created
     name = body.wanted().removesuffix(":latest")
     own = registry.get(name)
-    is_created = own is None or own.is_created  # without one, its base may be gone
+    is_created = own is None or own.is_created  # a created model without an entry has lost its base
     if is_created and name in await asyncio.to_thread(created.read):
         get_call(request).audit("delete", model=name)
         await asyncio.to_thread(created.remove, name)
@@ -180,7 +180,7 @@ def add_created(registry: Registry, name: str, created: CreatedModel) -> None:
 
 
 def add_all_created(registry: Registry, created: CreatedModels) -> None:
-    """Add the models that were created earlier, as far as that is possible."""
+    """Add the models that were created earlier, except those that can no longer be served."""
     try:
         models = created.read()
     except StartupError as error:
@@ -198,7 +198,7 @@ def read_sampling(call: Call, parameters: dict[str, Any]) -> dict[str, Any]:
     for values out of range.
     """
     options = read_value(parameters, OllamaOptions, call)
-    params = options.params(Sampling(), None)  # with the values in range
+    params = options.params(Sampling(), None)  # this also checks the ranges
     given = read_sampling_values(options, "ollama")
     given["max_tokens"] = params.max_tokens
     if options.repeat_last_n == 0:

@@ -38,7 +38,7 @@ from cllm.text.output_reader import Delta
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
-MAX_ECHOED = 1_000_000  # logprobs of the prompts of one request
+MAX_ECHOED = 1_000_000  # logprobs for the echoed prompts of one request
 MAX_STREAMED = 50_000  # the same for a streamed request
 
 
@@ -130,8 +130,8 @@ async def completion(formatter: CompletionFormatter) -> bytes:
 
 
 def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
-    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends those of
-    a prompt in one chunk.
+    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends all
+    logprobs of a prompt in one chunk.
     """
     if not body.echo or body.logprobs is None:
         return

@@ -1,4 +1,4 @@
-"""Turns deltas into OpenAI's chunks. What does not change within a stream is encoded once."""
+"""Turns deltas into OpenAI's chunks. The parts that do not change in a stream are encoded once."""
 
 from __future__ import annotations
 

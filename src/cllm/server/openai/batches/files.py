@@ -32,7 +32,7 @@ from cllm.store.store import Store
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 
-MAX_OTHER_BYTES = 65_536  # of an upload, for its other fields and the separators
+MAX_OTHER_BYTES = 65_536  # bytes of an upload for its other fields and the separators
 MAX_FIELDS = 10
 MAX_NAME = 1024  # characters
 PURPOSES = ("batch", "batch_output")  # of this dialect's files

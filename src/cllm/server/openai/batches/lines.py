@@ -36,7 +36,7 @@ from cllm.store.batches import BatchRecord
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # that are listed for a file
+MAX_ERRORS = 100  # listed for a file
 
 
 class Line(pydantic.BaseModel):
@@ -86,7 +86,7 @@ async def answer_input(call: Call, service: Service, body: ResponseBody) -> Batc
         return BatchAnswer(generation.request_id, await complete_response(answer, events))
 
 
-# The schema of each endpoint's bodies, and what computes an answer.
+# The schema of each endpoint's bodies, and the function that computes an answer.
 ENDPOINTS: dict[str, tuple[type[Body], Callable[..., Awaitable[BatchAnswer]]]] = {
     "/v1/chat/completions": (ChatBody, answer_chat),
     "/v1/completions": (CompletionBody, answer_prompts),
@@ -226,8 +226,9 @@ def find_fault(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str
 
 
 def numbered_lines(path: Path, max_line: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield the lines that are not blank, with their numbers from 1. End with a line that is too
-    long, of which only the first bytes are read.
+    """Yield the lines that are not blank, with their numbers from 1.
+
+    A line that is too long is the last one, and only its first bytes are read.
     """
     with path.open("rb") as file:
         number = 0

@@ -17,7 +17,7 @@ from cllm.server.openai.responses.tools import ResponseTool, Toolset
 from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
 
 MAX_ITEMS = 10_000
-# The names of a chat's parameters in this dialect, for errors.
+# Maps the names of a chat's parameters to their names in this dialect, for errors.
 NAMES = {
     "messages": "input",
     "response_format": "text.format",
@@ -49,7 +49,7 @@ class NamedResponseTool(Body):
 
 
 class AllowedResponseTool(Body):
-    """A declared tool. Only tools that are left out have no name."""
+    """A declared tool. Only tools that this server leaves out may lack a name."""
 
     type: str
     name: str | None = None
@@ -178,8 +178,8 @@ class ResponseBody(GenerationBody):
             raise BadRequest(message, param="input", code="missing_required_parameter")
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the input as item resources, including references and items that will be left
-        out.
+        """Return the input as item resources. References and items that will be left out are
+        included.
         """
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input).resource()] if self.input else []

@@ -1,6 +1,6 @@
 """Turns deltas into the items and events of a response.
 
-What does not change within an item is encoded once.
+The parts that do not change within an item are encoded once.
 """
 
 from __future__ import annotations
