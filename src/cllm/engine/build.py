@@ -40,21 +40,22 @@ log = logging.getLogger("cllm.engine")
 
 SHORT_PREFIX = 256  # tokens
 
-# On GPUs prompts are computed in every step: beside decoding rows they cost hardly more.
+# On GPUs, prompts are computed in every step, because they hardly lengthen a step that decodes.
 CPU_PREFILL_SHARE = 0.75
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
-# Tokens of a draft model's step at most: while it computes a new prompt, all sequences wait.
+# Tokens in the largest step of a draft model: all sequences wait while it computes a new prompt.
 MAX_DRAFT_BATCH = 256
 DRAFT_KV_TYPE = "f16"
 
 
 def fit_memory(params: EngineParams) -> EngineParams:
-    """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory
-    if they are not set, and max_bytes to what the engine takes, 0 if that is unknown.
+    """Return ``params`` with memory sizes that fit this machine.
 
-    Call it before the weights are loaded. Without ``weight_bytes`` it checks nothing. With
-    ``resident_bytes`` the sizes are those of an earlier engine, and it only checks that.
-    Raises StartupError if the memory is too small.
+    If kv_memory and ram_cache_bytes are not set, they become a share of the machine's memory.
+    max_bytes becomes the memory that the engine takes, 0 if that is unknown. Call this before the
+    weights are loaded. Without ``weight_bytes``, nothing is checked. With ``resident_bytes``, the
+    sizes are those of an earlier engine, and only ``resident_bytes`` are checked. Raises
+    StartupError if the memory is too small.
     """
     if not params.weight_bytes:
         return msgspec.structs.replace(params, max_bytes=0)
@@ -219,7 +220,7 @@ def build_vocabulary(params: EngineParams) -> Vocabulary:
 
 
 def warn_about_ram(snapshots: Snapshots) -> None:
-    """Log what cannot get to the disk, because prefixes pass through RAM that is too small."""
+    """Warn if prefixes cannot reach the disk, because they pass through RAM that is too small."""
     if snapshots.ram_bytes < snapshots.compute_size(SHORT_PREFIX):
         log.warning(
             "kv.disk_cache stores %s, because prefixes get there through RAM; raise "

@@ -21,8 +21,9 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request that another engine has begun. ``sequences`` maps the indices of the sequences to
-    continue to what they have delivered.
+    """A request that another engine has begun.
+
+    ``sequences`` maps the indices of the sequences that continue to what they have delivered.
     """
 
     request: Request
@@ -84,7 +85,7 @@ class SetYielding(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget a request that has not begun, because another engine is to compute it."""
+    """Forget a request that has not begun, because another engine will compute it."""
 
     request_id: str
 
@@ -97,7 +98,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report the last ``num_steps`` steps, the running sequences, and what the others wait for."""
+    """Report the last ``num_steps`` steps, the running sequences, and why the others wait."""
 
     num_steps: int
 
@@ -123,8 +124,9 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop the engine, even if sequences are running. It gets ``seconds`` to save prefixes on disk,
-    and as many again to write them.
+    """Stop the engine, even if sequences are running.
+
+    It has ``seconds`` to save prefixes, and the same time again to write them to disk.
     """
 
     seconds: float = 1.5

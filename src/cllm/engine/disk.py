@@ -1,4 +1,4 @@
-"""Keeps saved prefixes in files, beside the steps of the engine."""
+"""Keeps saved prefixes in files, while the engine goes on with its steps."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from cllm.kv_cache.radix_tree import common_prefix
 
 
 class DraftModel:
-    """Greedy drafts of a second backend with the same vocabulary (Leviathan et al. 2023).
+    """Greedy drafts by a second backend with the same vocabulary (Leviathan et al. 2023).
 
-    It keeps cells for as many sequences as the backend has seq_ids, the ones drafted for most
+    It keeps cells for as many sequences as the backend has seq_ids: those that got drafts most
     recently. A sequence's shadow in ``_shadows`` describes these cells: some of the sequence's
     tokens, then possibly rejected draft tokens. A prompt that does not fit into one batch is
     computed in several calls of ``draft``, and gets its first draft in the last of them.

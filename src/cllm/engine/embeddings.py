@@ -24,7 +24,7 @@ log = logging.getLogger("cllm.engine")
 
 
 class EmbeddingJob:
-    """A request, of which ``num_started`` texts have been started."""
+    """A request, ``num_started`` of whose texts have been started."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
         self.request = request
@@ -135,7 +135,7 @@ class Embeddings(SideJob):
     def count_tokens_for(self, seconds: float | None) -> int:
         """Return how many tokens can be embedded in ``seconds``, in whole tiles, at least one tile.
 
-        At most the maximum batch of the backend, which is also the result if ``seconds`` is None.
+        The result is at most the backend's largest batch, and exactly that if ``seconds`` is None.
         """
         info = self._backend.info
         if seconds is None:
@@ -148,7 +148,7 @@ class Embeddings(SideJob):
     def embed_batch(self, num_tokens: int) -> int:
         """Embed about ``num_tokens`` tokens in one call of the backend; return the number computed.
 
-        It exceeds ``num_tokens`` only if the model cannot split a text.
+        More than ``num_tokens`` are computed only if the model cannot split a text.
         """
         parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
         if not parts:  # all requests have been aborted

@@ -47,7 +47,7 @@ log = logging.getLogger("cllm.engine")
 
 T = TypeVar("T")
 
-ADAPTER_SECONDS = 60.0  # that loading a LoRA adapter from a slow disk may take
+ADAPTER_SECONDS = 60.0  # allowed for loading a LoRA adapter from a slow disk
 
 
 class Inbox(Protocol):
@@ -147,11 +147,11 @@ class Engine:
             self._attempt(self._disk.close, seconds)
 
     def use_record(self, record: Record) -> None:
-        """Note in ``record`` what is being computed."""
+        """Record in ``record`` what is being computed from now on."""
         self._record = self.embeddings.record = record
 
     def share_cores(self, cores: SharedCores) -> None:
-        """Leave a part of the cores to other engines while these compute."""
+        """Leave some of the cores to other engines while those compute."""
         self._cores = cores
 
     def has_work(self) -> bool:
@@ -177,7 +177,7 @@ class Engine:
     def handle(self, command: Add | Resume | Abort | Embed) -> list[TokenOutput]:
         """Execute a command; return the outputs of sequences that it ends.
 
-        A request that raises an exception ends.
+        If adding a request raises an exception, the request ends.
         """
         outputs: list[TokenOutput] = []
         try:
@@ -283,8 +283,8 @@ class Engine:
         return self.scheduler.update(batch, tokens, self.clock(), self.sampler.logprobs)
 
     def _attempt(self, part: Callable[..., T], *args: float) -> T | list[TokenOutput]:
-        """Return the result of a part of the step. An exception in it ends the sequences that
-        caused it; then return their outputs.
+        """Return the result of a part of the step. If it raises an exception, end the sequences
+        that caused it and return their outputs.
         """
         try:
             return part(*args)

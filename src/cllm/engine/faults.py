@@ -15,10 +15,10 @@ class Faults:
     """Causes faults just before the backend computes a step."""
 
     def __init__(self) -> None:
-        self._faults: dict[InjectedFault, int] = {}  # and the steps until each of them
+        self._faults: dict[InjectedFault, int] = {}  # fault -> number of steps before it
 
     def set(self, faults: list[InjectedFault]) -> None:
-        """Cause ``faults`` from now on, and none that were set before."""
+        """Cause ``faults`` from now on, instead of those that were set before."""
         self._faults = {fault: fault.after_steps for fault in faults}
 
     def cause_due(self, batch: Batch) -> None:

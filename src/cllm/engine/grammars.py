@@ -35,10 +35,11 @@ Key = tuple[str, str]
 
 
 class Grammars(SideJob):
-    """Compiles each text once for a cache salt, because the time would show what other tenants use.
-    Holds sequences until their grammar is compiled.
+    """Compiles grammars, and holds sequences until theirs is compiled.
 
-    Evicts the least recently used grammars when there are too many or they are too large.
+    A text is compiled once for each cache salt; otherwise its time would show whether other tenants
+    use it. The least recently used grammars are evicted when there are too many or they are too
+    large.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Grammars(SideJob):
         self._make_tokenizer = make_tokenizer
         self._scheduler = scheduler
         self._embeddings = embeddings
-        # by grammar, until it is compiled: arrival, sequence
+        # grammar that is not compiled yet -> (arrival, sequence) of those that wait for it
         self._held: dict[Key, list[tuple[float, Sequence]]] = {}
         self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[Key, Grammar] = OrderedDict()
@@ -110,8 +111,8 @@ class Grammars(SideJob):
         return outputs
 
     def find(self, key: Key) -> Grammar | None:
-        """Return the compiled grammar, or None. In that case it is being compiled, and ``results``
-        will return it.
+        """Return the compiled grammar, or None while it is being compiled. ``results`` will then
+        return it.
         """
         grammar = self._known.get(key)
         if grammar is not None and not grammar.error:
@@ -151,7 +152,7 @@ class Grammars(SideJob):
                 if self._tokenizer is None:
                     self._tokenizer = self._make_tokenizer()
                 grammar = Grammar(key[1], self._tokenizer)
-            except Exception:  # sequences wait for a result in any case
+            except Exception:  # sequences wait for a result, even if it is an error
                 log.exception("cannot compile a grammar")
                 grammar = Grammar.failed("it cannot be compiled")
             log.debug(

@@ -15,8 +15,8 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     size of the model's weights; 0 skips the check of kv_memory against the machine's memory. With
     the check, kv_memory 0 and ram_cache_bytes None mean a share of that memory
     (``build.fit_memory``). The engine may take ``max_bytes`` of it, 0 if there are no other models.
-    If ``resident_bytes`` is set, which is what an earlier engine with the same sizes took once it
-    was ready, only that is checked.
+    ``resident_bytes`` is the memory that an earlier engine with the same sizes took once it was
+    ready; if it is set, only that is checked.
 
     ``target_itl`` and ``prefill_share`` are explained at SchedulerParams; prefill_share None
     depends on the device. ``cores_file`` is the file of ``SharedCores``, for engines that may use

@@ -44,7 +44,7 @@ def make_engine_params(
         target_itl=None if scheduler.target_itl_ms is None else scheduler.target_itl_ms / 1000,
         prefill_share=scheduler.prefill_share,
         policy=scheduler.policy,
-        weights=dict(scheduler.weights),  # it changes with the accounts
+        weights=dict(scheduler.weights),  # a copy, because the weights change with the accounts
         speculation=scheduler.speculation,
         max_draft_tokens=scheduler.max_draft_tokens,
         draft_path=str(loader.resolve(draft) or draft) if draft else "",

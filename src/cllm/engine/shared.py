@@ -22,7 +22,7 @@ from cllm.errors import EngineError
 
 Output = TokenOutput | EmbeddingOutput
 
-EXIT_SECONDS = 10.0  # that the last step of a process gets to end
+EXIT_SECONDS = 10.0  # for the last step of a process to end
 
 
 class PendingOutputs:
@@ -60,7 +60,7 @@ class SharedEngine:
         _engines.add(self)
 
     def after_fork(self, *, is_child: bool) -> None:
-        """Begin with a lock that no thread holds: a child has none of its parent's threads."""
+        """Create a new lock after a fork, because the child has none of its parent's threads."""
         self._turn = threading.Condition()
         self._was_forked = is_child
 
@@ -282,8 +282,8 @@ class SharedEngine:
 def late_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the ``with`` block instead of inside.
 
-    A step that is interrupted in the middle would lose the outputs of other threads, and sequences
-    and cells that the engine then never frees.
+    An interrupted step would lose outputs of other threads, and leave sequences and cells that the
+    engine never frees.
     """
     usual = signal.default_int_handler
     if (

@@ -18,14 +18,16 @@ from cllm.private_files import create_shared_file
 if sys.platform != "win32":
     import fcntl
 
-MOST_SECONDS = 5.0  # that a step is expected to take
+MOST_SECONDS = 5.0  # longest expected duration of a step
 SLOTS = 256  # engines that can use a file
-BUSY_SECONDS = 0.5  # after the expected end of a step; then an engine counts as idle
+BUSY_SECONDS = 0.5  # an engine counts as idle so long after the expected end of its step
 
 
 class SharedCores:
-    """A file in which each engine notes that it computes. Its process has locked the byte of its
-    slot, so that no other one uses that; the system releases the lock when the process ends.
+    """A file in which each engine records that it computes.
+
+    An engine process locks the byte of its slot, so that no other engine uses the slot. The system
+    releases the lock when the process ends.
     """
 
     def __init__(self, path: str) -> None:
@@ -33,7 +35,7 @@ class SharedCores:
 
         Raises OSError if it cannot be used, and ValueError if it is too short.
         """
-        import numpy as np  # the API process, which creates the file, needs it for nothing else
+        import numpy as np  # imported here, because the API process only creates the file
 
         self._file = os.open(path, os.O_RDWR)
         self._slot = self._find_slot()
@@ -47,8 +49,10 @@ class SharedCores:
         raise OSError(f"more than {SLOTS} engines share cores")
 
     def begin(self, seconds: float) -> int:
-        """Note that a step begins, which should take ``seconds``, MOST_SECONDS at most. Return how
-        many engines compute, with this one.
+        """Note that a step begins that should take ``seconds``. Return how many engines compute
+        now, including this one.
+
+        The step is expected to take at most MOST_SECONDS.
         """
         now = time.monotonic()  # the same for all processes
         self._until[self._slot] = now + min(max(seconds, 0.0), MOST_SECONDS) + BUSY_SECONDS
@@ -56,7 +60,7 @@ class SharedCores:
 
 
 def create_cores_file() -> str:
-    """Create a file for ``SharedCores``, and return its path; "" where that is impossible."""
+    """Create a file for ``SharedCores`` and return its path, or "" if that is impossible."""
     if sys.platform == "win32":
         return ""
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What an engine does besides generating tokens."""
+"""The work that an engine does besides generating tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Record(Protocol):
     """Shows what is being computed, even after the process has died."""
 
     def begin(self, request_ids: Iterable[str], expected_seconds: float) -> None:
-        """Note that something is being computed for these requests, and how long it should take; 0
-        if unknown.
+        """Record that something is being computed for these requests, and how long it should take
+        (0 if unknown).
         """
         ...
 
     def end(self) -> None:
-        """Note that it has been computed."""
+        """Record that the computation has ended."""
         ...
 
 

@@ -40,7 +40,7 @@ log = logging.getLogger("cllm.disk")
 
 
 class Head(msgspec.Struct):
-    """What a file says before its ``size`` bytes of data.
+    """The head of a file, before its ``size`` bytes of data.
 
     ``fingerprint`` identifies the model and its saved states. ``tokens`` are little-endian int32.
     ``checksums`` has the CRC-32 of each PIECE of the data. ``salt`` is the request's cache_salt.
@@ -91,7 +91,7 @@ class SnapshotFiles:
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
         self._num_accepted_bytes = 0  # accepted for writing; changed only by the caller's thread
-        # of the accepted bytes, those written or failed; changed only by the writing thread
+        # accepted bytes whose write has ended or failed; changed only by the writing thread
         self._num_finished_bytes = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class SnapshotFiles:
                     head = read_head(file)
                     named = path.stem == self._name(
                         head.tokens, head.salt
-                    )  # else the tokens do not belong to the state
+                    )  # otherwise the tokens do not belong to the state
                     if head.fingerprint != self._fingerprint:
                         continue
                     size = file.tell() + head.size
@@ -213,14 +213,14 @@ class SnapshotFiles:
         return True
 
     def fail_read(self, key: int) -> None:
-        """Let ``results`` say that the snapshot ``key`` could not be read, without trying it."""
+        """Make ``results`` report that the snapshot ``key`` could not be read. Do not try it."""
         self._results.put(Read(key, succeeded=False))
 
     def delete_all_except(self, keys: KeysView[int]) -> None:
         """Start deleting the files of all snapshots that are neither in ``keys`` nor being written.
 
-        A file stays if the same tokens were saved again under another key. Cheap if there is
-        nothing to delete.
+        A file stays if the same tokens were saved again under another key. The call is cheap if
+        there is nothing to delete.
         """
         if len(self._files) == len(keys) + len(self._writing):
             return

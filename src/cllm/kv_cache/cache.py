@@ -1,7 +1,7 @@
 """Records where tokens are: under which seq_id, shared or not, idle or leased, in RAM or on disk.
 
-Bookkeeping in plain Python. It never calls a backend; it returns the operations that the backend
-must carry out on its cells, in that order, before the rows of the next batch.
+This is bookkeeping in plain Python. It never calls a backend, but returns the operations that the
+backend must carry out on its cells, in that order, before the rows of the next batch.
 
 A seq_id has the tokens of one sequence from position 0 on. While it is leased, they belong to a
 running sequence. After that they stay, idle, until another sequence with that prefix reuses them or
@@ -113,7 +113,7 @@ class KVCache:
         self._leased: dict[int, Holding] = {}
         # by seq_id, least recently used first
         self._idle: OrderedDict[int, Holding] = OrderedDict()
-        # must not be evicted while it is being copied from
+        # the source of a copy, which must not be evicted meanwhile
         self._needed: Holding | Snapshot | None = None
         last = self.seq_ids.size + self.layout.num_spare_ids - 1
         self._spare = list(range(last, self.seq_ids.size - 1, -1))
@@ -193,7 +193,7 @@ class KVCache:
         seq_id = self._choose_seq_id(source, count)
         if source is None and (idle := self._idle.get(seq_id)) is not None:
             if idle.salt == seq.request.cache_salt:
-                # too few for a match, but free to keep: for example, the start of a template
+                # too few tokens for a match, but keeping them is free, e.g. a template's start
                 shared = common_prefix(idle.path, seq.reusable_tokens)
                 count = self.layout.state.count_reusable(idle, shared)
             source = idle if count else None
@@ -272,8 +272,8 @@ class KVCache:
         return min(free, key=rank)
 
     def _is_negligible(self, holding: Holding, count: int) -> bool:
-        """Return whether an idle prefix's tokens after ``count`` cost less to recompute than to
-        keep.
+        """Return whether recomputing an idle prefix's tokens after ``count`` costs less than
+        keeping them.
         """
         return holding.chain.length - count <= self.layout.estimate_copy_cost(count)
 

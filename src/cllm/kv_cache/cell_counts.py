@@ -49,8 +49,8 @@ class Chain:
 class CellCounts:
     """Counts the cells in use, each once, however many chains share it.
 
-    num_held: cells of leased chains. The other cells in use are idle: no running sequence uses
-    them.
+    ``num_held`` counts the cells of leased chains. The other cells in use are idle, because no
+    running sequence uses them.
     """
 
     def __init__(self, size: int) -> None:

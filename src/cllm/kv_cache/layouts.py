@@ -15,8 +15,8 @@ COPIED_PER_COMPUTED = 32  # tokens that are copied between seq_ids in the time o
 class Layout(ABC):
     """How the seq_ids use the cells.
 
-    If it ``separates``, prompts and decoding sequences are computed in calls of their own, so that
-    a step with both saves nothing. If it ``can_swap``, two seq_ids can exchange their cells at no
+    If it ``separates``, prompts and decoding sequences are computed in separate calls, so that a
+    step with both saves nothing. If it ``can_swap``, two seq_ids can exchange their cells at no
     cost. Prompts of up to ``undivided`` tokens are computed in one step, because each part of a
     prompt costs a pass.
 
@@ -111,8 +111,8 @@ class Unified(Layout):
 
 
 class Paged(Unified):
-    """Each seq_id has a stream whose memory is taken page by page. Streams can share pages, and
-    exchange them. Gaps between the seq_ids of a step's sequences cost extra passes.
+    """Each seq_id has a stream whose memory is taken page by page. Streams can share and exchange
+    pages. Gaps between the seq_ids of a step's sequences cost extra passes.
     """
 
     separates = True

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence can be reused, by the kind of state that the model keeps of them."""
+"""Decides which tokens of a sequence can be reused, which depends on the model's kind of state."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class Snapshots:
         self._tree: RadixTree[Any] = RadixTree()
 
     def start_tree(self) -> RadixTree[Any]:
-        """Return a new tree that contains only the snapshots. From now on, it is this tree from
-        which they are added and removed.
+        """Return a new tree that contains only the snapshots. From now on, snapshots are added to
+        and removed from this tree.
         """
         self._tree = RadixTree()
         for snapshot in (self.ram | self.files).values():

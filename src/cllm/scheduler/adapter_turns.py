@@ -1,4 +1,4 @@
-"""Which LoRA adapters the next step computes with: a batch cannot mix them, and changing them costs
+"""Chooses the LoRA adapters for the next step. A batch cannot mix them, and changing them costs
 time.
 """
 
@@ -12,7 +12,7 @@ from cllm.core.request import Adapters
 from cllm.core.sequence import Sequence
 
 SWITCH_SECONDS = 0.01  # assumed cost of a change, until it is measured
-# of the time, for changes; what is learned lags behind, and they are to take less than 5 %
+# Share of the time for changes. They should take less than 5 %, and the estimates lag behind.
 SWITCH_SHARE = 0.04
 MIN_TURN = 0.05  # seconds
 MAX_DEBT = 100.0  # turns
@@ -21,11 +21,10 @@ SMOOTHING = 0.2  # weight of the last measurement
 
 class AdapterTurns:
     """Divides the steps among groups of sequences with the same adapters, by the shares of their
-    accounts: an account with several groups divides its share among them.
+    accounts. An account with several groups divides its share among them.
 
-    Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995), with seconds in place of bytes: a
-    group keeps its turn until it has used what it may use, and begins its next turn with what it
-    has used too much.
+    This is deficit round robin (Shreedhar and Varghese, SIGCOMM 1995), with seconds instead of
+    bytes. A group keeps its turn until it has used its time. Any excess shortens its next turn.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -36,7 +35,7 @@ class AdapterTurns:
         self._weights = weights
         self._left: dict[Adapters, float] = {}  # seconds of each group, in the order of the turns
         self._first = 0.0  # seconds of the first step of this turn; 0 if it is not comparable
-        self._others: list[float] = []  # of the next ones
+        self._others: list[float] = []  # seconds of the next steps of this turn
 
     @property
     def turn_seconds(self) -> float:
@@ -107,7 +106,7 @@ class AdapterTurns:
             self._others.append(seconds)
 
     def _learn(self) -> None:
-        """Learn what a change costs: the first step takes longer than the others of a turn."""
+        """Learn what a change costs, from the time by which the first step of a turn is longer."""
         if self._first and self._others:
             extra = max(0.0, self._first - sum(self._others) / len(self._others))
             self.switch_seconds += SMOOTHING * (extra - self.switch_seconds)

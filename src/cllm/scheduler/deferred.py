@@ -12,8 +12,8 @@ from cllm.scheduler.reasons import AwaitsLeader, AwaitsRead
 
 
 class Deferred:
-    """Sequences behind a leader that computes their prefix, or behind a snapshot that is being read
-    from disk.
+    """Sequences that wait for a leader to compute their prefix, or for a snapshot that is being
+    read from disk.
 
     The sequences that a method returns are no longer deferred. A sequence that ends while deferred
     is discarded. Its entry in the leader's list stays until the leader stops, and has no effect.

@@ -20,7 +20,7 @@ class Expiries:
         self._max_entries = MIN_ENTRIES
 
     def set(self, seq: Sequence, seconds: float | None) -> None:
-        """Let ``seq`` expire ``seconds`` after its arrival; None: never."""
+        """Let ``seq`` expire ``seconds`` after its arrival; None means never."""
         seq.expires = None if seconds is None else seq.arrived + seconds
         if seq.expires is not None:
             heapq.heappush(self._heap, (seq.expires, seq.order, seq))

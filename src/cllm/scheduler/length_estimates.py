@@ -5,7 +5,7 @@ from __future__ import annotations
 from cllm.core.sequence import Sequence
 from cllm.scheduler.step_cost import SHARE, update_mean
 
-MIN_GROWTH = 8  # further tokens that every sequence is expected to get, however many it already has
+MIN_GROWTH = 8  # every sequence is expected to get at least this many further tokens
 FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until the first sequence has finished
 
 

@@ -1,8 +1,8 @@
 """Divides time between decoding sequences, prompts, and sequences so long that they would slow down
 all others.
 
-Each has an account of seconds, as in deficit round robin (Shreedhar and Varghese, 1995). One that
-has used its time waits until the others have had their share.
+Each has an account of seconds, as in deficit round robin (Shreedhar and Varghese, 1995). When one
+has used its time, it waits until the others have had their share.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pacing:
         self._was_measured = params.row_seconds > 0
         self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
         self._weights = params.weights
-        self._weight = 1.0  # of the long sequences' accounts, relative to the others
+        self._weight = 1.0  # weight of the long sequences' accounts, relative to the others
         self._share = params.prefill_share
         self.short_prompts, self.long_prompts = Lane(self._share), Lane(self._share)
         # seconds that prompts and side jobs have used since the last step that decoded
@@ -124,7 +124,7 @@ class Pacing:
             for seq in decoding
             if is_long(seq.num_tokens)
         }
-        # from the shortest on, as long as a row costs no more than all before it together
+        # starting with the shortest, as long as a row costs no more than all before it together
         for seq, seconds in sorted(costs.items(), key=lambda item: item[1]):
             if seconds > rest:
                 break
@@ -157,7 +157,7 @@ class Pacing:
         ``rows`` already. ``num_running`` counts all running sequences.
         """
         self._decodes = bool(plan.decoding)
-        self._spent = {  # also of those whose adapter does not have its turn
+        self._spent = {  # includes prompts whose adapter does not have its turn
             seq: seconds
             for seq, seconds in self._spent.items()
             if seq.status is Status.RUNNING and seq.num_lacking_tokens > 1
@@ -243,7 +243,7 @@ class Pacing:
         num_before = plan.prompts[0].num_computed_tokens
         seconds = self.target_itl(num_running) - self._reserved
         seconds -= self._cost.estimate_long_row(num_long_tokens)
-        if decoding and not rows:  # which have waited for prompts already
+        if decoding and not rows:  # decoding sequences have already waited for prompts
             seconds -= self.waited
             left = seconds - self._cost.estimate_decode(len(decoding))
             if self.waited and left < self._cost.estimate_tile(num_before):
@@ -263,7 +263,7 @@ class Pacing:
         return True
 
     def charge(self, seconds: float) -> None:
-        """Note that something else than prompts has used ``seconds`` of their time."""
+        """Note that something other than prompts has used ``seconds`` of their time."""
         self.waited += seconds
         if self._decodes and self._share < 1:
             self.short_prompts.seconds -= seconds
@@ -298,8 +298,9 @@ class Pacing:
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
 
     def estimate_seconds(self, rows: Run[Row]) -> float:
-        """Return the expected seconds of a step with ``rows``, or the most that they may be while
-        nothing similar has been observed; 0 if nothing is known.
+        """Return the expected seconds of a step with ``rows``; 0 if nothing is known.
+
+        If nothing similar has been observed yet, return an upper bound.
         """
         cost = self._cost
         num_decoding = sum(row.size for row in rows if row.num_tokens == 1)

@@ -8,8 +8,8 @@ from cllm.core.batch import Operation, Row
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cache import KVCache
 
-MAX_SWAPS = 8  # in a step; each takes about 2 ms, and a pass that it saves 30
-SHORT_TOKENS = 1024  # sequences up to this length, twice, four times ... are computed together
+MAX_SWAPS = 8  # in a step; each takes about 2 ms, and may save a pass of about 30 ms
+SHORT_TOKENS = 1024  # sequences up to this length, up to twice this length etc. share a pass
 
 
 def arrange(

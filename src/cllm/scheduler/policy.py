@@ -1,4 +1,4 @@
-"""Policies: which request is served next. A policy only sorts and keeps no sequences.
+"""Policies decide which request is served next. A policy only sorts, and stores no sequences.
 
 Your own policy is a class like these, named as ``package.module:Class`` in scheduler.policy.
 """
@@ -16,7 +16,7 @@ from cllm.core.request import Priority
 from cllm.errors import StartupError
 
 if TYPE_CHECKING:
-    # it imports NumPy, which would delay the start of the API process
+    # importing it imports NumPy, which would delay the start of the API process
     from cllm.core.sequence import Sequence
 
 OUTPUT_WEIGHT = 2  # a sampled token counts as two prompt tokens, as in the paper cited in Fair
@@ -48,7 +48,7 @@ class Policy(Protocol):
         ...
 
     def arrived(self, group: Any) -> None:
-        """Note that ``group``, which had no waiting sequence, has one now."""
+        """Note that ``group`` now has a waiting sequence, after having none."""
         ...
 
     def effective_priority(self, seq: Sequence) -> int:

@@ -8,7 +8,7 @@ from cllm.core.sequence import Sequence
 
 SIZES = (4, 2)  # tokens of an n-gram; the longer one is tried first
 MIN_COPIED = 4  # tokens after which a text counts as a copy
-MAX_GUESSED = 2  # changed tokens of a copy, taken as replacements of as many
+MAX_GUESSED = 2  # changed tokens of a copy that are taken as replacements of equally many
 MAX_REPLACED = 8  # tokens on either side of a replacement that is drafted again
 FORGOTTEN = 16  # tokens after a change within which a copy may go on
 
@@ -16,10 +16,11 @@ FORGOTTEN = 16  # tokens after a change within which a copy may go on
 class PromptLookup:
     """Drafts the tokens that followed the previous occurrence of the last n-gram.
 
-    Works well for copies and edits. A copy of at least MIN_COPIED tokens is followed, even where an
-    n-gram of it occurs elsewhere, too. Where it changes, up to MAX_GUESSED tokens are taken as
-    replacements of as many, and the tokens after those are drafted. Once the copy goes on, the same
-    replacement is drafted wherever the original has the same tokens, as for another name.
+    Works well for copies and edits. A copy of at least MIN_COPIED tokens is followed, even if an
+    n-gram of it also occurs elsewhere. Where the copy changes, up to MAX_GUESSED tokens are taken
+    as replacements of equally many, and the tokens after those are drafted. Once the copy
+    continues, the same replacement is drafted wherever the original has the same tokens, for
+    example when a name is changed.
 
     Saxena, "Prompt Lookup Decoding", 2023, without copies. Indexing the n-grams of a sequence costs
     O(1) per token.
@@ -50,14 +51,14 @@ class Replacement(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Where a copy left its original: the index of the first other token, in both."""
+    """The place where a copy left its original: the index of the first different token in both."""
 
     source: int
     end: int
 
 
 class IndexedText:
-    """The n-grams of a text, and the earlier part of which its end is a copy."""
+    """The n-grams of a text, and the earlier part that its end copies."""
 
     def __init__(self) -> None:
         self._size = 0  # tokens of the text at the last call
@@ -65,7 +66,7 @@ class IndexedText:
         self._source: int | None = None  # index of the token that the next one may be a copy of
         self._num_replacing = 0  # tokens so far of the replacement for those at the source
         self._num_copied = 0
-        self._change: Change | None = None  # the copy has not gone on since
+        self._change: Change | None = None  # set until the copy continues
         self._replacements: dict[int, Replacement] = {}  # by the first of the old tokens
 
     def draft(self, tokens: list[int], count: int) -> tuple[int, ...]:
@@ -99,7 +100,7 @@ class IndexedText:
         source = self._source
         if source is None:
             return
-        if source >= end:  # replaced tokens were longer than the way between copy and original
+        if source >= end:  # the replaced tokens were longer than the distance to the original
             self._source = None
             return
         token = tokens[end]
@@ -135,8 +136,8 @@ class IndexedText:
         return replacement
 
     def _resume(self, tokens: list[int], source: int, end: int) -> None:
-        """Note that the copy goes on at ``end`` with the token at ``source``, and what was replaced
-        before that.
+        """Note that the copy continues at ``end`` with the token at ``source``, and record the
+        replacement before that.
         """
         assert self._change is not None
         start, changed = self._change

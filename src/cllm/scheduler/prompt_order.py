@@ -15,9 +15,11 @@ SHORTER_FIRST = 1.0  # seconds
 
 
 class PromptOrder:
-    """Sorts by class, those that were promoted to it first, then as the policy sorts them, then by
-    arrival plus the time that the prompt takes, up to SHORTER_FIRST. So of prompts that arrive
-    together, shorter ones come first, and no prompt waits for those that arrive much later.
+    """Sorts prompts by class, then by the policy, then by arrival plus the time that the prompt
+    takes, up to SHORTER_FIRST.
+
+    Within a class, prompts that were promoted to it come first. Of prompts that arrive together,
+    shorter ones come first, but no prompt waits for those that arrive much later.
 
     After AGED_SHARE - 1 steps that compute other prompts, the earliest one comes first if it has
     waited too long.

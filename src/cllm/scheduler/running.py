@@ -1,4 +1,5 @@
-"""The running sequences, in the order of parking, and of decoding if not all can."""
+"""The running sequences, in the order in which they decode if not all can, and are parked (last
+first)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from cllm.core.request import Priority
 from cllm.core.sequence import Sequence
 from cllm.scheduler.waiting import Waiting
 
-# An account without a running sequence waits this long for a place of an account with several.
+# After this long, an account without a running sequence may take the place of one that has several.
 TURN_SECONDS = 1.0
 
 
@@ -36,12 +37,12 @@ class Running:
         return self._seqs[-1]
 
     def list_rivals(self, head: Sequence, waiting: Waiting, now: float) -> list[Sequence]:
-        """Return the sequences that may be parked for ``head`` if it is the turn of its account:
-        ``head`` has waited for TURN_SECONDS, and the account has no running sequence.
+        """Return the sequences that may be parked for ``head`` because it is its account's turn.
 
-        They belong to accounts that the policy serves later; others would be admitted again at
-        once. Each account keeps its earliest sequence. The one to park first is the last: the
-        latest of the account with the most.
+        It is its turn if ``head`` has waited for TURN_SECONDS and the account has no running
+        sequence. The sequences belong to accounts that the policy serves later, because others
+        would be admitted again at once. Each account keeps its earliest sequence. The last one in
+        the result, the latest of the account with the most, is to be parked first.
         """
         mine = head.request.account
         if now - head.waits_since < TURN_SECONDS or any(

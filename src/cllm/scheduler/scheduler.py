@@ -53,7 +53,7 @@ class Scheduler:
                 f"number of sequence ids ({kv_cache.seq_ids.size})"
             )
         self.statistics = Statistics()
-        self.step = Step(0.0)  # the current or last one
+        self.step = Step(0.0)  # the current or last step
         self.sequences = Sequences(kv_cache, policy, self.statistics, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
@@ -96,7 +96,7 @@ class Scheduler:
             plan = self._make_plan()
             rows = self._decode(plan.decoding, operations)
         self._admit_waiting(now, operations)
-        if separates:  # those admitted now that lack one token decode with the others
+        if separates:  # newly admitted sequences that lack one token decode with the others
             plan = self._make_plan()
         sequences.suspects = sequences.running
         lacking = self._sort_prompts(plan, now)
@@ -198,7 +198,7 @@ class Scheduler:
         return [self._make_row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
     def _prefill(self, decoding: list[Row], plan: Plan, operations: list[Operation]) -> list[Row]:
-        """Return rows for the plan's prompts, beside those that decode."""
+        """Return rows for the plan's prompts, in addition to ``decoding``."""
         self.step.prefill_budget = plan.num_prompt_tokens
         unserved = dict(
             split_prefill_budget(
@@ -235,8 +235,8 @@ class Scheduler:
         unserved: dict[Sequence, int],
         operations: list[Operation],
     ) -> bool:
-        """Free ``count`` cells for ``seq`` by parking from the tail of ``unserved``; append what
-        must be done for that to ``operations``.
+        """Free ``count`` cells for ``seq`` by parking from the tail of ``unserved``; append the
+        operations for that to ``operations``.
 
         Return False if ``seq`` itself became the tail and was parked.
         """
@@ -313,8 +313,8 @@ class Scheduler:
             sequences.suspects = sequences.waiting
 
     def _find_shortage(self, seq: Sequence, match: Match, growth: int) -> TooFewCells | None:
-        """Return why ``seq`` will probably not find enough cells, if running sequences need
-        ``growth`` more; None if it will.
+        """Return why ``seq`` will probably not find enough cells if running sequences need
+        ``growth`` more; None if it probably will.
         """
         kv_cache, estimates = self.sequences.kv_cache, self.sequences.length_estimates
         need = estimates.estimate_length(seq) - kv_cache.count_shared_cells(match)
@@ -338,8 +338,8 @@ class Scheduler:
         return self._estimate_growth(*seqs) + sum(private) + shared
 
     def _make_way(self, now: float, operations: list[Operation]) -> None:
-        """Park one running sequence if a waiting one of a higher class, or of an account whose turn
-        it is, needs its seq_id or its cells.
+        """Park one running sequence if a waiting sequence needs its seq_id or its cells, and has a
+        higher class or belongs to an account whose turn it is.
         """
         sequences = self.sequences
         if not sequences.running or (head := sequences.waiting.head(now)) is None:
@@ -371,8 +371,9 @@ class Scheduler:
         """Append the sampled tokens, ``num_samples`` for each row in order; release finished
         sequences.
 
-        ``logprobs`` has those that are reported, by index into ``tokens``. NO_TOKEN means that the
-        sequence's grammar allows no token, FAILED that it cannot be sampled; both end the sequence.
+        ``logprobs`` maps indices of ``tokens`` to the logprobs that are reported. NO_TOKEN means
+        that the sequence's grammar allows no token, and FAILED that it cannot be sampled. Both end
+        the sequence.
         """
         sequences = self.sequences
         sequences.finish_operations(batch.operations)

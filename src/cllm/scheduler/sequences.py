@@ -36,8 +36,8 @@ MAX_FAILURES = 3  # failed batches in a row after which a sequence is assumed to
 class Disk(Protocol):
     """Copies snapshots between RAM and files, in a thread.
 
-    Its methods start that, and raise no exceptions. It calls ``finish_write`` or ``finish_read`` of
-    Sequences later.
+    Its methods start a copy, and raise no exceptions. When the copy has ended, ``finish_write`` or
+    ``finish_read`` of Sequences is called.
     """
 
     def write(self, snapshot: Snapshot) -> None:
@@ -75,8 +75,8 @@ class Sequences:
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._expiries = Expiries()
         self._next_order = 0
-        self._pending_operations: list[Operation] = []  # to run first in the next batch
-        self._operations: list[Operation] = []  # of the batch being computed
+        self._pending_operations: list[Operation] = []  # run first in the next batch
+        self._operations: list[Operation] = []  # those of the batch that is being computed
         self.disk: Disk | None = None
         self._num_recoveries = 0  # since the last step
         self._yielding: set[str] = set()  # requests whose clients do not read
@@ -217,8 +217,8 @@ class Sequences:
     # --- parking and resuming --------------------------------------------------------------------
 
     def park(self, seq: Sequence) -> list[Operation]:
-        """Release a running sequence's cells. It resumes later from those that are still in the
-        pool or in RAM. Return operations to run before others that use these cells.
+        """Release a running sequence's cells. It resumes later from the tokens that are then still
+        in the pool or in RAM. Return operations that must run before others that use these cells.
         """
         operations = self._free_cells(seq, soon=True)
         self.running.remove(seq)
@@ -386,7 +386,7 @@ class Sequences:
             self._yielding.discard(seq.request.request_id)
 
     def _free_cells(self, seq: Sequence, *, soon: bool = False) -> list[Operation]:
-        """Leave what others may reuse; return operations that empty the other cells."""
+        """Keep the tokens that others may reuse; return operations that empty the other cells."""
         operations: list[Operation] = []
         if seq.seq_id >= 0:
             seq_id, seq.seq_id = seq.seq_id, -1

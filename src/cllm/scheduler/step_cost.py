@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 SHARE = 0.2  # weight of a new observation in the mean
-SLOW_SHARE = 0.02  # the same of a tile in the line through tiles at different positions
+SLOW_SHARE = 0.02  # the same for a tile, in the line through tiles at different positions
 SMALL_SPREAD = 256.0  # tokens; tiles whose positions differ less say little about the slope
 # Once a step takes as long as this many steps of one row, reading the weights is only a tenth.
 EFFICIENT_STEPS = 10
@@ -13,7 +13,7 @@ EFFICIENT_STEPS = 10
 ROW_OFFSET = 3
 KNOWN = 5  # observations after which the cost of a number of rows is known
 STALE = 1000  # decoding steps after which a cost that was not observed again is forgotten
-SHORTEST = 1e-6  # seconds of a step, at least: the clock may not have moved
+SHORTEST = 1e-6  # least seconds of a step, because the clock may not have moved
 
 
 class StepCost:
@@ -38,7 +38,7 @@ class StepCost:
         self.tile = tile
         self._measured_row = row_seconds
         self.per_rows: dict[int, float] = {}  # the least recently observed one first
-        self._observed: dict[int, tuple[int, int]] = {}  # how often, and in which step last
+        self._observed: dict[int, tuple[int, int]] = {}  # rows -> number, and step of the last one
         self._num_steps = 0  # observed ones with only decoding rows
         self._tile_seconds: float | None = None  # mean of the latest tiles; None before the first
         self._num_before = 0.0  # mean of the tokens before the latest tiles
@@ -70,7 +70,7 @@ class StepCost:
         seconds = max(seconds, SHORTEST)
         rows, long = self.estimate_decode(num_rows), self.estimate_long_row(num_long_tokens)
         if num_tokens:
-            if num_rows and seconds <= rows + long:  # without the prompt it takes even less
+            if num_rows and seconds <= rows + long:  # without its prompt, it would be even shorter
                 self.per_rows[num_rows] = seconds
                 self._observed.setdefault(num_rows, (0, self._num_steps))
             rows = self._find_least(num_rows)
@@ -117,8 +117,8 @@ class StepCost:
         self._mean_seconds += share * above
 
     def _find_least(self, num_rows: int) -> float:
-        """Return the seconds that a step with ``num_rows`` decoding rows takes at least: what was
-        observed for as many, or else for fewer.
+        """Return a lower bound for the seconds of a step with ``num_rows`` decoding rows: the time
+        observed for as many rows, or else for fewer.
         """
         known = [n for n, (count, _) in self._observed.items() if count and n <= num_rows]
         return self.per_rows[max(known)] if known else 0.0
@@ -156,8 +156,8 @@ class StepCost:
         return num_tokens * (self.per_long_token or 0.0)
 
     def estimate_tile(self, num_before: float | None = None) -> float:
-        """Return the expected seconds of a tile of a prompt after ``num_before`` tokens, by default
-        after as many as the latest ones; 0 if none has been observed.
+        """Return the expected seconds of a tile of a prompt after ``num_before`` tokens; 0 if none
+        has been observed. By default, take the mean position of the latest tiles.
         """
         if self._tile_seconds is None or num_before is None:
             return self._tile_seconds or 0.0
@@ -192,7 +192,7 @@ class StepCost:
         seconds -= self.estimate_decode(num_rows)
         first = self.estimate_tile(num_before + self.tile / 2)
         growth = self.estimate_tile(num_before + self.tile * 3 / 2) - first
-        # n tiles take n * first + n * (n - 1) / 2 * growth
+        # n tiles take n * first + n * (n - 1) / 2 * growth seconds
         single = first - growth / 2
         root = math.sqrt(single * single + 2 * growth * max(0.0, seconds))
         num_tiles = 2 * seconds / (single + root)

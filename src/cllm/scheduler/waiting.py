@@ -47,7 +47,7 @@ class Waiting:
         return seq in self._stamps
 
     def _group(self, seq: Sequence) -> tuple[bool, Any]:
-        """Return the policy's group of ``seq``, after whether the sequence yields to others."""
+        """Return whether ``seq`` yields to others, and its group in the policy."""
         return seq.effective_priority == YIELDING, self.policy.group(seq)
 
     def _rank(self, group: tuple[bool, Any]) -> tuple[bool, Any]:
