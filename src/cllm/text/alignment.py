@@ -15,7 +15,7 @@ from cllm.core.output import Logprobs
 from cllm.core.vocabulary import VocabularyTable
 
 BLANKS = re.compile(rb"\s*")
-LOOK_AHEAD = 64  # bytes of a text that its tokens may leave out at one place
+LOOK_AHEAD = 64  # bytes of a text that its tokens may lack at one place
 
 
 class TokenLogprob(NamedTuple):
@@ -35,8 +35,8 @@ class Alignment:
     """Holds tokens back until the first character of their text is shown, because stop strings hold
     text back.
 
-    So the returned tokens spell the text that was shown, except for what a stop string cut off from
-    the last one. Tokens after the cut are never returned.
+    So the returned tokens spell the shown text. A stop string may have cut off a part of the last
+    one. Tokens after the cut are never returned.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Alignment:
 
     def shown(self, text: str, *, is_all: bool) -> list[TokenLogprob]:
         """Return the tokens that begin in ``text``, which is shown now. If ``is_all``, return all
-        that are held back.
+        held tokens.
         """
         self._num_shown += len(text)
         token_logprobs = []
@@ -65,7 +65,7 @@ class Alignment:
 
 
 def find_offsets(vocabulary: VocabularyTable, tokens: list[int], text: str | None) -> list[int]:
-    """Return the characters of a prompt's text at which its tokens begin.
+    """Return the positions in a prompt's text, in characters, at which its tokens begin.
 
     ``text`` was tokenized, with control tokens written out. If it is None, the prompt's text is
     that of its tokens, and control tokens have none.
@@ -84,7 +84,7 @@ def find_offsets(vocabulary: VocabularyTable, tokens: list[int], text: str | Non
 
 
 def find_places(vocabulary: VocabularyTable, tokens: list[int], data: bytes) -> Iterator[int]:
-    """Yield the byte of ``data``, a text in UTF-8, at which each of its tokens begins.
+    """Yield the position in ``data``, a text in UTF-8, at which each of its tokens begins.
 
     Tokenizers add control tokens and a space at the beginning, and drop white space beside control
     tokens.
@@ -112,7 +112,7 @@ def end_of_blanks(data: bytes, at: int) -> int:
 
 
 def list_characters(data: bytes) -> Iterator[int]:
-    """Yield the number of the character that each byte of ``data`` belongs to, in its text."""
+    """Yield, for each byte of ``data``, the index of its character in the text."""
     decoder, count = codecs.getincrementaldecoder("utf-8")("replace"), 0
     for i in range(len(data)):
         count += len(decoder.decode(data[i : i + 1]))

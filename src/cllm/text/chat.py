@@ -23,7 +23,7 @@ RESERVED = frozenset(
 )
 
 
-MAX_FORCED_CALLS = 8  # in a message that must call: weak models would go on to their last token
+MAX_FORCED_CALLS = 8  # calls in a forced message, because weak models would never stop calling
 
 
 class Effort(enum.StrEnum):
@@ -68,8 +68,8 @@ class Chat:
     continued: Literal["", "content", "reasoning_content"] = ""
 
     def continuing(self) -> Chat:
-        """Return a chat that continues its last message, which has no calls; if that is empty, a
-        chat without it.
+        """Return a chat that continues its last message, which has no calls. If that message is
+        empty, return a chat without it.
         """
         last = self.messages[-1]
         if last.get("content"):
@@ -97,7 +97,7 @@ class Chat:
 
     @property
     def max_calls(self) -> int | None:
-        """The most calls that the answer may have; None for no limit."""
+        """The maximum number of calls in the answer; None means no limit."""
         is_required = self.tool_choice == "required"
         if not self.parallel_tool_calls or (is_required and len(self.allowed_tools) == 1):
             return 1

@@ -1,4 +1,4 @@
-"""How to read a chat's next message, and what constrains it."""
+"""Plans how to read a chat's next message, and how to constrain it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
 BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}
 # variables that switch thinking on in templates
 THINKING = {"enable_thinking": True, "thinking": True}
-# how clients write reasoning into a text for models whose reasoning has a channel of its own
+# how clients write reasoning into a text, for models that have a separate channel for reasoning
 WRITTEN_REASONING = Reasoning("<think>", "</think>")
 CHATML_MARKS = ("<|im_end|>", "<|im_start|>")
 # templates know low, medium and high
@@ -63,7 +63,7 @@ class MessagePlan(NamedTuple):
 
 
 class TemplateInput(NamedTuple):
-    """What the chat template gets."""
+    """The input of the chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -80,7 +80,8 @@ class ChatFormat:
         template: str | None = None,
     ) -> None:
         """``tokens_of`` returns the token ids of each of ``marks``, with control tokens parsed.
-        ``template`` is its source; None means the model's for chats without tools.
+        ``template`` is the source of the chat template; None means the model's template for chats
+        without tools.
         """
         self._vocabulary = vocabulary
         self._tokens_of = tokens_of
@@ -169,10 +170,10 @@ class ChatFormat:
         )
 
     def split_begun(self, chat: Chat) -> Chat:
-        """Return ``chat`` with the reasoning at the beginning of the text that it continues in a
-        field of its own, where templates expect it.
+        """Move the reasoning at the beginning of the text that ``chat`` continues to a field of its
+        own, where templates expect it.
 
-        If that reasoning is not closed, it is what is continued.
+        If that reasoning is not closed, the chat continues the reasoning.
         """
         last = chat.messages[-1]
         if chat.continued != "content" or last.get("reasoning_content") or not self._thinks:
@@ -193,8 +194,8 @@ class ChatFormat:
         )
 
     def shows_thought(self, chat: Chat) -> bool:
-        """Whether the reasoning before the text that ``chat`` continues is shown even if the
-        template omits it: it is a part of that text, or the model thinks in this chat.
+        """Whether the prompt must show the reasoning before the text that ``chat`` continues, even
+        if the template omits it: it is a part of that text, or the model thinks in this chat.
         """
         variables = self.variables(chat)
         thinks = any(map(variables.get, THINKING)) or not re.search(
@@ -207,7 +208,7 @@ class ChatFormat:
         ``chat`` continues.
 
         Continued reasoning follows the mark that opens reasoning; continued text lies outside of
-        reasoning, and follows ``thought``, the reasoning of the same message, also if the template
+        reasoning, and follows ``thought``, the reasoning of the same message, even if the template
         does not show it. Raises BadRequest for reasoning if the family has no place for it.
         """
         before, begun = text.split(CUT)
@@ -238,7 +239,7 @@ class ChatFormat:
         be enforced.
         """
         self._check_tool_choice(chat)
-        if self._template == CHATML:  # models that were not trained with it write on
+        if self._template == CHATML:  # models that were not trained with it do not stop at its end
             params = params.replace_unchecked(stop=(*params.stop, *CHATML_MARKS))
         tools, begun = chat.argument_schemas, chat.continued == "content"
         is_required = chat.tool_choice == "required"
@@ -318,7 +319,7 @@ class ChatFormat:
         ) and reasoning.close in self._template
 
     def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
-        """Return the limit of reasoning, None for no limit.
+        """Return the limit of reasoning; None means no limit.
 
         Raises BadRequest if a budget was requested, but the mark that ends reasoning is not one
         token.
@@ -367,7 +368,7 @@ class ChatFormat:
         header, reasoning = self.family.header, self.family.reasoning
         if header is None:
             assert reasoning
-            # as models write them
+            # spelled as models write them
             blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")
             return reasoning.open, reasoning.close, reasoning.close.join(blanks)
         # with a limit of 0 there is no reasoning message to end
@@ -403,7 +404,7 @@ class ChatFormats:
         tokens_of: Callable[[str], list[int]],
         given: str = "",
     ) -> None:
-        """``given`` is a template to use instead of the model's."""
+        """``given`` is a template that replaces the model's."""
         sources = choose_templates(vocabulary, given)
         made = {source: ChatFormat(vocabulary, tokens_of, source) for source in sources}
         self._all = [made[source] for source in sources]

@@ -16,10 +16,10 @@ TOOL_CALLS = "tool_calls"
 class Choice:
     """Detokenizes one choice of an answer, and ends it at a stop string.
 
-    ``finish`` is "" until the choice ends, then the reason. ``num_tokens`` counts the tokens fed.
-    With a ``parser``, call ``parts`` instead of ``feed``; stop strings then apply to the text
-    channel, not to reasoning and calls. If logprobs were requested,
-    ``token_logprobs`` has the tokens of the text that the last call returned.
+    ``finish`` is "" until the choice ends, and then the reason. ``num_tokens`` counts the tokens
+    fed. With a ``parser``, call ``parts`` instead of ``feed``; stop strings then apply to the text
+    channel, not to reasoning and calls. If logprobs were requested, ``token_logprobs`` has the
+    tokens of the text that the last call returned.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Choice:
             is_cut = output.finish == FinishReason.LENGTH
             parts += self.parser.flush(self._detokenizer.flush(), is_cut=is_cut)
             self.finish = str(output.finish)
-        if self.parser.done:  # perhaps with the last token of max_tokens
+        if self.parser.done:  # takes precedence over the length limit
             self.finish = FinishReason.STOP.value
         if self._stops:
             parts = self._cut_at_stop(parts)

@@ -20,7 +20,7 @@ class Detokenizer:
         """``pieces`` has the bytes of each token id."""
         self._pieces = pieces
         self._decoder = _utf8("replace")
-        self._is_open = False  # a character has begun
+        self._is_open = False  # whether a character is incomplete
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, possibly none."""

@@ -18,9 +18,7 @@ PARAM = "dry_sequence_breakers"
 
 
 class DryBreakers:
-    """Finds the tokens of a vocabulary that contain a text, and remembers the results for 32
-    texts.
-    """
+    """Finds the tokens of a vocabulary that contain a text. Remembers the results for 32 texts."""
 
     def __init__(self, pieces: Callable[[], Pieces]) -> None:
         """``pieces`` returns the bytes of each token id."""

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
-NUM_TRIED = 32  # tokens that are tried after compiling
+NUM_TRIED = 32  # random tokens that test a compiled grammar
 TOO_FAR = f"its nested repetitions multiply to more than {MAX_EXPANSION}"
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "message"]
 
 
 class Constraint(NamedTuple):
-    """A constraint on a text. ``kind`` says what ``value`` is.
+    """A constraint on a text. ``kind`` determines the type of ``value``.
 
     It is None for a json_object, a schema (dict or bool) for a json_schema, a pattern that the
     whole text matches for a regex, a list of texts for a choice, a client's Lark or GBNF for a
@@ -46,9 +46,7 @@ class Constraint(NamedTuple):
 
 
 class CheckedGrammar(NamedTuple):
-    """A grammar that can be enforced ("" means none), and the keywords of its schema that it leaves
-    out.
-    """
+    """A grammar that can be enforced ("" means none), and the schema keywords that it lacks."""
 
     grammar: str = ""
     unenforced: tuple[str, ...] = ()
@@ -228,8 +226,8 @@ def prepare(begin: list[Any]) -> Work:
 
 
 def bytes_tokenizer(special: dict[int, str], size: int) -> LLTokenizer:
-    """Return a tokenizer of ``size`` tokens: the special ones, and one for each byte as far as
-    there is room.
+    """Return a tokenizer of ``size`` tokens: the special ones, and one for each byte while there is
+    room.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 

@@ -26,20 +26,21 @@ PREPARE = "cllm.text.grammar:prepare"
 CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars waiting for a check, or being checked
-PATIENCE = 2.0  # seconds that a message waits for its turn, if it can do without a grammar
+PATIENCE = 2.0  # seconds that a message waits for its turn, if a grammar is not essential
 MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # remembered grammars, and their total characters
 
 
 class GrammarProcess(Workers):
-    """Checks one grammar at a time, and remembers the results for each cache salt, because the time
-    of a check would show what other tenants use.
+    """Checks one grammar at a time, and remembers the results separately for each cache salt.
+
+    Otherwise the time of a check would show whether other tenants use the grammar.
     """
 
     def __init__(
         self, special: Callable[[], Special], observe: Callable[[float | None], None]
     ) -> None:
-        """``special`` is called in another thread. ``observe`` gets the seconds of each check, None
-        for a remembered result.
+        """``special`` is called in another thread. ``observe`` gets the seconds of each check, or
+        None for a remembered result.
         """
 
         def begin() -> bytes:
@@ -85,7 +86,7 @@ class GrammarProcess(Workers):
     async def bind(self, message: BoundMessage, salt: str = "") -> CheckedGrammar:
         """Return the grammar of a chat's message. Raises what ``check`` raises, naming tools.
 
-        Functions that are not strict never cause a free message to be refused. If their schemas
+        Functions that are not strict never cause a free message to be rejected. If their schemas
         cannot be enforced within the limits, only their names are enforced, or nothing.
         """
         attempts = [message]
@@ -108,7 +109,7 @@ class GrammarProcess(Workers):
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, patience: float | None) -> AsyncIterator[None]:
-        """Wait for the turn to check a grammar.
+        """Wait until this grammar may be checked.
 
         Raises EngineError if too many wait, or after ``patience`` seconds.
         """

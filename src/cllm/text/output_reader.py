@@ -53,7 +53,7 @@ class Usage:
 
 
 class Ended(msgspec.Struct, gc=False):
-    """A choice that has finished. Unless ``is_known``, the engine must be told that it has."""
+    """A choice that has finished. Unless ``is_known``, the engine must still be told to stop it."""
 
     request_id: str
     index: int
@@ -65,10 +65,10 @@ class OutputReader:
     """Reads the outputs of requests with the same params, which were submitted together.
 
     It knows no clock, engine or process. Choice ``i * n + j`` is the j-th continuation of the i-th
-    request. ``usage`` counts tokens; ``prompt_logprobs`` are those of each prompt's tokens from the
-    second one on, if the params ask for them; they are complete with the first delta of the
-    prompt's first continuation. ``failure`` says why the engine gave up a choice; then nothing
-    more is read. It is None otherwise.
+    request. ``usage`` counts tokens. If the params ask for prompt logprobs, ``prompt_logprobs`` has
+    those of each prompt's tokens from the second one on. They are complete with the first delta of
+    the prompt's first continuation. ``failure`` is None, or says why the engine gave up a choice;
+    then nothing more is read.
     """
 
     def __init__(
@@ -106,8 +106,9 @@ class OutputReader:
         return [self._choices[request_id, j].num_tokens for j in range(self._n)]
 
     def read(self, outputs: Iterable[TokenOutput]) -> tuple[list[Delta], list[Ended]]:
-        """Return one delta for each choice of ``outputs``, or one for each part of a choice that is
-        parsed; and the choices that have finished.
+        """Return the deltas of ``outputs``, and the choices that have finished.
+
+        There is one delta for each choice, or one for each part of a choice that is parsed.
         """
         usage = self.usage
         deltas: dict[int, Delta] = {}
@@ -115,7 +116,7 @@ class OutputReader:
         ended: list[Ended] = []
         for output in outputs:
             choice = self._choices[output.request_id, output.index]
-            if choice.finish:  # sampled before the engine heard of the stop string
+            if choice.finish:  # sampled before the engine learned of the stop string
                 continue
             if output.finish in FAILURES:
                 self.failure = FinishReason(output.finish)

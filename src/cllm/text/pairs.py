@@ -1,5 +1,5 @@
-"""Write a query and a document as the one text that a reranker was trained for, and read the scores
-of documents.
+"""Write a query and a document as one text in the form on which a reranker was trained, and read
+the scores of documents.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def name_texts(param: str, count: int) -> list[str]:
 
 
 def read_scores(vectors: npt.NDArray[np.float32], info: ModelInfo) -> list[float]:
-    """Return the scores of documents from the vectors of their pairs, if the model is a reranker,
-    or else from those of the query and the documents.
+    """Return the scores of documents. ``vectors`` are those of the pairs if the model is a
+    reranker, and otherwise those of the query and the documents.
     """
     scores = vectors[:, 0] if info.pooling == "rank" else vectors[1:] @ vectors[0]
     return cast("list[float]", scores.tolist())

@@ -22,7 +22,9 @@ class Renderer(Workers):
     """Renders chat templates in at most MAX_PROCESSES processes."""
 
     def __init__(self, vocabulary: Callable[[], VocabularyFacts]) -> None:
-        """``vocabulary`` returns the model's; it is called before the first process starts."""
+        """``vocabulary`` returns the model's vocabulary, and is called before the first process
+        starts.
+        """
 
         def begin() -> bytes:
             facts = vocabulary()

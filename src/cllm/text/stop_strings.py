@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, which is cut off or included.
+    """Passes text on up to the first stop string, which is either cut off or included.
 
     Holds back only the longest end of the text that could still become a stop string. The cost of a
     piece depends on its length and on the stop strings, not on the text so far.
@@ -30,8 +30,8 @@ class StopStrings:
         if not self._stops:
             return text, False
         text = self._held + text
-        # take the stop string that ends first, or the result would depend on how the text is cut
-        # into pieces
+        # take the stop string that ends first; otherwise the result would depend on how the text is
+        # cut into pieces
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             end, at = min(ends)

@@ -31,9 +31,7 @@ Work = Callable[[Any], str]  # may raise BadRequest
 
 
 class Reply(NamedTuple):
-    """A text, or an ``error`` message: that of a BadRequest, or of an EngineError if
-    ``is_ours``.
-    """
+    """A text, or the ``error`` message of a BadRequest, or of an EngineError if ``is_ours``."""
 
     text: str
     error: str = ""
@@ -72,8 +70,8 @@ def read_frame(stream: IO[bytes]) -> Any:
 
 
 def limit_time(seconds: float) -> None:
-    """Let the system kill this process after ``seconds`` of CPU time, whatever code it runs; 0: no
-    limit.
+    """Let the system kill this process after ``seconds`` of CPU time, whatever code it runs; 0
+    means no limit.
     """
     if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends a process
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -134,7 +134,7 @@ def intersect(first: Schema, second: Schema) -> Schema:
 
 
 def merge_options(one: Alternative, other: Alternative) -> Alternative | None:
-    """Return which options two alternatives satisfy together, None if these contradict each
+    """Return the options that two alternatives satisfy together, or None if these contradict each
     other.
     """
     options = one.get("options", {}) | other.get("options", {})

@@ -1,6 +1,6 @@
-"""Whether alternatives of a schema exclude each other, and how to make them do so.
+"""Checks whether alternatives of a schema exclude each other, and makes them do so.
 
-The options of ``oneOf`` must: a value may satisfy one of them only.
+The options of ``oneOf`` must exclude each other, because a value may satisfy only one of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Exclusion:
         self._num_patterns = 0
 
     def separate(self, alternatives: list[Alternative]) -> list[Alternative] | None:
-        """Return ``alternatives`` such that those of different options exclude each other; None if
-        that cannot be done.
+        """Return ``alternatives``, changed so that those of different options exclude each other;
+        None if that is impossible.
 
         An object that lacks a name which another option requires may be forbidden that name.
         """
@@ -72,7 +72,7 @@ class Exclusion:
     def _exclude_each_other(
         self, one: Alternative, other: Alternative, place: str | int, depth: int
     ) -> bool:
-        """Whether the values of a property or an item do."""
+        """Whether the alternatives for one property or item exclude each other."""
         return depth < MAX_DEPTH and all(
             self.are_apart(first, second, depth + 1)
             for first, second in product(self._values(one, place), self._values(other, place))
@@ -88,7 +88,7 @@ class Exclusion:
         return self._known[key][1]
 
     def _is_empty(self, part: Alternative) -> bool:
-        """Whether a scalar alternative certainly allows nothing."""
+        """Whether it is certain that a scalar alternative allows no value."""
         match part["type"]:
             case "integer" | "number" if "in" in part:
                 return not allowed_constants(part)

@@ -1,4 +1,4 @@
-"""Whether a schema that refers to itself can be satisfied by a value that ends."""
+"""Checks whether a finite value can satisfy a schema that refers to itself."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Translator:
         self._unenforced = unenforced
         self._num_schemas = 0
         self._places = SchemaPlaces(root)
-        # of definitions, by id() of their schema and whether closed
+        # names of definitions, by the id() of their schema and whether it is closed
         self._names: dict[tuple[int, bool], str] = {}
         self._targets: list[tuple[str, Any, bool]] = []  # definitions still to translate
         # for each schema being translated: the names for its options, and whether it is only a

@@ -92,7 +92,7 @@ def top_level_options(pattern: str) -> list[str]:
     """Split a regular expression at the bars outside of parentheses, without parentheses around a
     whole option.
     """
-    options, depth, groups = [""], 0, [0]  # groups: how many have ended in each option
+    options, depth, groups = [""], 0, [0]  # ``groups`` counts those that have ended in each option
     for part in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(part, 0)
         if part == "|" and not depth:

@@ -20,7 +20,7 @@ MAX_DIGITS = 10  # of an index; Python refuses to read thousands
 
 
 class SchemaPlaces:
-    """The possible targets of a schema's references, and what they are relative to."""
+    """The possible targets of a schema's references, and the base URIs of these."""
 
     def __init__(self, root: Any) -> None:
         self.schemas: dict[str, Any] = {"": root}  # by '$id', and by '$id#$anchor'
@@ -78,7 +78,7 @@ def join_uris(base: str, reference: str) -> str:
 
 
 def follow(target: Any, pointer: str) -> Any:
-    """Return what a JSON pointer from ``target`` leads to. Raises LookupError."""
+    """Return the value to which a JSON pointer from ``target`` leads. Raises LookupError."""
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict):

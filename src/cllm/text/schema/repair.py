@@ -1,7 +1,7 @@
-"""Repair schemas of arguments whose keywords have values that JSON Schema does not know.
+"""Repair schemas of arguments whose keywords have values that JSON Schema does not allow.
 
-Clients send the type names of other languages, and keywords at the wrong places. Other servers
-accept these, so only functions that are strict need a valid schema.
+Clients send the type names of other languages, and keywords in the wrong places. Other servers
+accept these, so only strict functions need a valid schema.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from cllm.text.schema.lark import (
 )
 from cllm.text.schema.number_terms import allowed_constants, number_terminal, read_bounds
 
-MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
+MAX_ALTERNATIVES = 10_000  # limit of the product of composed alternatives
 EXACT = 2**53  # llguidance computes multiples in floating point
 # without the decimal point: llguidance has a state for each remainder, and limits states
 MAX_MULTIPLE = 4000

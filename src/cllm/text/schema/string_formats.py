@@ -66,7 +66,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "relative-json-pointer": {"pattern": f"^(?:0|[1-9][0-9]{{0,5}})(?:#|{POINTER})$"},
     "base64": {"pattern": f"^{BASE64.format('[A-Za-z0-9+/]')}$"},
     "base64url": {"pattern": f"^{BASE64.format('[A-Za-z0-9_-]')}$"},
-    **{name: {} for name in ("password", "binary", "path")},  # any string is valid
+    **{name: {} for name in ("password", "binary", "path")},  # every string is valid
 }
 NARROWER = {
     "idn-email": "email",

@@ -1,1 +1,1 @@
-"""Renders conversations with a model's chat template, and adapts what it refuses or omits."""
+"""Renders conversations with a model's chat template, and adapts those that it rejects or cuts."""

@@ -44,7 +44,7 @@ def link_results(messages: Messages) -> Messages:
     result of a call.
 
     A result without an id belongs to the first unanswered call of its name, or else to any
-    unanswered call. It need not belong to one.
+    unanswered call, if there is one.
     """
     linked: Messages = []
     calls = CallIndex()
@@ -77,8 +77,8 @@ class CallIndex:
         return {**call, "id": key}
 
     def first(self, name: str | None) -> str | None:
-        """Return the id of the first unanswered call by ``name``, or else of any, and count it as
-        answered.
+        """Return the id of the first unanswered call of ``name``, or else of any call, and count
+        the call as answered.
         """
         name = name if name in self._open else next(iter(self._open), "")
         if name not in self._open:
@@ -90,7 +90,7 @@ class CallIndex:
 
 
 class CallIds:
-    """The ids of calls that one chat template wants."""
+    """The ids of calls that one chat template requires."""
 
     def __init__(self, show: Callable[[Messages], str | None]) -> None:
         """``show`` renders messages; it returns None if the template refuses them."""
@@ -98,7 +98,7 @@ class CallIds:
         self._known: dict[str, bool] = {}
 
     def adapt(self, messages: Messages) -> Messages:
-        """Return ``messages`` with the ids that the template wants, in calls and their results."""
+        """Return ``messages`` with ids that the template accepts in calls and their results."""
         if not (self._make or self._writes_names):
             return messages
         adapted: Messages = []
@@ -116,7 +116,7 @@ class CallIds:
                 message = {**message, "tool_calls": called}  # noqa: PLW2901
             elif "tool_call_id" in message:
                 key = message["tool_call_id"]
-                if key not in new:  # of a call that is not in the conversation
+                if key not in new:  # the call is not in the conversation
                     new[key] = self._new_id(key, message.get("name") or "unknown", ordinal)
                     ordinal += 1
                 message = {**message, "tool_call_id": new[key]}  # noqa: PLW2901
@@ -137,7 +137,7 @@ class CallIds:
 
     @cached_property
     def _make(self) -> MakeId | None:
-        """What makes ids, if the template refuses some."""
+        """The function that makes ids, if the template rejects some."""
         if all(map(self._accepts, SAMPLES)):
             return None
         forms = (form for form in FORMS if self._accepts(form("probe", "probe", 1)))
@@ -153,8 +153,8 @@ class CallIds:
 
     @cached_property
     def _restarts(self) -> bool:
-        """Whether the template writes such ids itself, and counts the calls of each message anew;
-        then results must name them.
+        """Whether the template itself writes such ids, and restarts their numbers in each message.
+        Results must then use these ids.
         """
         own = name_id("", "probename", 0)
         text = self._show(history("probe1234", "probe5678")) or ""

@@ -37,7 +37,7 @@ from cllm.text.templates.tool_declarations import (
 )
 from cllm.text.templates.turns import Repair, find_repair, join_texts, shorten, with_marks
 
-if TYPE_CHECKING:  # which imports more than a process that only renders needs
+if TYPE_CHECKING:  # this imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
 
 # The template of models without one, which other servers also use.
@@ -48,7 +48,7 @@ CHATML = (
 MAX_LENGTH = 1 << 23  # characters of a prompt
 MAX_PROBE_LENGTH = 1 << 20  # characters of a prompt with marks in place of texts
 MAX_FORMS = 1000  # remembered forms of conversations, each with its repair
-# What a template may raise on odd messages, in addition to TemplateError.
+# Exceptions that a template may raise on unusual messages, in addition to TemplateError.
 TEMPLATE_FAULTS = (
     MemoryError,
     TypeError,
@@ -87,8 +87,8 @@ class ChatTemplate:
     def _wants_objects(self) -> bool:
         """Whether arguments must be an object.
 
-        Text is more exact where it is shown as JSON, but a template that shows the names and values
-        of an object in a form of its own does not do so with text.
+        Text is more exact where the template shows it as JSON. But a template that has its own form
+        for the names and values of an object cannot show text in that form.
         """
         takes_text = "arguments is string" in self._source
         content = "" if self._shows_calls[""] else None
@@ -101,14 +101,14 @@ class ChatTemplate:
 
     @cached_property
     def _shows_other_arguments(self) -> bool:
-        """Whether the template shows arguments that are no object, such as cut JSON text."""
+        """Whether the template shows arguments that are not an object, such as cut JSON text."""
         content = "" if self._shows_calls[""] else None
         return "probe_text" in (self._probe("probe_text", content) or "")
 
     @cached_property
     def _shows_calls(self) -> dict[str | None, bool]:
-        """Whether the template shows calls, by the content of their message: some templates want it
-        to be None.
+        """Whether the template shows calls, for each content of their message, because some
+        templates require None.
         """
         forms: tuple[Any, ...] = ({}, "{}")
         shown = {
@@ -141,7 +141,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template shows texts only in lists of parts, as some that know images do."""
+        """Whether the template shows texts only in lists of parts, like some for images."""
         text, parts = (
             self._try([{"role": "user", "content": content}]) or ""
             for content in ("probe", [{"type": "text", "text": "probe"}])
@@ -189,7 +189,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text of messages that have been adapted. Raises BadRequest.
 
-        If the template fails, or omits parameters of the tools, ``tools`` get what they lack.
+        If the template fails, or omits parameters of the tools, missing fields of ``tools`` are
+        filled in.
         """
 
         def render(declared: list[dict[str, Any]] | None) -> str:
@@ -234,8 +235,8 @@ class ChatTemplate:
         tools: list[dict[str, Any]],
         variables: dict[str, Any],
     ) -> list[dict[str, Any]]:
-        """Return ``messages`` as this template wants them: the order of roles, ids and the type of
-        arguments, and its own field names.
+        """Return ``messages`` in the form that this template requires: the order of roles, ids, the
+        type of arguments, and field names.
         """
         messages = link_results([{"content": "", **message} for message in messages])
         messages = self._with_fields(self._repair(messages, tools, variables)(messages))
@@ -249,7 +250,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]],
         variables: dict[str, Any],
     ) -> Repair:
-        """Return what makes the template show all texts of conversations of this form."""
+        """Return the repair with which the template shows all texts of such conversations."""
         marked = with_marks(shorten(messages))
         probed = PROBED_TOOLS if tools else []
         asked = {key: variables[key] for key in ("add_generation_prompt",) if key in variables}
@@ -397,7 +398,7 @@ def choose_templates(vocabulary: VocabularyFacts, given: str = "") -> tuple[str,
 
 
 def make_templates(vocabulary: VocabularyFacts, given: str = "") -> list[ChatTemplate]:
-    """Return what renders chats without and with tools. Raises StartupError on a syntax error."""
+    """Compile the templates for chats without and with tools. Raises StartupError."""
     made = {
         source: ChatTemplate(vocabulary, source) for source in choose_templates(vocabulary, given)
     }
@@ -446,8 +447,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class Unfolded(jinja2.compiler.CodeGenerator):
-    """Computes no constant expressions at compile time: that would happen in this process, without
-    limits.
+    """Does not compute constant expressions at compile time, which would happen in this process and
+    without limits.
     """
 
     def _output_child_to_const(

@@ -1,4 +1,4 @@
-"""Show answers whole that mention a mark at which the chat template cuts earlier answers, to drop
+"""Keep answers whole that mention a mark at which the chat template cuts earlier answers to drop
 their reasoning.
 """
 
@@ -47,7 +47,7 @@ class CutMarks:
         return {**message, "content": Fenced(thought + answer)} if marks else message
 
     def _cuts(self, mark: str) -> bool:
-        """Return whether the template omits what is before ``mark`` in an earlier answer."""
+        """Return whether the template omits the text before ``mark`` in an earlier answer."""
         if mark not in self._is_cut:
             answer = {"role": "assistant", "content": f"probe{mark}text"}
             asked = {"role": "user", "content": "a"}
@@ -62,10 +62,10 @@ def opening_mark(mark: str) -> str:
 
 
 def end_of_reasoning(text: str, mark: str) -> int:
-    """Return where the reasoning ends that ``text`` begins with and ``mark`` closes, 0 without any.
+    """Return the end of the reasoning with which ``text`` begins and that ``mark`` closes, or 0.
 
-    The mark that opens it may be missing, because templates write it. Then the one that closes it
-    begins or ends a line, unlike one that is mentioned in a sentence.
+    The mark that opens the reasoning may be missing, because templates write it. In that case, the
+    closing mark begins or ends a line, unlike a mark that is mentioned in a sentence.
     """
     match = re.search(f"{OPEN}?{re.escape(mark)}{CLOSE}?", text)
     assert match

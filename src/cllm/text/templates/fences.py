@@ -14,7 +14,7 @@ from ahocorasick_rs import AhoCorasick, Implementation, MatchKind
 
 from cllm.core.segments import Segment
 
-if TYPE_CHECKING:  # which imports more than a process that only renders needs
+if TYPE_CHECKING:  # this imports more than a process that only renders needs
     from cllm.core.vocabulary import VocabularyFacts
 
 # Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens
@@ -24,7 +24,7 @@ OPEN, CLOSE, CUT, BREAK = ALL_MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 MARKS = re.compile(f"[{''.join(ALL_MARKS)}]")
 MARK_OF_ESCAPE = {f"\\u{ord(mark):x}": mark for mark in ALL_MARKS}
 ESCAPES = re.compile(r"\\(?:ufdd[0123]|.)")
-SURROGATES = re.compile("[\ud800-\udfff]")  # not text: they are refused after rendering
+SURROGATES = re.compile("[\ud800-\udfff]")  # not text; they are rejected after rendering
 
 
 class Fenced(str):
@@ -64,10 +64,10 @@ class Fences:
         return value
 
     def _enclose_text(self, text: str) -> str:
-        """Fence control tokens, the leftmost and longest ones, and a beginning of one at the text's
-        end that the next text could complete.
+        """Fence control tokens, the leftmost and longest ones, and the beginning of one at the end
+        of the text, which the next text could complete.
 
-        Each token has fences of its own: templates split texts at control tokens.
+        Each token has its own fences, because templates split texts at control tokens.
         """
         parts, end = [], 0  # plain texts and fenced control tokens take turns
         for plain in SURROGATES.split(text):
@@ -87,7 +87,9 @@ class Fences:
         return "".join(parts)
 
     def _find_beginnings(self, text: str) -> Iterable[int]:
-        """Yield where ``text`` ends with the beginning of a control token and white space."""
+        """Yield each position from which ``text`` is the beginning of a control token, with white
+        space after it.
+        """
         end = len(text.rstrip())
         stop = len(text) if self._begins_blank else end
         for at in range(max(0, end - self._longest), stop):
@@ -114,8 +116,10 @@ class Fences:
         return segments
 
     def _split_cut(self, part: str) -> tuple[str, str]:
-        """Return what of ``part`` stays plain text and the rest, where a template has split a text
-        at a control token, and has left out the token and its closing fence.
+        """Split ``part`` into the plain text and the rest.
+
+        The template has split a text at a control token, and has left out the token and its closing
+        fence.
         """
         ends = range(min(len(part), self._longest + 1), 0, -1)
         end = next((e for e in ends if part[:e] in self._fenced or part[:e] in self._beginnings), 0)

@@ -1,5 +1,5 @@
-"""Declare tools to chat templates: with what some need, in the system message, or in words for
-templates without tools. Write calls as text for templates that do not show them.
+"""Declare tools to chat templates: with fields that some require, in the system message, or in
+words for templates without tools. Write calls as text for templates that do not show them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cllm.errors import BadRequest
 from cllm.text.templates.turns import count_systems
 
-if TYPE_CHECKING:  # which imports more than a process that only renders needs
+if TYPE_CHECKING:  # this imports more than a process that only renders needs
     from cllm.text.tools.model_family import Calls
 
 Schema = dict[str, Any]
@@ -41,10 +41,10 @@ To call one, answer with nothing but this, once for each call, and wait for the 
 def render_with_tools(
     render: Callable[[list[Schema] | None], str], tools: list[Schema], *, is_shown: bool
 ) -> str:
-    """Return what ``render`` returns for ``tools``, with what they lack if it fails or, for a
-    template that shows tools, omits parameters.
+    """Return the result of ``render`` for ``tools``.
 
-    Raises BadRequest, the first one of ``render``.
+    If it fails or, for a template that shows tools, omits parameters, missing fields of the tools
+    are filled in. Raises the first BadRequest of ``render``.
     """
     first: BadRequest | None = None
     best, fewest = None, sys.maxsize
@@ -69,9 +69,9 @@ def render_with_tools(
 
 
 def list_declarations(tools: list[Schema]) -> Iterator[list[Schema] | None]:
-    """Yield ``tools``, and then with more and more of what they lack.
+    """Yield ``tools``, and then versions in which more and more missing fields are filled in.
 
-    In the last ones the parameters' schema is part of the description.
+    In the last versions, the parameters' schema is part of the description.
     """
     yield tools or None
     if not tools:  # some templates loop over them
@@ -225,7 +225,7 @@ def write_calls_as_text(
         text = message.get("content") or ""
         if message["role"] == "tool" and not knows_results:
             text = f"<tool_response>\n{text}\n</tool_response>"
-            # many templates want the roles to alternate
+            # many templates require that roles alternate
             if changed and changed[-1]["role"] == "user":
                 added[-1].append(text)
                 continue

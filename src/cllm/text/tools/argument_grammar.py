@@ -15,7 +15,7 @@ from cllm.text.tools.model_family import Calls, one_of_texts
 
 MAX_DEPTH = 16  # of a schema that is written out here
 SPACE = r"[ \t\n]{0,8}"  # where a model may write more or less white space
-# enforced in families that do not write JSON
+# keywords that are enforced in families that do not write JSON
 HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}
 
 
@@ -33,9 +33,7 @@ class LarkTerms:
         return [self._control.get(part, part) for part in self._marks.split(text) if part]
 
     def behind_control(self, text: str) -> tuple[int | None, str]:
-        """Return the last control token in ``text``, None if there is none, and the text after
-        it.
-        """
+        """Return the last control token in ``text`` (or None), and the text after it."""
         *_, last = [None, *self._marks.finditer(text)]
         return (self._control[last[0]], text[last.end() :]) if last else (None, text)
 
@@ -68,8 +66,8 @@ class LarkTerms:
         )
 
     def loose(self, text: str) -> str:
-        """Return a term for ``text`` as models write it: with more or less white space where it has
-        some.
+        """Return a term for ``text`` as models write it: where it has white space, there may be
+        more or less.
         """
         return " ".join(
             f"<[{part}]>"
@@ -81,8 +79,8 @@ class LarkTerms:
         )
 
     def until(self, mark: str) -> str:
-        """Return a term for text through the first ``mark``, or through the control token in it and
-        what follows.
+        """Return a term for text through the first ``mark``. If the mark contains a control token,
+        the term ends with the mark's part from that token on.
         """
         control, rest = self.behind_control(mark)
         if control is not None:
@@ -119,8 +117,7 @@ class ArgumentGrammar:
         self._unenforced = unenforced
 
     def term(self, place: str) -> str | None:
-        """Return the term for $arguments, $keywords or $pairs; None for any text up to what follows
-        it.
+        """Return the term for $arguments, $keywords or $pairs; None if any text is allowed there.
 
         Raises BadRequest (tools) for schemas that cannot be enforced.
         """

@@ -1,6 +1,6 @@
 """Write the grammar of a chat message, in llguidance's Lark, for a model family and tools.
 
-It says how calls look, and how reasoning may precede a constrained text.
+The grammar contains the form of calls, and the reasoning that may precede a constrained text.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     names_only: bool = False
 
     def enforces(self, tool: CallableTool) -> bool:
-        """Whether the message is refused if the schema of ``tool`` cannot be enforced.
+        """Whether the message is rejected if the schema of ``tool`` cannot be enforced.
 
         Clients set strict by default, with schemas that families without JSON cannot follow.
         With such families, strict only counts where the whole message is constrained.
@@ -155,7 +155,7 @@ class CallGrammar:
         return self._message.family.calls
 
     def _options(self, write: str) -> str:
-        """Return a rule for a call of any of the tools, written as ``write`` says."""
+        """Return a rule for a call of any of the tools, in the form of the template ``write``."""
         return self._rules.rule(
             " | ".join(self._rules.rule(self._call(name, write)) for name in self._message.tools)
         )
@@ -218,7 +218,7 @@ class CallGrammar:
         return self._term({"type": "object"}, set(), place)
 
     def _write_repaired(self, schema: dict[str, Any], place: str) -> str | None:
-        """Return a rule for forced arguments with an invalid schema: for what is valid of it, else
+        """Return a rule for forced arguments with an invalid schema: for its valid parts, or else
         for any object.
         """
         unenforced: set[str] = set()
@@ -368,7 +368,7 @@ class LooseGrammar(CallGrammar):
 
 
 def choice_term(options: Collection[str], many: str = "") -> str:
-    """Return a term for one of ``options``, repeated as ``many`` says ("?", "*"); "" if there are
-    none.
+    """Return a term for one of ``options``, followed by the repetition ``many`` ("?" or "*"); "" if
+    there are none.
     """
     return f"({' | '.join(options)}){many}" if options else ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-MAX_HEAD = 2048  # characters within which it must be clear whether a text is a call
+MAX_HEAD = 2048  # characters after which a text that has not become a call is text
 
 HEADS = {
     # A JSON object up to its arguments.
@@ -141,8 +141,10 @@ class ModelFamily(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Marks(NamedTuple):
-    """``whole`` finds one of some marks; ``begun`` finds the beginning of one at the end of a
-    text; ``cut`` finds one that no control token was to complete.
+    """Patterns for some marks.
+
+    ``whole`` finds a mark, ``begun`` the beginning of a mark at the end of a text, and ``cut`` such
+    a beginning that no control token would have completed.
     """
 
     whole: re.Pattern[str]

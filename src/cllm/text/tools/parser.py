@@ -29,14 +29,14 @@ from cllm.text.tools.model_family import (
 
 MAX_SPACE = 256  # characters of white space that are held back
 MAX_MARK = 64  # characters; every mark is shorter
-# How a call without a mark begins, and prefixes of that.
+# The beginning of a call without a mark, and prefixes of that beginning.
 BARE = re.compile(r'(?:\[\s{0,64})?\{\s{0,64}"(?:id|type|name|function)"')
 BARE_BEGUN = re.compile(r'(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[a-z]{0,8})?)?')
 PYTHON = re.compile(r"\[\s{0,64}[A-Za-z_][\w.-]{0,255}\(")
 PYTHON_BEGUN = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.-]{0,255})?")
 STRING = re.compile(r'"[^"]*"')
-# How the head of a call in JSON begins, without white space.
-HEAD_KEYS = ("id", "type", "function", "name")  # that a head in JSON may begin with
+# The beginning of the head of a call in JSON, without white space.
+HEAD_KEYS = ("id", "type", "function", "name")  # keys with which a head in JSON may begin
 HEAD_BEGUN = re.compile(r'\[?(?:\{(?:"(?P<key>[^"]*)(?P<closed>"?).*)?)?', re.DOTALL)
 HEAD_NAME = re.compile(r'"name":"([^"]*)("?)')
 
@@ -311,7 +311,7 @@ class Parser:
         return True
 
     def _is_begun_call(self, head: str, opener: str) -> bool:
-        """Whether the text was cut off in what can become the head of a call."""
+        """Whether the text was cut off in a text that could have become the head of a call."""
         return self._is_cut and may_begin_call(head, opener, self._calls, self._tools)
 
     def _is_begun_header(self, text: str) -> bool:
@@ -392,7 +392,9 @@ class Parser:
 
     @property
     def _may_begin_mark(self) -> bool:
-        """Whether a mark can follow here: without tools, text is only preceded by reasoning."""
+        """Whether a mark can follow here. Without tools, only reasoning has marks, and it comes
+        before text.
+        """
         is_only_text = self.channel == Channel.TEXT and self._has_text and not self._header
         is_anywhere = self._reasoning is not None and self._reasoning.anywhere
         return not is_only_text or is_anywhere or self._calls is not NO_CALLS
