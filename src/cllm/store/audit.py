@@ -1,4 +1,4 @@
-"""The audit log: who changed what about the server, and when."""
+"""The audit log of changes to the server: who made which change, and when."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ log = logging.getLogger("cllm.access")
 
 
 def write_audit(folder: Path, who: str, what: str, **details: object) -> None:
-    """Append a line of JSON to the file ``audit.log``, which only its owner can read. A file that
-    cannot be written is only logged: the change has been made.
+    """Append a line of JSON to the file ``audit.log``, which only its owner can read.
+
+    If the file cannot be written, this is only logged, because the change has already been made.
     """
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = msgspec.json.encode({"when": when, "who": who, "what": what, **details}) + b"\n"

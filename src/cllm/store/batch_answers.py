@@ -1,7 +1,7 @@
 """The answers of a batch while it is computed.
 
 Each answer is a line appended to ``batches/ID.output`` or ``ID.errors``. A line that a crash has
-cut off is removed, so that a line exists once or not at all.
+cut off is removed, so every line exists once or not at all.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class BatchAnswers:
 
         This is the slowest part, and takes as long for one answer as for many.
 
-        Answers that an OSError kept from the disk are written by the next flush, because a flush
-        also writes answers that tasks other than its caller have added.
+        If an OSError keeps answers from the disk, the next flush writes them. A flush writes the
+        answers of all tasks, not only those of its caller.
         """
         for path, lines in self._unwritten.items():
             if taken := lines.copy():
@@ -58,7 +58,7 @@ class BatchAnswers:
                 del lines[: len(taken)]
 
     def read_answered(self, identify: Identify) -> AnsweredRequests:
-        """Return which requests have an answer, and their tokens.
+        """Return the ids of the requests that have an answer, and the answers' tokens.
 
         Remove lines that a crash has cut off.
         """

@@ -94,7 +94,7 @@ class BatchStore:
         self._answers: dict[str, BatchAnswers] = {}
 
     def load(self) -> set[str]:
-        """Take the room of the answers in the folder. Delete those that belong to no batch.
+        """Reserve room for the answers in the folder. Delete those that belong to no batch.
 
         Returns the ids of the files that batches name. Damaged records name files too.
         """
@@ -142,7 +142,9 @@ class BatchStore:
             self._delete_answers(batch_id)
 
     def _delete_answers(self, batch_id: str) -> None:
-        """Delete the answers of a batch without a record. If that fails, the next start does it."""
+        """Delete the answers of a batch without a record. If that fails, the next start deletes
+        them.
+        """
         answers = self.answers(batch_id)
         try:
             num_bytes = answers.num_bytes()
@@ -158,7 +160,7 @@ class BatchStore:
             insert_batch(connection, record)
 
     def finish(self, record: BatchRecord) -> None:
-        """Make the answers of a batch the files that ``record`` names, and store ``record``.
+        """Turn the answers of a batch into the files that ``record`` names, and store ``record``.
 
         If that raises OSError, or after a crash, it can be repeated.
         """

@@ -1,5 +1,5 @@
-"""What a request reserves when it is admitted, and pays for what it has cost; and the usage of one
-account, on which it is booked.
+"""The charges of a request, which reserves tokens when it is admitted and pays for those that it
+used; and the usage of one account, to which they are added.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ WINDOW = 60  # seconds of the limits per minute
 
 
 class HeldCharges:
-    """The charges of the requests that are admitted while these are held: they reserve what they
-    may cost, and pay when ``confirm`` is called.
+    """Charges of requests that reserve tokens when they are admitted, but pay only when ``confirm``
+    is called.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class HeldCharges:
         self._charges.append(charge)
 
     def confirm(self) -> None:
-        """Let all of them pay."""
+        """Let all charges pay."""
         for charge in self._charges:
             charge.confirm()
         self._charges.clear()
 
     def forget(self) -> None:
-        """Let none of them pay."""
+        """Discard all charges without paying."""
         for charge in self._charges:
             charge.forget()
         self._charges.clear()
@@ -68,7 +68,7 @@ class Counts(Protocol):
 
 
 class UsageCounts(msgspec.Struct):
-    """What an account has used in some time. prompt_tokens include cached_tokens."""
+    """The usage of an account in some period. ``prompt_tokens`` includes ``cached_tokens``."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -147,7 +147,7 @@ class UsageEntry:
         return bucket
 
     def forget_old(self, seconds: float) -> None:
-        """Forget to write buckets that no longer matter."""
+        """Drop buckets that no longer matter from those to write."""
         if self.changed and next(iter(self.changed)) < seconds - 2 * WINDOW:
             first = seconds - WINDOW - 1
             self.changed = {
@@ -155,8 +155,8 @@ class UsageEntry:
             }
 
     def take_back(self, bucket: list[int], day: str | None) -> None:
-        """Do not count a request any more that was counted in ``bucket``, and booked on ``day``
-        unless that is None.
+        """Remove a request from the counts: from ``bucket`` and, unless ``day`` is None, from that
+        day.
         """
         bucket[1] -= 1
         self.changed[bucket[0]] = bucket
@@ -176,8 +176,9 @@ class Clocks(Protocol):
 
 
 class Charge:
-    """What one admitted request reserves and pays. The caller must call ``settle``. See
-    ``hold_charges`` for those that are held.
+    """The tokens that one admitted request reserves and pays. The caller must call ``settle``.
+
+    ``hold_charges`` explains held charges.
     """
 
     def __init__(self, clocks: Clocks, entry: UsageEntry, reserved: int, counts: Counts) -> None:
@@ -226,9 +227,10 @@ class Charge:
             self._entry.book(used, self._clocks.now())
 
     def settle(self, *, finished: bool = False, failed: bool = False) -> None:
-        """End the reservation. The request was ``finished`` if it was answered completely, and has
-        ``failed`` if the server could not answer it; it then does not count if nothing was
-        delivered. May be called again.
+        """End the reservation. May be called again.
+
+        The request was ``finished`` if it was answered completely. If it ``failed``, because the
+        server could not answer it, and nothing was delivered, it does not count.
         """
         if not self._is_open:
             return
@@ -248,7 +250,7 @@ class Charge:
             self._release(self._left)
 
     def confirm(self) -> None:
-        """Pay what was held, unless the request does not count."""
+        """Pay the held tokens, unless the request does not count."""
         if not self._is_held:
             return
         self._is_held = False
@@ -257,5 +259,5 @@ class Charge:
         self._release(self._left)
 
     def forget(self) -> None:
-        """Reserve nothing any more, and pay nothing."""
+        """End the reservation without paying."""
         self._release(self._left)

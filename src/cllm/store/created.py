@@ -13,7 +13,7 @@ import msgspec
 from cllm.errors import StartupError
 from cllm.private_files import replace_private
 
-FORMAT = 1  # of the file; a file with a higher one was written by a newer version
+FORMAT = 1  # format of the file; newer versions write higher ones
 FILE = "models.json"  # in the folder storage.folder
 MAX_MODELS = 1000
 
@@ -36,7 +36,7 @@ class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CreatedModels:
-    """The file in ``folder``. Its methods block. Without a folder nothing is kept."""
+    """The file in ``folder``. Its methods block. Without a folder, nothing is stored."""
 
     def __init__(self, folder: Path | None) -> None:
         """Raises StartupError if the file cannot be used."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-VERSION = 1  # of both schemas; 0.1 wrote the store's without a version
+VERSION = 1  # of both schemas; cLLM 0.1 wrote the store's schema without a version
 NEWER = "it was written by a newer version of cLLM"
 STORE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -47,8 +47,8 @@ FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
 
 
 class Database:
-    """A connection, which one thread uses. All errors of SQLite become OSError: ENOSPC if a write
-    failed (the disk is full, or a quota is used up), else EIO.
+    """A connection, used by one thread. All errors of SQLite become OSError: ENOSPC if a write
+    failed (because the disk is full or a quota is used up), otherwise EIO.
     """
 
     def __init__(self, path: Path, schema: str, pragmas: Sequence[str]) -> None:
@@ -72,8 +72,8 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit what is done within this context: it is on disk afterwards. An exception undoes
-        all of it.
+        """Commit all changes within this context, so that they are on disk afterwards. An exception
+        undoes all of them.
         """
         with as_os_error():
             try:

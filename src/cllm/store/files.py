@@ -32,7 +32,7 @@ SUFFIXES = (".data", ".part", ".json", ".new")  # earlier versions wrote the las
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """The record of a file of ``account``, which has ``bytes`` bytes. Both times are Unix times.
+    """The record of a file of ``account`` with ``bytes`` bytes. Both times are Unix times.
 
     The fields are the columns of the table ``files``, in this order.
     """
@@ -96,11 +96,11 @@ class FileStore:
         self._room = room
 
     def load(self, named: AbstractSet[str]) -> None:
-        """Take the room of all files. Delete what a crash has left incomplete, and leave files of
-        other programs alone.
+        """Reserve room for all files. Delete files that a crash has left incomplete, and leave
+        files of other programs alone.
 
-        Batches name the files with the ids ``named``. The contents of these are kept, because a
-        batch may have been making them.
+        Batches name the files with the ids ``named``. Their contents are kept, because a batch may
+        have been writing them.
         """
         lost = []
         for file_id, num_bytes in self._database.rows("SELECT id, bytes FROM files"):
@@ -140,9 +140,7 @@ class FileStore:
             raise disk_fault(error) from None
 
     def move_in(self, source: Path, file_id: str) -> None:
-        """Make ``source``, which is on disk, the content of a file. Does nothing if that has been
-        done.
-        """
+        """Make ``source``, which is on disk, the content of a file, unless it already is."""
         with contextlib.suppress(FileNotFoundError):
             source.replace(self.path(file_id))
         sync_folder(self._folder)

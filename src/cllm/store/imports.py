@@ -1,5 +1,5 @@
-"""Imports records: those of earlier versions, which were JSON files beside the contents, and those
-of another folder.
+"""Imports the records of earlier versions, which were JSON files next to the contents, and those of
+another folder.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def import_records(files: Path, batches: Path, database: Database) -> None:
 def move_records(source: Path, folder: Path, database: Database) -> None:
     """Move the files and batches of the folder ``source`` to ``folder``, and remove ``source``.
 
-    After a crash this can be repeated: a content is there before its record, and removed last.
-    Raises OSError; then nothing has changed.
+    After a crash this can be repeated, because a content is placed before its record and removed
+    last. Raises OSError; then nothing has changed.
     """
     there = Database(source / "store.db", STORE_SCHEMA, ALONE)
     try:
@@ -68,12 +68,12 @@ def move_records(source: Path, folder: Path, database: Database) -> None:
 
 
 def place(content: Path, target: Path) -> None:
-    """Let ``target`` have the content of a file too. Raises OSError."""
+    """Give ``target`` the content of a file, which also stays in place. Raises OSError."""
     try:
         target.hardlink_to(content)
-    except FileExistsError:  # of an earlier attempt
+    except FileExistsError:  # left by an earlier attempt
         pass
-    except OSError:  # no such links there
+    except OSError:  # the file system has no hard links
         shutil.copy2(content, target)
 
 

@@ -22,7 +22,7 @@ from cllm.errors import StartupError
 from cllm.input_files import read_input
 from cllm.private_files import lock, open_private, replace_private
 
-FORMAT = 1  # of the file; a file with a higher one was written by a newer version
+FORMAT = 1  # format of the file; newer versions write higher ones
 MAX_BYTES = 50_000_000  # of the file
 PREFIX = "sk-cllm-"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -159,8 +159,8 @@ def hash_key(key: str) -> str:
 
 
 class Keyring:
-    """The accounts that may use the server, by their keys: those in a file, which is read again
-    when it changes, and one key in the settings.
+    """The accounts that may use the server, by their keys. The keys come from a file, which is read
+    again when it changes, and from the settings, which may have one key.
 
     ``weights`` has the shares of the accounts whose share is not 1.
     """
@@ -181,11 +181,11 @@ class Keyring:
 
     @property
     def is_required(self) -> bool:
-        """Whether requests need a key. Once there was a file of keys, they do even without it."""
+        """Whether requests need a key. They do from the first file of keys on, even without it."""
         return self._has_file or self._operator is not None
 
     def _look(self) -> tuple[int, ...] | None:
-        """Return what changes when the file, its owner or its mode does; None without a file."""
+        """Return values that change with the file, its owner or its mode; None without a file."""
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -215,8 +215,8 @@ class Keyring:
         }
 
     def reload(self) -> bool:
-        """Read the file again if it has changed, and return whether it has. A file that cannot be
-        used changes nothing but is logged.
+        """Read the file again if it has changed, and return whether it has. If the file cannot be
+        used, log that and change nothing.
         """
         try:
             seen = self._look()
@@ -235,10 +235,9 @@ class Keyring:
         return True
 
     def find(self, key: str) -> Account | None:
-        """Return the account of ``key``, None if it is not valid.
+        """Return the account of ``key``, or None if the key is not valid.
 
-        Takes the same time for all wrong keys: what is looked up and compared are hashes, which
-        nobody can choose.
+        All wrong keys take the same time, because hashes are compared, which no client can choose.
         """
         hashed = hash_key(key)
         name, expires = self._by_hash.get(hashed, ("", 0.0))

@@ -1,6 +1,6 @@
-"""Which servers serve without API keys until a file of keys exists.
+"""Lists the servers that need no API keys until a file of keys exists.
 
-Each has a file ``servers/PID-PORT.json`` beside the file of keys, which it locks until it ends.
+Each has a file ``servers/PID-PORT.json`` next to the file of keys, which it locks until it ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def list_open_servers(keys_file: Path) -> list[str]:
         with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
             try:
                 lock(file, shared=True)  # on Windows, such servers are not known
-                path.unlink()  # of a server that was killed
+                path.unlink()  # its server was killed
             except BlockingIOError:
                 server = msgspec.json.decode(file.read(), type=OpenServer)
                 if server.keys_file == str(keys_file.absolute()):

@@ -1,4 +1,4 @@
-"""One folder with what clients leave, and the thread that reads and writes its records."""
+"""One folder with the data that clients store, and the thread that reads and writes its records."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger("cllm.store")
 
 
 class Store:
-    """``files`` and ``batches`` in a folder that only one server uses at a time; both exist once it
-    is open. Their methods are called by ``run``.
+    """``files`` and ``batches`` in a folder that only one server uses at a time.
 
-    A server that finds the folder in use has one of its own inside it, which is named after its
-    ``port``. When it finds the folder free, it moves what is in its own one there.
+    Both exist once the store is open. Call their methods through ``run``. A server that finds the
+    folder in use creates its own folder inside, named after its ``port``. When the shared folder
+    becomes free, it moves the content of its own folder there.
     """
 
     files: FileStore
@@ -82,7 +82,7 @@ class Store:
         self._is_open = True
 
     def _lock_folder(self) -> int:
-        """Lock the folder, or if another server uses it, this server's own one inside it. Raises
+        """Lock the folder or, if another server uses it, this server's own folder inside. Raises
         OSError.
         """
         self.folder = self._shared
@@ -90,7 +90,7 @@ class Store:
             return lock_folder(self.folder, self.port)
         except BlockingIOError:
             holder = (self.folder / LOCK).read_text()
-            # an earlier server of the same port is about to end
+            # an earlier server on the same port is about to end
             if not self.port or holder == str(self.port):
                 raise
         log.warning(
@@ -119,7 +119,8 @@ class Store:
         self.files.load(self.batches.load())
 
     def _take_over(self, source: Path) -> None:
-        """Move what this server kept in its own folder while another one used the shared one.
+        """Move the data that this server kept in its own folder while another one used the shared
+        one.
 
         Raises BlockingIOError while an earlier server of the same port uses it.
         """
@@ -133,7 +134,7 @@ class Store:
             os.close(handle)
 
     async def close(self) -> None:
-        """Finish what the thread has to do, and unlock the folder."""
+        """Finish the thread's work, and unlock the folder."""
         last = self._thread.submit(self._close_and_unlock)
         self._is_closed = True
         await asyncio.wrap_future(last)

@@ -1,10 +1,10 @@
-"""What accounts have used and may still use.
+"""The usage of accounts, and what their limits leave.
 
-A request reserves what it may cost when it is admitted, and pays what it has cost when it ends.
-Both happen in the thread of the event loop without waiting, so parallel requests cannot exceed a
-limit together. What has been delivered is written to disk every 0.8 seconds, also that of requests
-that still run, so a crash loses at most that. A request of a batch pays once its answer is on disk:
-a server that ends before that has delivered nothing, and the next one computes the answer again.
+When a request is admitted, it reserves the tokens that it may use. When it ends, it pays for those
+that it used. Both happen in the thread of the event loop without waiting, so parallel requests
+cannot exceed a limit together. Every 0.8 seconds, the delivered tokens are written to disk, also
+those of running requests, so a crash loses at most that. A request of a batch pays once its answer
+is on disk. If a server ends before that, the next one computes the answer again.
 
 The limits per minute are counted in seconds of the monotonic clock, which runs on while no server
 does. So no change of the wall clock ends a minute early.
@@ -32,7 +32,7 @@ from cllm.errors import CLLMError, RateLimited, Unauthorized
 from cllm.store.charges import WINDOW, Charge, Counts, UsageCounts, UsageEntry
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # names what the monotonic clock counts from
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the start of the monotonic clock
 EXPECTED_OUTPUT = 512  # tokens that are reserved for a request that does not limit its output
 NAMES = {
     "requests_per_minute": "requests per minute",
@@ -67,8 +67,8 @@ class UsageLedger:
     # --- admission -------------------------------------------------------------------------------
 
     def admit(self, account: Account, num_tokens: int, num_extra: int, counts: Counts) -> Charge:
-        """Reserve what a request may cost: ``num_tokens``, and up to ``num_extra`` more that the
-        request does not name. ``counts`` has the tokens of the request so far, and grows.
+        """Reserve the tokens that a request may use: ``num_tokens``, and up to ``num_extra`` more
+        that the request does not name. ``counts`` has the tokens of the request so far, and grows.
 
         Raises RateLimited; then nothing has changed.
         """
@@ -93,9 +93,8 @@ class UsageLedger:
         return charge
 
     def check(self, account: Account) -> None:
-        """Raise RateLimited if the account could not be admitted now, whatever the size of its
-        request, and Unauthorized if its key has been revoked. Costs little, so it can be called
-        before a prompt is read.
+        """Raise RateLimited if no request of the account could be admitted now, and Unauthorized if
+        its key has been revoked. This is cheap, so it can be called before a prompt is read.
         """
         if not self.is_valid(account.name):
             raise Unauthorized("The API key has been revoked.")
@@ -134,7 +133,7 @@ class UsageLedger:
         return self._clock()
 
     def _find(self, name: str) -> UsageEntry:
-        """Return the entry of an account, an empty one if it has used nothing."""
+        """Return the entry of an account, which is empty if the account has used nothing."""
         return self._entries.get(name) or UsageEntry(name)
 
     def _entry(self, name: str) -> UsageEntry:
@@ -143,8 +142,9 @@ class UsageLedger:
         return self._entries[name]
 
     def list_left(self, account: Account) -> dict[str, tuple[int, int, float]]:
-        """Return for "requests" and "tokens", if they are limited per minute, the limit, what is
-        left of it, and the seconds until all of it is available again.
+        """Return the limits per minute for "requests" and "tokens", if there are any.
+
+        Each has the limit, the amount left, and the seconds until all of it is available again.
         """
         now, entry = self.seconds(), self._find(account.name)
         requests, tokens = entry.count_latest(now)
@@ -159,11 +159,11 @@ class UsageLedger:
         return states
 
     def totals(self) -> dict[str, UsageCounts]:
-        """Return what each account has used since the start."""
+        """Return the usage of each account since the start."""
         return {name: entry.total for name, entry in self._entries.items()}
 
     def of_month(self, name: str) -> UsageCounts:
-        """Return what an account has used this month."""
+        """Return the usage of an account this month."""
         entry = self._find(name)
         self._month(entry)
         return entry.of_month
@@ -205,8 +205,8 @@ class UsageLedger:
         return self._database is not None
 
     def _read(self, folder: Path) -> tuple[Database, list[Any], list[Any]]:
-        """Open the database. Return it, the usage of each account's last month and that of the last
-        minute.
+        """Open the database. Return it, and the usage of each account in its last month and in the
+        last minute.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
@@ -235,9 +235,9 @@ class UsageLedger:
         return [row for row in rows if row[1] >= last - WINDOW - 1]
 
     def _compute_shift(self, database: Database) -> int:
-        """Return what to add to the seconds on disk, 0 if they are of this monotonic clock.
+        """Return the number to add to the seconds on disk; 0 if they are of this monotonic clock.
 
-        Otherwise the wall clock says how long the last server has been gone.
+        Otherwise the wall clock shows how long ago the last server ended.
         """
         seconds, now = self.seconds(), self.now()
         clocks = database.rows("SELECT boot_id, seconds, unix_time FROM clocks")
@@ -263,8 +263,8 @@ class UsageLedger:
         return self._saving.locked()
 
     async def save(self) -> None:
-        """Write what has been used since the last call. After a failure, the next call tries
-        again. The work continues if the caller is cancelled.
+        """Write the usage since the last call. After a failure, the next call tries again. The work
+        continues even if the caller is cancelled.
         """
         await asyncio.shield(self._save())
 
@@ -324,8 +324,8 @@ class UsageLedger:
     async def list_days(
         self, begin: date, end: date, accounts: Container[str] | None = None
     ) -> list[tuple[str, str, UsageCounts]]:
-        """Return the account, the day and the usage, for each day from ``begin`` to ``end`` on
-        which an account used something; of ``accounts``, None means all.
+        """Return the account, the day and the usage for each day from ``begin`` to ``end`` on which
+        one of ``accounts`` used something. None means all accounts.
         """
         await self.save()
         first, last = begin.isoformat(), end.isoformat()
@@ -345,7 +345,7 @@ class UsageLedger:
         return [row for row in rows if accounts is None or row[0] in accounts]
 
     async def close(self) -> None:
-        """Write the rest. Nothing can be admitted afterwards."""
+        """Write the remaining usage. No request can be admitted afterwards."""
         await self.save()
         if self._database is not None:
             with suppress(OSError):  # the clocks: the wall clock may have jumped since the last use
@@ -356,7 +356,7 @@ class UsageLedger:
 
 
 def read_boot_id() -> str:
-    """Return what distinguishes this start of the machine from others, "" if that is unknown."""
+    """Return an id of this start of the machine, or "" if it is unknown."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
