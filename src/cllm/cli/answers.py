@@ -1,4 +1,4 @@
-"""What answers questions in the terminal, the options of an answer, and its parts and counts."""
+"""The sources of answers in the terminal, the options of an answer, and its parts and counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AnswerOptions:
 
     @property
     def effort(self) -> str | None:
-        """The effort that ``think`` stands for, if it is one."""
+        """The effort that ``think`` names, if it names one."""
         if self.think is False:
             return "none"
         return self.think if isinstance(self.think, str) else None
@@ -46,7 +46,7 @@ class AnswerOptions:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of the chat template that ``think`` stands for."""
+        """The variables of the chat template for ``think``."""
         if self.think is None:
             return {}
         arguments: dict[str, Any] = {
@@ -140,7 +140,7 @@ class AnswerFacts:
         }
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         facts = []
         if self.ttft is not None:
             facts.append(f"{self.ttft:.2f} s to the first token")
@@ -154,7 +154,7 @@ class AnswerFacts:
 
 
 class Talker(Protocol):
-    """What answers: a server or a model. ``model`` is its name, "" for the default one."""
+    """A server or a model that answers. ``model`` is its name, "" for the default one."""
 
     options: AnswerOptions
     last: AnswerFacts

@@ -44,7 +44,7 @@ def chat(
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
-    """Talk with a model: one that is loaded here, or with --url that of a running server."""
+    """Talk with a model, which is loaded here or, with --url, belongs to a running server."""
     options = AnswerOptions(dict(sampling or {}), read_schema(schema), think)
     talker = make_talker(url, options, config, settings, model)
     converse(talker, system or "", hides_reasoning=hide_thinking)
@@ -59,7 +59,7 @@ def converse(talker: Talker, system: str = "", *, hides_reasoning: bool = False)
     conversation = Conversation(system)
     commands = SlashCommands(talker, conversation)
     reader = open_reader(commands.complete)
-    was_stopped = False  # by Ctrl-C, after which another one leaves
+    was_stopped = False  # by Ctrl-C; another Ctrl-C then ends the chat
     while not commands.has_ended:
         try:
             text = reader.read()
@@ -110,7 +110,7 @@ def print_messages(messages: Messages) -> None:
 def answer(talker: Talker, conversation: Conversation, text: str, *, hides_reasoning: bool) -> None:
     """Send the conversation with ``text``, print the answer and add both to the conversation.
 
-    Raises CLLMError, and KeyboardInterrupt; what has arrived of the answer is kept.
+    Raises CLLMError, and KeyboardInterrupt. The part of the answer that has arrived is kept.
     """
     conversation.ask(text)
     parts: list[AnswerPart] = []

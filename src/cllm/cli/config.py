@@ -77,7 +77,7 @@ def as_lines(loaded: LoadedConfig) -> str:
 
 
 def named_lines(section: str, named: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a section of what the user has named as lines of YAML; none if there is nothing."""
+    """Return a section with names that the user chose as lines of YAML; none if it is empty."""
     lines = [f"  {shown(name)}: {shown(values, width=30_000)}" for name, values in named.items()]
     return [f"{section}:", *lines] if lines else []
 

@@ -153,9 +153,7 @@ def cure(probed: Probe) -> str:
 
 
 def suggest_build(probed: Probe, cpu: set[str]) -> str:
-    """Return what another build of llama.cpp would gain on a CPU with these flags, and how to make
-    it.
-    """
+    """Return the gain of another build of llama.cpp on such a CPU, and how to make that build."""
     if not probed.system:
         return "unknown"
     used = set(re.findall(r"(\w+) = 1", probed.system))

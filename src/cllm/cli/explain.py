@@ -88,7 +88,7 @@ def lines(explanation: Explanation) -> list[str]:
 
 
 def what_is_shown(step: Step) -> tuple[Any, ...]:
-    """Return what a line of the table says about a step, without its number and its time."""
+    """Return the contents of a step's line in the table, without its number and its time."""
     return (
         *(step.num_rows, step.num_prefill_tokens, step.prefill_budget, step.num_accepted),
         *(step.num_guesses, step.num_operations, step.num_running, step.num_waiting, step.blocked),
@@ -96,8 +96,8 @@ def what_is_shown(step: Step) -> tuple[Any, ...]:
 
 
 def format_steps(steps: list[Step]) -> str:
-    """Return a table with one line for each step, or for several that differ in their time only,
-    of which it has the mean.
+    """Return a table with one line for each step. Consecutive steps that differ only in their time
+    share a line, with the mean time.
     """
     groups = [list(alike) for _, alike in groupby(steps, what_is_shown)]
     head = (

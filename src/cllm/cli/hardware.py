@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as the system knows them, whether llama.cpp can use them or not."""
+"""Finds the GPUs of this machine, whether or not llama.cpp can use them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class MachineGpu(NamedTuple):
 
 
 def find_machine_gpus() -> list[MachineGpu]:
-    """Return the GPUs that NVIDIA's tool and the PCI bus show; on Macs with Apple's chips, theirs.
-    Virtual displays do not count.
+    """Return the GPUs that NVIDIA's tool and the PCI bus show, or the GPU of an Apple chip. Virtual
+    displays do not count.
     """
     if platform.system() == "Darwin":
         apple = platform.machine() == "arm64"

@@ -187,7 +187,7 @@ def list_keys(
 
 
 def summarize(row: dict[str, Any]) -> str:
-    """Return the number of keys of an account, and its fields that are not the usual ones."""
+    """Return the number of keys of an account, and its fields that differ from the defaults."""
     others = (
         f"{key.replace('_', ' ')} {' '.join(value) if isinstance(value, tuple) else value}"
         for key, value in row.items()
@@ -198,7 +198,7 @@ def summarize(row: dict[str, Any]) -> str:
 
 
 def describe(name: str, record: AccountRecord) -> dict[str, Any]:
-    """Return what is known about an account, without the hashes of its keys."""
+    """Return the fields of an account, without the hashes of its keys."""
     content = msgspec.to_builtins(record)
     keys = [
         {"created": when(key.created), "expires": key.expires and when(key.expires)}
@@ -238,9 +238,9 @@ def find_file(file: Path | None, config: Path | None) -> tuple[Path, Settings]:
 
 
 def is_new(path: Path) -> bool:
-    """Return whether there is no file yet, but its folder is there or can be made.
+    """Return whether there is no file yet, but its folder exists or can be created.
 
-    Raises StartupError if it cannot be written, so that the user is not asked a useless question.
+    Raises StartupError if the file cannot be written, before the user is asked a useless question.
     """
     folder = next((one for one in path.parents if os.path.lexists(one)), path.parent)
     try:
@@ -277,7 +277,7 @@ def confirm_lock(path: Path) -> None:
 def edit(
     file: Path | None, config: Path | None, what: str, name: str
 ) -> Iterator[dict[str, AccountRecord]]:
-    """Yield the accounts to change. The change is noted in the audit log."""
+    """Yield the accounts to change. The change is recorded in the audit log."""
     path, settings = find_file(file, config)
     with edit_key_file(path) as accounts:
         yield accounts

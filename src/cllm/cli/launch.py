@@ -22,13 +22,13 @@ NO_KEY = "none"  # tools insist on a key, and servers without keys accept any
 
 @dataclass(frozen=True)
 class Launch:
-    """A command with the variables that it needs in addition to those of this process."""
+    """A command, and the variables that it needs in addition to those of this process."""
 
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One line for a shell, without the API key."""
+        """Return one line for a shell, without the API key."""
         key = os.environ.get("CLLM_API_KEY")
         words = [
             f'{name}="$CLLM_API_KEY"' if key and value == key else f"{name}={shlex.quote(value)}"
@@ -38,7 +38,7 @@ class Launch:
 
 
 class ServerModel(NamedTuple):
-    """A model of a server. ``context_length`` is None if the server does not say it."""
+    """A model of a server. ``context_length`` is None if the server does not report it."""
 
     name: str
     context_length: int | None
@@ -189,6 +189,6 @@ def start(prepared: Launch, installation: str) -> NoReturn:
         raise StartupError(f"{name} is not installed; install it with: {installation}")
     environment = {**os.environ, **prepared.variables}
     sys.stdout.flush()
-    if os.name == "nt":  # where exec does not wait for the program
+    if os.name == "nt":  # on Windows, exec does not wait for the program
         sys.exit(subprocess.call([program, *arguments], env=environment))
     os.execve(program, prepared.command, environment)  # noqa: S606  # the user asked for it

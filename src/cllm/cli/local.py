@@ -1,4 +1,4 @@
-"""A model in this process, as ``cllm chat``, ``run`` and ``generate`` use it."""
+"""A model in this process, for ``cllm chat``, ``run`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Local:
     def _open(self, loaded: LoadedConfig) -> None:
         print_notes(loaded)
         self._defaults = loaded.settings.sampling.model_dump(exclude_none=True)
-        self._params()  # which checks the options before the model is loaded
+        self._params()  # checks the options before the model is loaded
         model = loaded.settings.model
         path = None if model.chat_template_file or not self._chats else model.path
         if path and find_task(Path(path).expanduser()) == "completion":
@@ -63,8 +63,8 @@ class Local:
         return [entry.name for entry in list_installed(self._load_other(None))]
 
     def switch(self, model: str) -> None:
-        """Load ``model`` in place of the present one. Raises CLLMError, and keeps the present one,
-        if there is no such model.
+        """Load ``model`` instead of the present one. If there is no such model, raise CLLMError and
+        keep the present one.
         """
         path = resolve_model(self._load_other(None), model)
         read_header(path)

@@ -155,8 +155,8 @@ def unknown_option(error: UnknownOptionError) -> str:
 
 
 def describe_unknown(command: str, word: str, names: Collection[str]) -> str:
-    """Return a message about an option that is not among ``names``, those of the command. It names
-    what to use instead, or the nearest option.
+    """Return a message about an option that is not among ``names``, the command's options. It names
+    a replacement, or the most similar option.
     """
     from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS, flags_in
 
@@ -178,7 +178,7 @@ def describe_unknown(command: str, word: str, names: Collection[str]) -> str:
 
 
 def commands_with(flag: str) -> list[str]:
-    """Return which of cllm serve and cllm chat have a flag."""
+    """Return those of cllm serve and cllm chat that have a flag."""
     return [f"cllm {name}" for name in ("serve", "chat") if flag in list_names(name)]
 
 

@@ -1,4 +1,4 @@
-"""Which usual models fit into the memory of this machine, and with how long a context."""
+"""Estimates which usual models fit into the memory of this machine, with how long a context."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MODELS = (
 )
 # bits for each weight, roughly: some tensors have more than the name says
 QUANTIZATIONS = {"Q4_K_M": 4.9, "Q8_0": 8.5}
-MIN_TOKENS = 1024  # less is of no use
+MIN_TOKENS = 1024  # fewer are useless
 
 
 class ModelFit(NamedTuple):
-    """How a model fits into the memory. The KV cache of all requests together has ``max_tokens``,
-    at most the context that the model was trained with; 0 if the model does not fit.
+    """Whether a model fits into the memory. If it does, the KV cache of all requests together has
+    ``max_tokens``, at most the context that the model was trained with; otherwise 0.
     """
 
     model: str

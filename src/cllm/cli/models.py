@@ -53,7 +53,7 @@ class InstalledModel(NamedTuple):
 
 
 def measure_files(files: Iterable[Path]) -> int:
-    """Return the size of the files in bytes, as far as they are there."""
+    """Return the size of the existing files in bytes."""
     return sum(file.stat().st_size for file in files if file.exists())
 
 
@@ -150,7 +150,7 @@ def rm(name: Name, /, *others: Name, config: ConfigFlag = None) -> None:
 
 
 def remove(loaded: LoadedConfig, name: str) -> None:
-    """Raises StartupError if the model is unknown or not ours to remove."""
+    """Remove a model. Raises StartupError if it is unknown or cLLM must not remove it."""
     entry = find(list_installed(loaded), name)
     if entry is None:
         raise StartupError(f"there is no model {name}; see cllm list")

@@ -16,9 +16,11 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 
 @dataclass(frozen=True)
 class Probe:
-    """The result. See Compiled for ``compiler`` and ``switches``. ``error`` is "" if there was an
-    answer, and ``died_of`` names the signal that killed the process. ``variant`` names the CPU
-    kernels, "" if the build has only one set. ``gpus`` describes each GPU that llama.cpp can use.
+    """The result.
+
+    Compiled explains ``compiler`` and ``switches``. ``error`` is "" if there was an answer.
+    ``died_of`` names the signal that killed the process. ``variant`` names the CPU kernels, or is
+    "" if the build has only one set. ``gpus`` describes each GPU that llama.cpp can use.
     """
 
     answer: str = ""

@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 SILENCE = 5.0  # seconds between lines without a terminal
-SHORT_SILENCE = 1.0  # seconds, if another quarter has been completed
+SHORT_SILENCE = 1.0  # the same, if another quarter has been completed
 
 
 class Bar(Protocol):

@@ -50,12 +50,12 @@ def remarks(loaded: LoadedConfig, info: ModelInfo) -> Iterator[str]:
 
 
 def capacity(info: ModelInfo, num_engines: int = 1) -> str:
-    """Return how many sequences the server runs, and of what length."""
+    """Return the number and the length of the sequences that the server can run."""
     if not info.generates:
         what = "scores" if info.pooling == "rank" else "embeddings"
         return f"{what} of texts of up to {info.max_embedding_tokens} tokens"
     size = info.num_cells * info.kv_bytes_per_token / 1e6
-    most = "up to " if info.layout == "paged" else ""  # its memory is taken as tokens need it
+    most = "up to " if info.layout == "paged" else ""  # memory is taken only as tokens need it
     several = f"{num_engines} engines, each with " if num_engines > 1 else ""
     return (
         f"{several}{info.max_num_seqs} sequence{'s' * (info.max_num_seqs != 1)} at a time, up to "
@@ -64,7 +64,7 @@ def capacity(info: ModelInfo, num_engines: int = 1) -> str:
 
 
 def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
-    """Yield a line for each setting that lets in more clients than its user may expect."""
+    """Yield a line for each setting that admits more clients than the operator may expect."""
     key = settings.server.api_key
     if key is not None and len(key) < SHORT_KEY:
         yield f"the API key has only {len(key)} characters and may be guessed"
@@ -75,7 +75,7 @@ def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
 
 
 def remark_on_base(model: str) -> str:
-    """Return what to do with a base model."""
+    """Return a remark on how to use a base model."""
     return (
         f"{model} has no chat template, so it is a base model: cllm generate continues texts. "
         "Chats with it use ChatML, which it was not trained for"

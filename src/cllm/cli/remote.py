@@ -49,7 +49,7 @@ def send(
     params: dict[str, Any] | None = None,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """Send a request to a server, and return its HTTP answer. Raises StartupError without one."""
+    """Send a request to a server, and return its HTTP answer. Raises StartupError if none comes."""
     import httpx2
 
     try:
@@ -222,8 +222,8 @@ def error_message(answer: Any) -> str:
 
 
 def one_line(fault: Any) -> str:
-    """Return the message of an error as one line without control characters. OpenAI's API has an
-    object with the message, Ollama's the message alone.
+    """Return the message of an error as one line without control characters. ``fault`` is an object
+    with the message (OpenAI's API), or the message itself (Ollama's).
     """
     text = str(fault["message"] if isinstance(fault, dict) else fault)
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -76,7 +76,7 @@ def run(
 def open_talker(
     model: str, url: str | None, options: AnswerOptions, keep_alive: str | None
 ) -> tuple[Talker, str]:
-    """Return what answers for ``model``, and the model's own system message if it is known here.
+    """Return the server or the model that answers, and the model's system message if it is known.
 
     Raises StartupError and CLLMError.
     """
@@ -113,7 +113,7 @@ def pull(url: str, model: str) -> str:
 
 
 def open_local(model: str, options: AnswerOptions, why: str) -> tuple[Talker, str]:
-    """Return a model loaded here, and its own system message. ``why`` says why no server answers.
+    """Load a model here. Return it and its system message. ``why`` says why no server answers.
 
     Raises StartupError.
     """

@@ -100,8 +100,8 @@ def print_start(
     access: Access,
     urls: tuple[str, str | None],
 ) -> None:
-    """Say what is served. The first one of ``urls`` is for clients on this machine, the second for
-    those on others.
+    """Print what is served. The first one of ``urls`` is for clients on this machine, the second
+    for clients on other machines.
     """
     url, elsewhere = urls
     info = registry.models[0].info if registry.models else None
@@ -135,7 +135,7 @@ MAX_NAMES = 8
 
 
 def describe(sources: Sequence[Source]) -> str:
-    """Return the names of the models, as far as they fit on a line."""
+    """Return the names of the models, or as many as fit on a line."""
     names = [source.name for source in sources]
     if len(names) <= MAX_NAMES:
         return ", ".join(names) or "no model yet"

@@ -103,7 +103,7 @@ def settings_from_flags(
     config: Path | None, flags: Mapping[str, object] | None, model: str | None = None
 ) -> LoadedConfig:
     """Return the effective settings of a command, from its flags and the environment. Some commands
-    name the ``model`` by an argument.
+    take the ``model`` as an argument.
 
     Raises StartupError.
     """

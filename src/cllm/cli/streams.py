@@ -15,8 +15,10 @@ MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
 def open_closed_streams() -> None:
-    """Connect closed standard streams with the null device. Otherwise the next file or socket
-    would get such a stream's number, and what a library or a child process prints would go there.
+    """Connect closed standard streams with the null device.
+
+    Otherwise the next file or socket would get such a stream's number, and receive the output of
+    libraries and child processes.
     """
     for name, mode in MODES.items():
         if getattr(sys, name) is not None:
@@ -28,8 +30,8 @@ def open_closed_streams() -> None:
 
 
 class LossyFile(io.FileIO):
-    """A file that drops what cannot be written, because its disk is full, its reader has gone, or
-    it does not block and its reader is slow.
+    """A file that drops output that cannot be written, because the disk is full, the reader has
+    gone, or the file does not block and the reader is slow.
     """
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -41,8 +43,8 @@ class LossyFile(io.FileIO):
 
 
 def set_error_handling() -> None:
-    """Print what stdout cannot encode as ?, instead of failing, reject stdin that is not text, and
-    go on when messages on stderr cannot be written.
+    """Print characters that stdout cannot encode as ?, reject stdin that is not text, and ignore
+    messages that cannot be written to stderr.
 
     Python's own choice of encoding errors depends on the locale.
     """
@@ -56,8 +58,8 @@ def set_error_handling() -> None:
 
 
 def flush_stdout() -> None:
-    """Print what is still in stdout's buffer. If that fails, drop it, because the interpreter's own
-    attempt at exit would fail too.
+    """Print the rest of stdout's buffer. If that fails, drop it, because the interpreter's own
+    attempt at exit would also fail.
     """
     try:
         sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""The flags that ``cllm chat``, ``run`` and ``generate`` share, and where their answers come from:
-a running server, or a model in this process.
+"""The flags that ``cllm chat``, ``run`` and ``generate`` share, and the choice of the server or the
+model in this process that answers.
 """
 
 from __future__ import annotations

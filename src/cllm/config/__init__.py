@@ -1,1 +1,1 @@
-"""The settings: what exists, where values come from, and files of other servers."""
+"""The settings: all options, the sources of their values, and files of other servers."""

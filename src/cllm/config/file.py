@@ -115,7 +115,7 @@ def describe_unknown_key(name: str, known: Collection[str]) -> str:
     """Return a message that no setting has this name, with up to three similar names."""
     section, _, last = name.rpartition(".")
     plain = last.replace("-", "_")
-    sections = {key.rpartition(".")[0] for key in known}  # the one that it is in is no other name
+    sections = {key.rpartition(".")[0] for key in known}  # the key's own section is not a hint
     candidates = [key for key in known if key not in sections or not name.startswith(f"{key}.")]
     peer = PEER_KEYS.get(plain.lower(), "")
     peers = [key for key in (peer, peer.removeprefix("model.")) if key in candidates]
@@ -153,7 +153,7 @@ def read_exponents(value: object) -> object:
     is_number = isinstance(value, str) and NUMBER.fullmatch(value)
     try:
         return float(str(value)) if is_number else value
-    except ValueError:  # two points
+    except ValueError:  # for example, a number with two points
         return value
 
 
@@ -217,7 +217,7 @@ def read_yaml(
 
 
 def describe_problem(error: yaml.MarkedYAMLError) -> str:
-    """Return what is wrong, with what to do about a tab, for which YAML has several rules."""
+    """Return the problem, with a hint if a tab caused it: YAML has several rules for tabs."""
     tab = "; use spaces instead of tabs" if r"'\t'" in str(error.problem) else ""
     return f"{error.problem}{tab}"
 
@@ -305,7 +305,7 @@ class Collector:
         return f"; did you mean {main[0]}?" if isinstance(value, str) and main else ""
 
     def collect_named(self, section: str, name_node: yaml.Node, node: yaml.Node) -> None:
-        """Add what stands under a name that the user chose."""
+        """Add the keys under a name that the user chose."""
         name, place = self.word(name_node, "a name"), self.place(name_node)
         if not isinstance(node, yaml.MappingNode):
             value = show(read_value(node, place))

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 NAMES = "names with commas between them, or a JSON list of names"
-SECRET = object()  # in the type of a secret
+SECRET = object()  # marks the type of a secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Option:
     """One leaf of the settings tree. ``type`` excludes None. ``expects`` completes "must be ...".
 
     ``expects_of_entries`` does the same for each entry of a mapping. The type of a mapping is str,
-    because variables and flags have it as JSON. The type of a list is str too, because variables
-    and flags separate entries by commas.
+    because variables and flags contain it as JSON. The type of a list is also str, because
+    variables and flags separate entries by commas.
     """
 
     key: str

@@ -237,7 +237,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list
         ):
             continue
         if variable in VARIABLES and not environ[variable]:
-            continue  # as the templates of containers leave it
+            continue  # templates of containers often set empty variables
         if variable in VARIABLES:
             option = VARIABLES[variable]
             given[option.key] = check_value(

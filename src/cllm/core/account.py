@@ -10,7 +10,7 @@ from cllm.core.request import Priority
 
 
 class AccountLimits(msgspec.Struct, frozen=True):
-    """What an account may use; None means no limit. Tokens are those of prompts and outputs."""
+    """The limits of an account; None means no limit. Tokens are those of prompts and outputs."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -29,9 +29,10 @@ class Account(msgspec.Struct, frozen=True):
     """An account and its rights. Its ``name`` is "" if the request names none.
 
     Its requests can have the class ``priority`` at most; None sets no limit. Only accounts with the
-    same ``tenant`` share cached prefixes and results. It may use the ``models`` and ``routes`` with
-    these names or patterns, all if there are none. An account that ``is_admin`` may see and manage
-    what concerns all accounts. The usage of an account that ``has_key`` is counted.
+    same ``tenant`` share cached prefixes and results. ``models`` and ``routes`` have the names or
+    patterns of those that it may use; if they are empty, it may use all. An account that
+    ``is_admin`` may see and manage data of all accounts. The usage of an account that ``has_key``
+    is counted.
     """
 
     name: str = ""
@@ -57,7 +58,7 @@ class Account(msgspec.Struct, frozen=True):
 
 
 ANONYMOUS = Account()
-ADDRESS = "address-"  # begins the name of the account of an address, for anonymous requests
+ADDRESS = "address-"  # prefix of account names that come from the address of anonymous requests
 
 
 def is_anonymous(name: str) -> bool:
@@ -66,5 +67,5 @@ def is_anonymous(name: str) -> bool:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether ``name`` matches one of ``patterns``; if there are none, True."""
+    """Return whether ``name`` matches one of ``patterns``, or there are none."""
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)

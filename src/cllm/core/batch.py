@@ -1,6 +1,6 @@
-"""What one step computes, as plain values.
+"""The contents of one step, as plain values.
 
-The scheduler creates them, the backend executes them, tests read them.
+The scheduler creates them, the backend executes them, and tests read them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ FAILED = -2  # replaces each token of a sequence that cannot be sampled
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended. GRAMMAR means that its grammar cannot be compiled, or allows no further
-    token.
+    """The reason why a sequence ended. GRAMMAR means that its grammar cannot be compiled, or allows
+    no further token.
     """
 
     STOP = "stop"
@@ -116,9 +116,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
 
 
 def combine_stats(all_stats: list[Stats]) -> Stats:
-    """Return the stats of several engines, of which there is at least one, as if they were one
-    engine: sums; means of the times of a step and a token; the longest wait; and the time between
-    two free seq_ids of any.
+    """Return the stats of several engines (at least one) as those of one engine.
+
+    Most fields are sums. The times of a step and of a token are means, the wait is the longest one,
+    and the time between two free seq_ids is that over all engines.
     """
     if len(all_stats) == 1:
         return all_stats[0]

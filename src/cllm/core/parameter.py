@@ -14,7 +14,7 @@ KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """What a field of SamplingParams declares in addition to its name, type and default.
+    """The properties that a field of SamplingParams declares besides its name, type and default.
 
     The checks, the request bodies, the configuration and the flags follow from it.
 

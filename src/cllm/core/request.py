@@ -46,7 +46,7 @@ class Request(msgspec.Struct, frozen=True):
     Requests share cached prefixes only if their ``cache_salt`` is equal. The prompt's first
     ``num_base_tokens`` are computed without ``adapters``, because an activated LoRA changes the
     model only from there on. Requests with other adapters have other salts, unless all that they
-    can share is computed without any.
+    can share is computed without adapters.
     """
 
     request_id: str
@@ -62,13 +62,13 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The former name of ``account``, for policies of users."""
+        """The former name of ``account``, for policies that users wrote."""
         return self.account
 
     def with_seed(self) -> Request:
-        """Return the request with a seed, drawn if it has none and needs one.
+        """Return the request with a seed, which is drawn if it has none and needs one.
 
-        So it can be computed again with the same text, also by another engine.
+        Computing it again, also in another engine, then gives the same text.
         """
         if self.params.is_greedy or self.params.seed is not None:
             return self
@@ -77,7 +77,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence of a request has delivered, and what else another engine needs to continue
+    """The delivered part of one sequence, and everything else that another engine needs to continue
     it.
 
     Its output is ``tokens``, and it has reported ``num_prompt_logprobs``. TokenOutput explains

@@ -134,8 +134,8 @@ class Sequence:
                 self.token_counts.setdefault(token, [0, 0])[0] += 1
 
     def resume(self, progress: Progress) -> None:
-        """Continue after what another engine has delivered. Call it before the sequence is
-        queued.
+        """Continue after the tokens that another engine has delivered. Call this before the
+        sequence is queued.
         """
         for token in progress.tokens:
             self.append(token)
@@ -192,7 +192,7 @@ class Sequence:
         return request.adapters if self.num_computed_tokens >= request.num_base_tokens else ()
 
     def count_until_adapters(self) -> int:
-        """Return how many tokens can be computed before others of its adapters are needed."""
+        """Return how many tokens can be computed before the adapters change."""
         left = self.request.num_base_tokens - self.num_computed_tokens
         return left if left > 0 else self.num_tokens
 

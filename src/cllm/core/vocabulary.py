@@ -1,4 +1,4 @@
-"""What is known of a model's vocabulary without its tokenizer: the bytes and names of its tokens,
+"""The facts about a model's vocabulary that need no tokenizer: the bytes and names of its tokens,
 and its templates.
 """
 
@@ -114,7 +114,7 @@ class VocabularyFacts(Protocol):
 
     @property
     def tool_template(self) -> str | None:
-        """The template for chats with tools, if the model has one beside ``chat_template``."""
+        """The template for chats with tools, if the model has one besides ``chat_template``."""
         ...
 
     @property

@@ -1,5 +1,5 @@
-"""Markdown as models write it, for a terminal: HTML, LaTeX, types such as vector<int> and the ends
-of lines are shown as written.
+"""Formats Markdown as models write it for a terminal. HTML, LaTeX, types such as vector<int> and
+line breaks are shown as written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DOLLARS = re.compile(r"\$(?![\s$])[^$\n]*(?<![\s\\])\$(?!\d)")
 UNDIVIDED = re.compile(r"(?<!`)(`+)(?!`)[^\n]{1,500}?(?<!`)\1(?!`)|\\\([^\n]{1,500}?\\\)")
 PIPE = "\ue000"  # no character: it is for private use
 CLOSING = {"$$": "$$", "\\[": "\\]", "\\(": "\\)"}
-MAX_FORMULA = 2000  # characters of one inside a line
+MAX_FORMULA = 2000  # characters of a formula inside a line
 ESCAPED = "*_`~<$#"  # other backslashes belong to LaTeX, paths or regular expressions
 
 
@@ -36,7 +36,7 @@ def make_parser() -> MarkdownIt:
 
 
 def closing_mark(opening: str) -> str:
-    """Return what ends a formula."""
+    """Return the mark that ends a formula."""
     return CLOSING.get(opening, opening.replace("begin", "end"))
 
 
@@ -65,14 +65,14 @@ def read_block(state: StateBlock, first: int, end: int, silent: bool) -> bool:
 
 
 def read_table(state: StateBlock, first: int, end: int, silent: bool) -> bool:
-    """Read a table. A | in code or in a formula separates no cells, and a row with more cells than
-    the head has them all in its last column.
+    """Read a table. A | in code or in a formula does not separate cells. If a row has more cells
+    than the head, the last column gets the extra ones.
     """
     if first + 1 >= end:
         return False
     at = state.bMarks[first + 1] + state.tShift[first + 1]
     if not state.src.startswith(("|", "-", ":"), at):
-        return False  # before what takes long
+        return False  # decided before the slow part
     begin, src, last = len(state.tokens), state.src, first
     while last < end and not state.isEmpty(last):
         last += 1
@@ -120,9 +120,7 @@ def read_inline(state: StateInline, silent: bool) -> bool:
 
 
 def show(token: Token) -> list[Token]:
-    """Return what is shown of a part of a paragraph: a link in place of an image, and the ends of
-    lines.
-    """
+    """Return a part of a paragraph as it is shown, with links for images, and line breaks."""
     if token.type == "softbreak":
         return [Token("hardbreak", "br", 0)]
     if token.type != "image":

@@ -16,7 +16,7 @@ from cllm.private_files import open_private
 
 
 class Saved(msgspec.Struct, kw_only=True):
-    """What a file of a saved conversation has. Files of later versions may have more fields."""
+    """The content of a saved conversation. Files of later versions may have more fields."""
 
     model: str = ""
     system: str = ""
@@ -43,7 +43,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
 
     def answer(self, parts: list[AnswerPart]) -> None:
-        """Add the answer, as far as it came. Without one, the question is removed too."""
+        """Add the part of the answer that has arrived. Without any, also remove the question."""
         if text := join_text(parts):
             self.messages.append({"role": "assistant", "content": text})
         else:
@@ -68,7 +68,7 @@ class Conversation:
         return path
 
     def load(self, name: str) -> Saved:
-        """Go on with the conversation in a file. Raises CLLMError."""
+        """Continue the conversation in a file. Raises CLLMError."""
         path = saved_path(name)
         try:
             saved = msgspec.json.decode(read_input(path), type=Saved)

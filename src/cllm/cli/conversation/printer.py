@@ -41,7 +41,7 @@ def open_printer(*, hides_reasoning: bool = False, is_markdown: bool = True) -> 
 def print_answer(parts: Parts, printer: Printer, collected: list[AnswerPart]) -> None:
     """Print the parts as they arrive, and add them to ``collected``.
 
-    However it ends, the generation is ended and the last line is complete.
+    In any case, the generation has ended and the last line is complete afterwards.
     """
     try:
         with silence_keyboard(), closing(parts):
@@ -54,7 +54,7 @@ def print_answer(parts: Parts, printer: Printer, collected: list[AnswerPart]) ->
 
 @contextmanager
 def silence_keyboard() -> Iterator[None]:
-    """Do not echo what is typed. The next prompt gets it; Ctrl-C still interrupts."""
+    """Do not echo typed characters. The next prompt gets them; Ctrl-C still interrupts."""
     settings = read_terminal()
     if settings is None:
         yield
@@ -71,7 +71,7 @@ def silence_keyboard() -> Iterator[None]:
 
 
 def read_terminal() -> list[Any] | None:
-    """Return the settings of the terminal, None if this process does not own one."""
+    """Return the settings of the terminal, or None if this process does not own one."""
     try:
         import termios
     except ImportError:  # on Windows
@@ -106,7 +106,7 @@ class PlainPrinter:
 
     def __init__(self, *, hides_reasoning: bool = False) -> None:
         self._hides_reasoning = hides_reasoning
-        self._is_reasoning = False  # printed last, without the end of its line
+        self._is_reasoning = False  # whether an incomplete line of reasoning was printed last
         self._has_text = False
         self._is_terminal = sys.stdout.isatty()
         self._dim, self._reset = (DIM, RESET) if is_capable(sys.stderr) else ("", "")
@@ -136,8 +136,8 @@ class PlainPrinter:
 
 
 class MarkdownPrinter:
-    """Prints each block of Markdown, such as a paragraph, when it is complete; the one that is
-    still growing is shown below, and redrawn. Reasoning is dimmed and not formatted.
+    """Prints each block of Markdown, such as a paragraph, when it is complete. The incomplete block
+    is shown below and redrawn. Reasoning is dimmed and not formatted.
     """
 
     def __init__(self, *, hides_reasoning: bool = False) -> None:
@@ -149,7 +149,7 @@ class MarkdownPrinter:
         self._hides_reasoning = hides_reasoning
         self._parser = make_parser()
         self._console = Console(highlight=False)
-        self._growing = ""  # the text of the last block
+        self._growing = ""  # text of the incomplete block
         self._is_reasoning = False
         self._num_printed = 0
         self._live = Live(
@@ -212,8 +212,10 @@ class MarkdownPrinter:
         return Text(text, style="dim") if self._is_reasoning else AnswerMarkdown(text)
 
     def _preview(self) -> RenderableType:
-        """Return the growing block, or its last lines as plain text if it is high: drawing all of
-        it again and again would be slow, and what is above the screen cannot be redrawn.
+        """Return the incomplete block, or its last lines as plain text if it is high.
+
+        Drawing all of it again and again would be slow, and lines above the screen cannot be
+        redrawn.
         """
         from rich.text import Text
 

@@ -44,7 +44,7 @@ def read_stdin() -> str:
 
 @contextmanager
 def expect_text() -> Iterator[None]:
-    """Raise CLLMError if what is read from stdin is not text."""
+    """Raise CLLMError in the ``with`` block if the input from stdin is not text."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -52,7 +52,7 @@ def expect_text() -> Iterator[None]:
 
 
 def open_reader(complete: Complete) -> MessageReader:
-    """Return what reads stdin."""
+    """Return a reader of stdin."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return LineReader()
     if is_capable(sys.stdout):
@@ -157,7 +157,7 @@ class PromptReader:
 
 
 def state_folder() -> Path:
-    """Return the folder for what chats leave on this machine."""
+    """Return the folder for the data that chats store on this machine."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "cllm"
 

@@ -1,4 +1,4 @@
-"""Wraps what is typed at the prompt between words."""
+"""Wraps the text that is typed at the prompt between words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WordWrap(Processor):
             return position + shifts[bisect_right(starts, position)]
 
         def to_source(position: int) -> int:
-            shown = bisect_right(starts, position, key=to_display)  # words that begin until there
+            shown = bisect_right(starts, position, key=to_display)  # words that begin before that
             source = position - shifts[shown]
             return min(source, starts[shown]) if shown < len(starts) else source
 
@@ -47,8 +47,8 @@ class WordWrap(Processor):
 
 
 def find_gaps(text: str, width: int) -> dict[int, int]:
-    """Return the columns to leave empty: positions of words that do not fit on their row, and how
-    many columns are left of the row. Words that are longer than a row are broken.
+    """Return the columns to leave empty: a mapping from the positions of words that do not fit on
+    their row to the number of columns that are left there. Words longer than a row are broken.
     """
     gaps = {}
     column = start = 0
