@@ -13,7 +13,7 @@ from cllm.process.member import Member
 from cllm.process.messages import Abandon, Tokenize, Tokenized, frame
 from cllm.process.tokenizing import LONG
 
-MAX_DEATHS_ALONE = 2  # of engines that had nothing but a text, before it gets an error
+MAX_DEATHS_ALONE = 2  # a text gets an error after this many deaths of engines that had only it
 MAX_WAITING_CHARACTERS = 64_000_000  # of all texts that wait to be tokenized
 
 
@@ -26,14 +26,14 @@ class PendingTokens:
 
     def __init__(self, texts: list[list[Segment]], num_characters: int, member: Member) -> None:
         self.texts = texts
-        self.num_deaths_alone = 0  # of engines that had to tokenize them, and nothing else to do
+        self.num_deaths_alone = 0  # deaths of engines that had nothing else to do
         self.num_characters = num_characters
         self.future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
         self.member = member
         self.begin()
 
     def begin(self) -> None:
-        """Forget what has arrived: an engine tokenizes the texts from the beginning."""
+        """Discard the tokens that have arrived, because an engine starts again with these texts."""
         self.is_sent = False
         self._tokens: list[list[int]] = []
         self._is_continued = False
@@ -56,8 +56,8 @@ class PendingTokens:
 class Texts:
     """All texts that wait to be tokenized, which are ``pending`` by their numbers.
 
-    After a death that may have been the fault of texts, the next engine gets one of them after the
-    other, and nothing else meanwhile. So a text that kills engines is known for certain.
+    After a death that texts may have caused, the next engine gets these texts one after the other,
+    and nothing else meanwhile. So a text that kills engines is identified with certainty.
     """
 
     def __init__(self, members: list[Member], on_separated: Callable[[Member], None]) -> None:
@@ -90,7 +90,7 @@ class Texts:
             self._remove(number)
 
     def _remove(self, number: int) -> None:
-        """Forget a text whose caller has its tokens, or does not wait for them any longer."""
+        """Forget a text whose caller has its tokens, or no longer waits for them."""
         pending = self.pending.pop(number)
         member = pending.member
         if pending.future.cancelled() and pending.is_sent:
@@ -102,7 +102,7 @@ class Texts:
                 self._on_separated(member)
 
     def _find_member(self) -> Member:
-        """Return the engine that has the least to tokenize; one that is ready, if any is."""
+        """Return the engine that has the least to tokenize, if possible one that is ready."""
 
         def count_waiting(member: Member) -> int:
             return sum([one.num_characters for _, one in self._list_pending(member)])
@@ -145,8 +145,8 @@ class Texts:
             pending.put(message)
 
     def resend(self, member: Member) -> None:
-        """Give an engine that has become ready what waits for it, and what waits for engines that
-        are not ready, except suspects.
+        """Send an engine that has become ready the texts that wait for it, and those that wait for
+        engines that are not ready, except suspects.
         """
         for number, pending in self.pending.items():
             if not (pending.member.ready or number in self._suspects):
@@ -154,8 +154,8 @@ class Texts:
         self._send_to(member)
 
     def record_death(self, member: Member, *, is_own_fault: bool) -> bool:
-        """Note that an engine has died, and return whether it had texts. With ``is_own_fault``,
-        they may have been the cause, and wait for the next engine.
+        """Note that an engine has died, and return whether it had texts. With ``is_own_fault``, the
+        texts may have caused the death, and wait for the next engine.
         """
         texts = self._list_pending(member)
         sent = [pending for _, pending in texts if pending.is_sent]

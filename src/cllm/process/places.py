@@ -1,4 +1,4 @@
-"""Where the engines of a model compute, if there are several."""
+"""Chooses where the engines of a model compute, if there are several."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The engines of one model as the API process sees them: they take requests, which the pool keeps
-until they are answered, whatever happens to an engine process.
+"""The engines of one model, from the API process's point of view. The pool keeps each request until
+it is answered, whatever happens to an engine process.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ MAX_FAILED_STARTS = 8  # in a row, in about a minute, before all requests get an
 class Pool:
     """Owns the requests in flight, and the engines that compute them.
 
-    Several engines have one queue: each request goes to the engine that has most of its prompt in
-    the cache, unless that is crowded, and another one takes it over if that becomes idle. When an
-    engine has died, its requests continue after the tokens that they have delivered: in the other
-    engines; in the next one if there is no other, or if they may have been the cause.
+    Several engines have one queue. Each request goes to the engine that has most of its prompt in
+    the cache, unless that engine is crowded. If another engine becomes idle, it takes the request
+    over. When an engine has died, its requests continue after the tokens that they have delivered,
+    in the other engines. If there are no others, or if a request may have caused the death, it
+    continues in the next engine.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Pool:
         ``specs``. ``clock`` returns seconds. Raises StartupError for an unknown policy.
         """
         self.params = params
-        self._shares = [0.0] * len(specs)  # loaded, of each engine's model
+        self._shares = [0.0] * len(specs)  # loaded share of each engine's model
         self._on_loading = on_loading
         self._embeddings = InFlightEmbeddings(limits or QueueLimits())
         backlog = Backlog(
@@ -100,8 +101,8 @@ class Pool:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What is known about the model; None until an engine has been ready. Of several engines,
-        that of the one with the shortest context.
+        """Information about the model; None until an engine has been ready. Of several engines, the
+        one with the shortest context provides it.
         """
         infos = [info for member in self.members if (info := member.supervisor.info)]
         return min(infos, key=lambda info: info.context_length, default=None)
@@ -219,7 +220,7 @@ class Pool:
             self.end_all(EngineError("The engine has been closed."))
 
     def set_unloaded(self) -> None:
-        """Let requests wait for the first engine, as after ``unload``."""
+        """Let requests wait for the first engine, in the same state as after ``unload``."""
         for member in self.members:
             member.supervisor.unloaded = True
 
@@ -275,7 +276,7 @@ class Pool:
         return self._texts.is_separating(member)
 
     def _give_work(self, member: Member) -> None:
-        """Give an engine that has become ready its own requests, and those that wait for others."""
+        """Send an engine that has become ready its own requests, and those that wait for others."""
         self._assignments.measure_caches()
         self._in_flight.backlog.observe(self.stats)
         if self._faults:
@@ -291,8 +292,8 @@ class Pool:
         self._balancer.relieve_others(member)
 
     def _continue_requests(self, member: Member, death: Death) -> None:
-        """Let the requests of an engine that has died continue, in others or in the next one. One
-        that is known to kill engines gets an error instead.
+        """Let the requests of an engine that has died continue, in others or in the next one. A
+        request that is known to kill engines gets an error instead.
         """
         error = EngineError(f"The engine died ({death.cause}); please retry.", death.retry_after)
         member.forget_step(error)
@@ -303,7 +304,7 @@ class Pool:
         in_step = [name for name in death.in_step if name in member.bookings and self.knows(name)]
         in_step.sort(key=self._in_flight.estimate_turn)
         self._in_flight.note_begun(in_step)
-        # a text that is tokenized at the same time may be the cause as well
+        # a text that was tokenized at the same time may also be the cause
         had_texts = self._texts.record_death(member, is_own_fault=death.is_own_fault)
         fatal = member.find_fatal_request(death._replace(in_step=in_step), is_certain=not had_texts)
         if fatal is not None:
@@ -319,7 +320,7 @@ class Pool:
         error = EngineError("The engine cannot be started.", self.seconds_until_ready())
         if all(one.supervisor.num_failed >= MAX_FAILED_STARTS for one in self.members):
             self.end_all(error)
-        else:  # others compute what they can take over
+        else:  # other engines take over the requests that can be moved
             self.fail(member, {*member.bookings}.difference(member.list_harmless()), error)
 
     def fail(self, member: Member, request_ids: Iterable[str], error: EngineError) -> None:
@@ -442,8 +443,8 @@ class Pool:
         return await self.members[number].explain(num_steps)
 
     async def load_adapter(self, name: str, path: str) -> str:
-        """Let all engines load a LoRA adapter, also those that are started later. Return why one
-        cannot load it, or "".
+        """Let all engines load a LoRA adapter, also those that are started later. Return why one of
+        them failed to load it, or "".
 
         Raises EngineError if no engine is ready, or if one dies meanwhile.
         """
@@ -457,8 +458,8 @@ class Pool:
         return ""
 
     def set_faults(self, faults: list[InjectedFault]) -> None:
-        """Cause ``faults`` in the first engine, and none that were set before. Those that depend on
-        a token are caused in all engines, and in the next ones too.
+        """Cause ``faults`` in the first engine, instead of those that were set before. Faults that
+        depend on a token are caused in all engines, including later ones.
         """
         self._faults = [fault for fault in faults if fault.token is not None]
         for member in self.members:
@@ -475,8 +476,8 @@ class Pool:
             member.write(frame(SetWeights(dict(weights))))
 
     def check_available(self) -> None:
-        """Raise EngineError unless there is an engine, or the next one is being started after a
-        death, or is started because this one was unloaded.
+        """Raise EngineError unless there is an engine, or one is being started after a death, or
+        will be started because it was unloaded.
         """
         supervisors = [member.supervisor for member in self.members]
         is_closing = any(one.closing for one in supervisors)

@@ -23,7 +23,7 @@ LONGEST_DELAY, LATENESS = 1.1, 2.0
 LONGEST_WAIT = 600.0
 EARLIEST_RETRY = 0.3  # seconds; SDKs that ignore Retry-After retry later than this
 MAX_RESERVATIONS = 10_000
-MAX_PER_ACCOUNT = 1_000  # in each class
+MAX_PER_ACCOUNT = 1_000  # reservations in each class
 
 
 class Claim(NamedTuple):
@@ -63,7 +63,7 @@ def measure_load(*requests: Request) -> QueueLoad:
 class Newcomer(NamedTuple):
     """Requests of one client that are not in the queue yet.
 
-    ``load`` is the load of all of them, and ``num_prompt_tokens`` the first one's.
+    ``load`` is the load of all of them. The first one has ``num_prompt_tokens``.
     """
 
     account: str

@@ -12,7 +12,7 @@ import msgspec
 from cllm.core.output import TokenOutput
 from cllm.core.request import Request
 
-OVERHEAD = 300  # bytes of an entry in addition to its tokens
+OVERHEAD = 300  # bytes of an entry besides its tokens
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[TokenOutput])

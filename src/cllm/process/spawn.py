@@ -1,4 +1,4 @@
-"""The engine process as its parent sees it: connecting, reading, writing and ending it."""
+"""The parent's side of an engine process: connecting, reading, writing and ending it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EngineProcess(asyncio.Protocol):
         self._take = take
         self._rest = b""
         self._is_readable = True
-        self._was_killed = False  # by this object
+        self._was_killed = False  # whether this object killed the process
         self._stdin: asyncio.WriteTransport | None = None
         self._reaping: asyncio.Task[None] | None = None
 
@@ -121,8 +121,8 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether a signal ended it that comes from a person or the system, not from its own
-        faults or this process.
+        """Whether a person or the system ended the process with a signal. Its own faults and this
+        process do not count.
         """
         return not self._was_killed and -self._process.returncode in OUTSIDE_SIGNALS
 

@@ -1,5 +1,5 @@
-"""What the engine process does, in shared memory, so that its parent can read it after a crash or
-while the process hangs: the step that it computes, and how much it has read of its messages.
+"""A record in shared memory of the step that an engine process computes, and of how much it has
+read of its messages. Its parent can read the record after a crash, or while the process hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ NUM_READ = struct.Struct("<Q")  # at the end; another thread writes it
 
 
 class CurrentStep(NamedTuple):
-    """The step that is being computed. ``version`` changes with each step. The step should take
-    ``expected_seconds``, 0 if unknown, and has sequences of ``request_ids``; none between steps.
+    """The step that is being computed. ``version`` changes with each step.
+
+    The step should take ``expected_seconds``, 0 if unknown. It has sequences of ``request_ids``,
+    which are empty between steps.
     """
 
     version: int
@@ -35,8 +37,8 @@ class CurrentStep(NamedTuple):
 
 
 class StepRecord:
-    """One entry, and how many bytes of messages the engine process has read, in a file that both
-    processes have mapped. Only the engine process writes it.
+    """A file that both processes have mapped, with one entry and the number of bytes of messages
+    that the engine process has read. Only the engine process writes it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,10 +31,10 @@ log = logging.getLogger("cllm.process")
 
 # Seconds before a restart. The first one after HEALTHY_AFTER seconds of service is immediate.
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0
-LONGEST_SEARCH_BACKOFF = 1.0  # while each death shows more about what has killed engines
+LONGEST_SEARCH_BACKOFF = 1.0  # while each death narrows down which request kills engines
 HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
-UNLOAD_SECONDS = 10.0  # to save prefixes on disk, and again to write them
+UNLOAD_SECONDS = 10.0  # for saving prefixes, and again for writing them to disk
 USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 # An engine does not respond if it finishes no step within QUIET_SECONDS, or QUIET_FACTOR times the
 # expected duration of its step if that is more. This only matters to requests in the queue.
@@ -47,7 +47,7 @@ PING = frame(Ping())
 
 class Death(NamedTuple):
     """The end of an engine: its ``cause`` in words, and the requests ``in_step`` when it died.
-    ``is_own_fault`` says that it was not ended from outside. The next engine is expected to be
+    ``is_own_fault`` says that nothing outside cLLM ended it. The next engine is expected to be
     ready ``retry_after`` seconds later.
     """
 
@@ -122,8 +122,8 @@ class Supervisor:
         self._serving: asyncio.Task[None] | None = None
         self.closing = False
         self.unloaded = False
-        self._backoff = 0.0  # before the next start
-        # _started: during the back-off, the time of the next start
+        self._backoff = 0.0  # seconds before the next start
+        # during the back-off, _started is the time of the next start
         self._started = self._ready_since = clock()
         self._load_seconds = USUAL_LOAD_SECONDS
 
@@ -142,7 +142,7 @@ class Supervisor:
         self._serving = asyncio.create_task(self._serve_and_restart())
 
     def write(self, data: bytes) -> None:
-        """Send frames to the engine; one that is dead does not get them."""
+        """Send frames to the engine. A dead engine does not get them."""
         assert self.process is not None
         self.process.write(data)
 
@@ -254,7 +254,7 @@ class Supervisor:
                 self._loaded.exception()  # so that asyncio does not report it as never retrieved
 
     async def _wait_for_load(self, process: EngineProcess) -> None:
-        """Return when ``process`` has loaded the model, or has ended.
+        """Wait until ``process`` has loaded the model, or has ended.
 
         Raises StartupError if it hangs.
         """
@@ -282,7 +282,7 @@ class Supervisor:
     def _take(self, message: FromChild) -> None:
         match message:
             case Loading():
-                if self.info is None:  # nobody watches a restart
+                if self.info is None:  # no user watches a restart
                     self._client.take(message)
             case Ready():
                 resolve(self._loaded, message)
@@ -303,7 +303,7 @@ class Supervisor:
         return hang
 
     async def _watch(self, process: EngineProcess, record: StepRecord) -> None:
-        """Return when ``process`` has ended; kill it if it hangs."""
+        """Wait until ``process`` has ended; kill it if it hangs."""
         liveness = Liveness(time.monotonic(), record.read())
         while True:
             with contextlib.suppress(TimeoutError):
@@ -352,7 +352,7 @@ class Supervisor:
             log.warning("%s is ready again", self._label)
 
     def _record_death(self, process: EngineProcess, entry: CurrentStep) -> Death:
-        """Choose the back-off; log and return why the engine has ended."""
+        """Choose the back-off. Log and return the cause of the engine's end."""
         cause = "it hung" if self._hang else process.describe_end()
         out_of_memory = count_oom_kills() > self._num_oom_kills_before
         if out_of_memory:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections import Counter
 
 MAX_DEATHS_ALONE = 2  # deaths of the engine with a request as the only suspect
-# A request is suspected to be the cause if the engine is ended from outside more often than this in
-# steps of the request, which has got no token in between: a guard of the memory may have done it.
+# A request becomes a suspect if engines are ended from outside more often than this in its steps
+# without a new token in between, because a program that guards the memory may have ended them.
 MAX_ENDS = 10
 
 
 class Suspects:
-    """After a death, the suspects are the requests in the step that died, except those that have
-    got a token since that engine was ready, unless there are no others.
+    """Finds the request that kills engines.
+
+    After a death, the suspects are the requests in the step in which the engine died. Requests that
+    have got a token since that engine was ready are suspects only if there are no others.
 
     After a first death, all requests continue in the next engine at once. Each further death begins
-    a search. First, the other requests of the step that died continue. Then one suspect after the
-    other continues; each waits until those before it have got a token or have ended. At last, all
-    other requests continue. So it is certain which suspect kills engines, and finding n of them
-    takes about 2 n + 2 deaths. Smaller steps cost little compared with a restart.
+    a search. First, the other requests of that step continue. Then one suspect after the other
+    continues, once the one before it has got a token or has ended. Finally, all other requests
+    continue. So it is certain which suspect kills engines, and finding n of them takes about
+    2 n + 2 deaths. Smaller steps cost little compared with a restart.
     """
 
     def __init__(self, ends: Counter[str] | None = None) -> None:
@@ -29,20 +31,20 @@ class Suspects:
         self._deaths: Counter[str] = Counter()
         self._deaths_alone: Counter[str] = Counter()
         self._ends = Counter[str]() if ends is None else ends
-        self._computed: set[str] = set()  # have got a token since the engine was ready
-        self._waiting: list[str] = []  # suspects
-        self._going: set[str] = set()  # may be computed although a search goes on
-        self._awaited: set[str] = set()  # of these, those that have not got a token yet
+        self._computed: set[str] = set()  # requests with a token since the engine was ready
+        self._waiting: list[str] = []  # suspects that must wait
+        self._going: set[str] = set()  # requests that may be computed during the search
+        self._awaited: set[str] = set()  # of these, the ones without a token so far
 
     @property
     def is_searching(self) -> bool:
-        """Whether requests wait for others, or these have not got a token yet."""
+        """Whether a search is going on: requests wait for others, or those have no token yet."""
         return bool(self._awaited or self._waiting)
 
     def record_death(self, in_step: list[str], *, is_certain: bool = True) -> str | None:
         """Note that the engine has died in a step with these requests. Return the request that must
-        not be computed again, if it is known. ``is_certain`` says that nothing else can have been
-        the cause.
+        not be computed again, if it is known. ``is_certain`` says that nothing else can have caused
+        the death.
 
         Suspects of fewer deaths continue first, and suspects of equally many in the order of
         ``in_step``.
@@ -79,11 +81,11 @@ class Suspects:
         return self.record_death(stuck) if stuck else None
 
     def is_suspect(self, name: str) -> bool:
-        """Return whether a death may have been because of this request."""
+        """Return whether this request may have caused a death."""
         return self._deaths[name] > 0
 
     def must_wait(self, name: str) -> bool:
-        """Return whether a request is to continue after others."""
+        """Return whether a request must wait until others have continued."""
         return self.is_searching and name not in self._going
 
     def record_token(self, name: str) -> bool:
