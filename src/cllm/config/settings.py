@@ -125,7 +125,7 @@ class ServerSettings(Section):
         ge=1,
         le=65_536,
         description="Connections that one address may have; further ones are closed. Null means "
-        "half of all that the limit of open files allows, from other machines.",
+        "half of those that the limit of open files allows, and no limit for this machine.",
     )
     drain_timeout: float = Field(
         default=30.0,
@@ -169,7 +169,7 @@ class ModelSettings(Section):
     )
     sha256: Sha256 | None = Field(
         default=None,
-        description="The model file's SHA-256 in hex; a file with another one is not loaded.",
+        description="The model file's SHA-256 in hex; a file with a different hash is not loaded.",
     )
     quantization: Text | None = Field(
         default=None,
@@ -187,7 +187,7 @@ class ModelSettings(Section):
     )
     preload: bool = Field(
         default=False,
-        description="Load the model at the start and not with its first request. If model.path "
+        description="Load the model at the start instead of with its first request. If model.path "
         "names the only model, it is always loaded at the start.",
     )
 
@@ -206,15 +206,15 @@ class ModelsSettings(Section):
     )
     default: Name | None = Field(
         default=None,
-        description="Model of requests that name none; null is that of model.path, or else the "
-        "first one that is not a base model.",
+        description="Model for requests that name none; null means the one of model.path, or else "
+        "the first one that is not a base model.",
     )
     max_memory_mb: int | None = Field(
         default=None,
         ge=1,
         le=100_000_000,
-        description="Memory for all loaded models together in MB, their KV caches included; null "
-        "is what is free at the start.",
+        description="Memory for all loaded models together in MB, including their KV caches; null "
+        "means the memory that is free at the start.",
     )
 
 
@@ -234,9 +234,9 @@ class Adapter(Section):
 
     path: Text = Field(description="A GGUF file with the adapter.")
     base: Name | None = Field(
-        default=None, description="The model that it changes; null is the default model."
+        default=None, description="The model that it changes; null means the default model."
     )
-    scale: float = Field(default=1.0, ge=-100, le=100, description="Factor of the change.")
+    scale: float = Field(default=1.0, ge=-100, le=100, description="Factor of its change.")
 
 
 class SchedulerSettings(Section):
@@ -256,7 +256,7 @@ class SchedulerSettings(Section):
         ge=1,
         le=600_000,
         description="Longest time in ms between two tokens of a stream that prefill may cause; "
-        "null means 23 to 35 times what one sequence alone takes for a token, at least 100.",
+        "null means 23 to 35 times the time of a token of a single sequence, at least 100.",
     )
     prefill_share: float | None = Field(
         default=None,
@@ -297,14 +297,14 @@ class SchedulerSettings(Section):
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Requests that may wait, a new one included; further requests get 429. Null "
+        description="Requests that may wait, including a new one; further requests get 429. Null "
         "means no limit.",
     )
     max_queue_tokens: int | None = Field(
         default=None,
         ge=0,
         le=10**12,
-        description="Prompt tokens that may wait, those of a new request included; further "
+        description="Prompt tokens that may wait, including those of a new request; further "
         "requests get 429. Null means no limit.",
     )
     max_queue_seconds: float | None = Field(
@@ -347,9 +347,9 @@ class KVSettings(Section):
         default=None,
         ge=1,
         le=100_000_000,
-        description="Memory for the KV cache in MB; null is half of what the weights leave free, 4 "
-        "GiB at most, or four fifths of what they leave on GPUs. A paged cache takes it only as "
-        "tokens need it.",
+        description="Memory for the KV cache in MB; null means half of the memory that the weights "
+        "leave free, at most 4 GiB, or four fifths of the memory that they leave on GPUs. A paged "
+        "cache takes it only as tokens need it.",
     )
     ram_cache_mb: int | None = Field(
         default=None,
@@ -375,7 +375,7 @@ class CacheSettings(Section):
         default=0,
         ge=0,
         le=10_000_000,
-        description="Answers to keep, of requests with temperature 0 or a seed; 0 is off.",
+        description="Answers to keep for requests with temperature 0 or a seed; 0 is off.",
     )
     max_memory_mb: int = Field(
         default=64, ge=1, le=1_000_000, description="Maximum memory for these answers in MB."

@@ -92,8 +92,8 @@ class Options(BaseModel):
     )
     rope_scaling: Literal["auto", "none", "linear", "yarn"] = Field(
         default="auto",
-        description="How positions beyond the trained context are scaled; auto is as the model's "
-        "file says.",
+        description="How positions beyond the trained context are scaled; auto does what the "
+        "model's file says.",
     )
     rope_scale: float = Field(
         default=1.0,
