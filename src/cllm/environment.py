@@ -1,4 +1,4 @@
-"""What processes get from the system: environment variables, control groups and CPUs."""
+"""The environment of processes: environment variables, control groups and CPUs."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 
 def open_client(url: str, **options: Any) -> httpx2.Client:
-    """Return a client for the server at ``url``. options: those of httpx2.Client. Raises
+    """Return a client for the server at ``url``. ``options`` are those of httpx2.Client. Raises
     StartupError if a proxy cannot be used.
     """
     import httpx2
@@ -61,7 +61,7 @@ def open_client(url: str, **options: Any) -> httpx2.Client:
 
 
 def is_excepted(url: str) -> bool:
-    """Return whether NO_PROXY names the host of a URL, so that no proxy has to be usable."""
+    """Return whether NO_PROXY names the host of a URL. Its proxy then need not be usable."""
     try:
         host = urlsplit(url).hostname
     except ValueError:
@@ -87,7 +87,7 @@ def explained_proxies() -> Iterator[None]:
 
 @contextmanager
 def without_proxies() -> Iterator[None]:
-    """Hide the proxies of the environment from a client of a library that is made meanwhile."""
+    """Hide the environment's proxies from HTTP clients that a library creates in this context."""
     hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.lower() in VARIABLES}
     try:
         yield

@@ -16,8 +16,8 @@ FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 def read_input(path: Path, limit: int = -1) -> bytes:
     """Return the content of a text file, or its first ``limit`` bytes, without a byte order mark.
 
-    Of a device without ``limit``, the first 16 MB. Raises OSError, also for a pipe that no process
-    writes to, which a plain read would wait for.
+    For a device without ``limit``, return the first 16 MB. Raises OSError, also for a pipe that no
+    process writes to; a plain read would wait for one.
     """
     with os.fdopen(os.open(path, FLAGS), "rb") as file:
         mode = os.fstat(file.fileno()).st_mode

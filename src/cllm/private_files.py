@@ -23,7 +23,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # files here are never written t
 
 
 def open_private(path: Path, mode: str, buffering: int = -1) -> BinaryIO:
-    """Open a file to write bytes: ``mode`` is wb, xb or ab, and ``buffering`` that of ``open``. A
+    """Open a file to write bytes. ``mode`` is wb, xb or ab; ``buffering`` is passed to ``open``. A
     new file gets the mode 0600. Raises OSError.
     """
     flags = FLAGS[mode] | getattr(os, "O_BINARY", 0)  # for Windows
@@ -66,7 +66,7 @@ def create_shared_file(prefix: str, num_bytes: int) -> Path:
     All of it is allocated, because memory that is missing later would end the process that writes.
     """
     reason = OSError()
-    for folder in (SHARED_MEMORY, None):  # None: the folder for temporary files
+    for folder in (SHARED_MEMORY, None):  # None means the folder for temporary files
         try:
             descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
         except OSError as error:

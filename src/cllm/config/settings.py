@@ -236,7 +236,7 @@ class Adapter(Section):
     base: Name | None = Field(
         default=None, description="The model that it changes; null means the default model."
     )
-    scale: float = Field(default=1.0, ge=-100, le=100, description="Factor of its change.")
+    scale: float = Field(default=1.0, ge=-100, le=100, description="Scale of its change.")
 
 
 class SchedulerSettings(Section):

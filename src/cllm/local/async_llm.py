@@ -38,11 +38,11 @@ from cllm.text.pairs import read_scores
 
 
 class AsyncLLM:
-    """``LLM`` for an event loop: what blocks there is awaited here.
+    """``LLM`` for an event loop. Methods that block in ``LLM`` are coroutines here.
 
-    All requests that are awaited at the same time share the batch. If a task is cancelled, what it
-    waits for is aborted, and its sequences are freed in the next step. A thread of its own computes
-    the steps; prompts are tokenized in other threads. It may be used from several event loops.
+    All requests that are awaited at the same time share the batch. If a task is cancelled, its
+    request is aborted, and its sequences are freed in the next step. A separate thread computes the
+    steps, and prompts are tokenized in other threads. It may be used from several event loops.
 
     ``async with AsyncLLM() as llm`` loads the model, and closes it at the end. Without ``async
     with``, call ``await llm.load()`` first, and ``await llm.close()`` at the end. The methods raise
@@ -64,11 +64,11 @@ class AsyncLLM:
         return llm
 
     async def load(self) -> None:
-        """Load the model, unless that has been done. Raises StartupError, and RuntimeError after
+        """Load the model, unless it is loaded. Raises StartupError, and RuntimeError after
         ``close``.
 
-        Tasks that call it at once wait for one load. If the task that loads is cancelled, the load
-        is aborted.
+        Tasks that call this at the same time wait for one load. If the task that loads is
+        cancelled, the load is aborted.
         """
         cancelled = threading.Event()
 
@@ -158,8 +158,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[Piece, None]:
         """As LLM.stream, for ``async for``. Raises for wrong arguments when the iteration begins.
 
-        After leaving its loop early, the rest is aborted when the iterator is closed, by
-        ``contextlib.aclosing`` or when nothing refers to it.
+        If its loop is left early, the rest is aborted when the iterator is closed: by
+        ``contextlib.aclosing``, or when nothing refers to it.
         """
         prepared = await asyncio.to_thread(self._model._prepare, prompts, params, response_format)
         async with aclosing(self._stream(prepared, priority)) as pieces:
@@ -297,7 +297,7 @@ class AsyncLLM:
 
 
 class WorkReader:
-    """Reads what is computed for one coroutine."""
+    """Reads the outputs for one coroutine."""
 
     def __init__(self, model: LocalModel, alarm: Alarm) -> None:
         self._model = model
@@ -309,7 +309,7 @@ class WorkReader:
         self._alarm.ring(self._arrival)
 
     async def read(self, work: GenerationWork | EmbeddingWork) -> list[Piece]:
-        """Wait until something is computed, and return it. Raises what ``work.read`` raises."""
+        """Wait for the next result of ``work``, and return it. Raises what ``work.read`` raises."""
         await self._arrival.wait()
         self._arrival.clear()
         pieces = map(work.read, self._model._shared.take_all(work.pending))
@@ -317,9 +317,7 @@ class WorkReader:
 
 
 class Alarm:
-    """Wakes the coroutines of an event loop, with one call of the loop for all that a step
-    concerns.
-    """
+    """Wakes the coroutines of an event loop, with one call of the loop for those of a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)
@@ -342,6 +340,6 @@ class Alarm:
             raise
 
     def _set_arrivals(self) -> None:
-        self._is_scheduled = False  # first, so that what comes from now on is scheduled again
+        self._is_scheduled = False  # first, so that later arrivals are scheduled again
         while self._arrivals:
             self._arrivals.popleft().set()

@@ -1,4 +1,4 @@
-"""What ``LLM`` and ``AsyncLLM`` return."""
+"""The values that ``LLM`` and ``AsyncLLM`` return."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ToolCallPiece:
 
 @dataclass(slots=True)
 class Piece:
-    """What one step adds to output ``index`` of prompt ``prompt``; finish_reason is "" while the
-    output continues.
+    """The text that one step adds to output ``index`` of prompt ``prompt``. ``finish_reason`` is ""
+    while the output continues.
 
     In a chat, ``reasoning`` and ``tool_calls`` are separated from ``text``. The sum of an output's
     pieces is the Output that ``generate`` or ``chat`` returns. ``prompt_tokens`` and
@@ -83,9 +83,9 @@ class Output:
 
     @property
     def parsed(self) -> Any:
-        """The value that the text stands for, if ``response_format`` was a type or a JSON schema:
-        an instance of the type, or what ``json.loads`` returns. None for other formats, for tool
-        calls, and for a text that ``max_tokens`` has cut off.
+        """The value of the text if ``response_format`` was a type or a JSON schema: an instance of
+        the type, or the result of ``json.loads``. It is None for other formats, for tool calls, and
+        for a text that ``max_tokens`` has cut off.
 
         Raises ValueError if a stop string has cut the text off, or if the value breaks a rule of
         the type that a grammar cannot express; pydantic's ValidationError is one.
@@ -96,7 +96,7 @@ class Output:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The output as a message in OpenAI's format, with which a conversation can go on."""
+        """The output as a message in OpenAI's format, with which a conversation can continue."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning

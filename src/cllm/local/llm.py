@@ -149,8 +149,8 @@ class LLM(LocalModel):
         dictionary, it is JSON that follows this JSON schema, or OpenAI's ``{"type":
         "json_object"}`` or ``{"type": "json_schema", ...}``; ``parsed`` is what it stands for. Text
         or a compiled pattern is a regular expression that matches the whole text. With a list, the
-        text is one of its texts. What cannot be enforced raises BadRequest. ``grammar`` in the
-        params is a further form.
+        text is one of its texts. BadRequest is raised for a format that cannot be enforced.
+        ``grammar`` in the params is another way to constrain the text.
 
         ``priority`` has the meaning that it has in ``generate``. ``variables`` are passed to the
         model's chat template.
@@ -238,7 +238,7 @@ class LLM(LocalModel):
             return work.vectors()
 
     def _read(self, work: GenerationWork | EmbeddingWork) -> Iterator[Piece]:
-        """Yield what is computed until ``work`` has finished."""
+        """Yield results until ``work`` has finished."""
         while not work.finished:
             piece = work.read(self._shared.take(work.pending))
             if piece is not None:

@@ -1,4 +1,4 @@
-"""A model in the caller's own process: what ``LLM`` and ``AsyncLLM`` have in common."""
+"""A model in the caller's own process: the parts that ``LLM`` and ``AsyncLLM`` share."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ Progress = Callable[[float], None]
 """Called with the loaded share of the model, 0 to 1."""
 
 NOT_COPIED = "a loaded model cannot be copied or pickled; load it in the process that uses it"
-ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free its memory
-MAX_GRAMMARS = 64  # that are remembered, so that they are not checked again
+ABANDONED_TIMEOUT = 1.0  # seconds for an interrupted load to free its memory
+MAX_GRAMMARS = 64  # checked grammars that are remembered
 
 
 class LocalModel:
@@ -291,8 +291,8 @@ class LocalModel:
         return self._encode_texts(listed, name_texts("texts", len(listed)))
 
     def _prepare_ranking(self, query: str, documents: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of what ``read_scores`` needs: the pairs for a reranker, else the
-        query and the documents.
+        """Return the token ids of the texts that ``read_scores`` needs: the pairs for a reranker,
+        otherwise the query and the documents.
         """
         if not self.info.embedding_size:
             raise BadRequest("This model does not compute embeddings.", param="model")
@@ -445,7 +445,7 @@ def lone_surrogate(param: str) -> BadRequest:
 def interruptible(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
     """Run ``work`` in a thread and return its result.
 
-    So Ctrl-C takes effect immediately; in a callback of C code it would be lost. ``work`` gets a
+    Ctrl-C then takes effect immediately; in a callback of C code, it would be lost. ``work`` gets a
     function to report its progress, which raises InterruptedError after Ctrl-C.
     """
     result: Future[T] = Future()

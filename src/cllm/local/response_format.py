@@ -18,14 +18,14 @@ FORMS = (
 
 
 class AnswerFormat(NamedTuple):
-    """What the text of an answer must be. ``parse`` returns the value of a finished text."""
+    """The form that an answer's text must have. ``parse`` returns the value of a finished text."""
 
     constraint: Constraint
     parse: Callable[[str], Any] | None = None
 
     @classmethod
     def of(cls, value: Any) -> AnswerFormat:
-        """Raises BadRequest, naming response_format, for what is none of FORMS."""
+        """Raises BadRequest, naming response_format, for a value in none of the FORMS."""
         match value:
             case str():
                 return cls(Constraint("regex", value))

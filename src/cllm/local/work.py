@@ -1,4 +1,4 @@
-"""Prompts and texts that a local model is computing, and how to read what comes of them."""
+"""Prompts and texts that a local model is computing, and the reading of their results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class GenerationWork:
         self._shared.drop(self.pending)
 
     def read(self, output: TokenOutput | EmbeddingOutput) -> Piece | None:
-        """Return what an output adds, None if that is nothing.
+        """Return the pieces that an output adds, or None if it adds nothing.
 
         Raises BadRequest for a grammar that cannot be followed, and EngineError.
         """
@@ -110,7 +110,7 @@ class GenerationWork:
         ]
 
     def complete(self, completions: list[Completion]) -> list[Completion]:
-        """Add to ``completions``, at the end, what is not in the pieces."""
+        """After the last piece, add the data to ``completions`` that pieces do not have."""
         for i, reader in self._readers.values():
             completions[i].cached_tokens = reader.usage.cached_tokens
             completions[i].prompt_logprobs = reader.prompt_logprobs[0]

@@ -29,7 +29,7 @@ HUB = re.compile(
     r"(?:hf:(?://)?|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?P<rest>.*)",
     re.IGNORECASE,
 )
-# what follows: a tag, a file, or the page of a file or folder
+# the rest of such a name: a tag, a file, or the page of a file or folder
 REPO = re.compile(
     r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<tag>[^:\s][^:\n]*?)|"
     r"/(?:blob|resolve|raw|tree)/(?P<revision>[^/]+)(?:/(?P<path>.+?))?|/(?P<file>.+\.gguf))?/?",
@@ -123,7 +123,7 @@ def list_folder(folder: Path) -> dict[str, Path]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the GGUF files below a folder. Each folder is read once, under its own path if that is
-    below ``folder``, so links may form circles. What cannot be read is skipped with a warning.
+    below ``folder``, so links may form circles. Unreadable entries are skipped with a warning.
     """
     folders, linked, seen = [folder], list[Path](), set[tuple[int, int]]()
     while folders or linked:

@@ -1,4 +1,4 @@
-"""Says what a file is that should be a GGUF file, without reading its header."""
+"""Explains what a file is if it is not a GGUF file, without reading the header."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure_regular_file(path: Path) -> int:
 
 
 def explain_format(start: bytes) -> str:
-    """Return what the file is instead, as the end of a sentence."""
+    """Return what the file is if it is not a GGUF file, as the end of a sentence."""
     if start.startswith(b"version https://git-lfs"):
         return ", but a Git LFS pointer: fetch the real file with `git lfs pull`"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):

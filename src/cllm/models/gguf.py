@@ -1,7 +1,7 @@
 """Read the header of a GGUF file quickly, without trusting it.
 
-llama.cpp's own reader is C++ code that reads a file from the network. Most CVEs about model files
-are there. Files that this module refuses never reach it. Format:
+llama.cpp's own reader is C++ code that reads files from the network, and has most CVEs about model
+files. Files that this module rejects never reach it. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -72,7 +72,7 @@ SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY, UINT32 = 8, 9, 4
 TOKENS = "tokenizer.ggml.tokens"
 
-# Far above every known model, far below what would do harm.
+# Limits far above every known model, and far below harmful sizes.
 MAX_KEYS, MAX_TENSORS, MAX_NAME, MAX_DIMS = 1 << 16, 1 << 17, 63, 4
 MAX_TEXT, MAX_KEY, MAX_HEADS = 1 << 26, 1 << 16, 1 << 20
 MAX_ARRAY, MAX_ARRAY_STRINGS = 1 << 28, 1 << 22
@@ -324,7 +324,7 @@ class _Reader:
         return architecture
 
     def _check_metadata(self, architecture: str) -> None:
-        """Check values that llama.cpp does not refuse, but aborts the process for."""
+        """Check values that make llama.cpp abort the process instead of rejecting the file."""
         for key, possible in ASSERTED.items():
             value = self.metadata.get(f"{architecture}.{key}")
             if value is not None and value not in possible:

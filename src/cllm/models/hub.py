@@ -190,7 +190,7 @@ def _find_cached_files(repo: str) -> dict[str, Path]:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a file is there; not if another user's folder hides that."""
+    """Return whether a file exists; False if it is in a folder that this user cannot read."""
     try:
         return path.exists()
     except OSError:
@@ -222,8 +222,8 @@ def name_in_repo(file: Path) -> str:
 
 
 def verify(files: Iterable[Path]) -> None:
-    """Check the files of the cache whose SHA-256 is known from the hub. A file with another one is
-    removed; then this raises StartupError.
+    """Check the files of the cache whose SHA-256 is known from the hub. If the hash of a file
+    differs, remove the file and raise StartupError.
     """
     for file in files:
         stored = file.resolve()
@@ -380,7 +380,7 @@ def _one_line_errors(repo: str) -> Iterator[None]:
 
 
 def _explain_error(repo: str, error: Exception) -> str:
-    """Return one line that says what to do; huggingface_hub's own messages are paragraphs."""
+    """Return one line with the remedy; huggingface_hub's own messages are paragraphs."""
     import httpx2
     from huggingface_hub import constants, errors
 

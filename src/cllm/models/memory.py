@@ -12,19 +12,19 @@ from cllm.errors import StartupError
 from cllm.models.gguf import format_size
 
 USUAL_KV_BYTES = 4 << 30
-GPU_SHARE = 0.8  # the rest is for llama.cpp's work buffers there
+GPU_SHARE = 0.8  # the rest is for llama.cpp's work buffers on the GPUs
 USUAL_RAM_CACHE_BYTES = 4 << 30
 REPACKED_SHARE = 0.5  # of the weights; llama.cpp copies some in another order on CPUs
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
 VM_STATISTICS = Path("/proc/vmstat")
 OWN_STATUS = Path("/proc/self/status")
-NO_LIMIT = 1 << 60  # version 1 has no word for it, but a number near 2 ** 63
+NO_LIMIT = 1 << 60  # version 1 writes a number near 2 ** 63 if there is no limit
 
 
 class GroupFiles(NamedTuple):
-    """Where a control group has its limit and its used memory, and what begins the lines of cached
-    files in its statistics.
+    """The files of a control group with its limit and its used memory, and the prefix of the lines
+    about cached files in its statistics.
     """
 
     limit: str

@@ -1,4 +1,4 @@
-"""Checks that files are a whole model, which llama.cpp would report only in its log.
+"""Checks that files are a complete model. llama.cpp would report errors only in its log.
 
 The format of split models: https://github.com/ggml-org/llama.cpp/tree/master/tools/gguf-split
 """
@@ -121,7 +121,7 @@ def describe_other(metadata: Mapping[str, Value], num_tensors: int | None) -> st
 
 def is_model(path: Path) -> bool:
     """Return whether a file is a model or its first part, or cannot be a GGUF file at all, which
-    loading it will report. What other files are is logged once.
+    loading it will report. For any other file, log once what it is.
     """
     try:
         status = path.stat()

@@ -1,4 +1,4 @@
-"""What a model is for, by a quick look at its file."""
+"""Finds the task of a model by a quick look at its file."""
 
 from __future__ import annotations
 

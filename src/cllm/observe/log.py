@@ -6,7 +6,7 @@ import logging
 import sys
 
 FORM = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-# A line of the log must not contain what moves the cursor of a terminal or begins a new line.
+# Characters that move a terminal's cursor or begin a new line, which a log line must not contain.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 CONTROL |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029)}
 

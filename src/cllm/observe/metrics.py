@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from cllm.core.output import Stats
 
-# CPUs take minutes for what GPUs do in milliseconds, so the buckets reach further than usual.
+# CPUs take minutes where GPUs take milliseconds, so the buckets reach further than usual.
 TTFT_BUCKETS = (
     0.001,
     0.005,
@@ -120,7 +120,7 @@ class TokenHistogram(Collector):
 
 
 class UsageCounts(Protocol):
-    """What an account has used since the start."""
+    """The usage of an account since the start."""
 
     requests: int
     prompt_tokens: int
@@ -165,7 +165,7 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        if len(self.engines) < 2:  # the other metrics say it all
+        if len(self.engines) < 2:  # the other metrics have the same figures
             return
         labels = ("model_name", "engine")
         ready = GaugeMetricFamily(
@@ -301,7 +301,7 @@ class Metrics:
         self._skipped.labels(self._model_name, kind).inc()
 
     def observe_grammar_check(self, seconds: float | None) -> None:
-        """Count a grammar that was checked in ``seconds``; None: it had been checked before."""
+        """Count a grammar that was checked in ``seconds``; None means that it was known before."""
         if seconds is None:
             self._known_grammars.inc()
         else:

@@ -131,7 +131,7 @@ class Recorder:
 
     The id of a block is a keyed hash of all tokens up to its end. The key is random and never
     stored, so a trace shows which requests share a prefix, but not their text. A thread writes the
-    file. What it cannot write in time is dropped, so a disk that hangs delays no request.
+    file. Entries that it cannot write in time are dropped, so a hanging disk delays no request.
     """
 
     def __init__(self, path: Path) -> None:
@@ -198,7 +198,7 @@ class Recorder:
                 self._failed = True
 
     def close(self) -> None:
-        """Write what is pending, for at most CLOSE_TIMEOUT, and close the file."""
+        """Write pending entries for at most CLOSE_TIMEOUT, and close the file."""
         with contextlib.suppress(queue.Full):
             self._pending.put_nowait(None)
         self._thread.join(CLOSE_TIMEOUT)

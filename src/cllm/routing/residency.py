@@ -1,4 +1,5 @@
-"""Which loaded model makes room for another one: the least recently used, after a minimum stay.
+"""Chooses the loaded model that makes room for another one: the least recently used one, after a
+minimum stay.
 
 Servers (``serving/loaded_models.py``) and simulations use these rules.
 """
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-# A model stays at least for MIN_STAY seconds, and for STAY_FACTOR times what its load took, so that
-# two models that are both wanted do not spend their time with loading.
+# A model stays for at least MIN_STAY seconds, and STAY_FACTOR times its load time. Otherwise two
+# models that are both needed would spend their time loading.
 MIN_STAY, STAY_FACTOR = 2.0, 2.0
 
 
 class Resident(Protocol):
-    """A loaded model, which may leave from the time ``stays_until`` on, in seconds."""
+    """A loaded model, which may be unloaded from the time ``stays_until`` on, in seconds."""
 
     last_used: float
     stays_until: float
@@ -29,12 +30,12 @@ AnyResident = TypeVar("AnyResident", bound=Resident)
 
 
 def compute_stay(loaded_at: float, load_seconds: float) -> float:
-    """Return until when a model stays that was loaded at ``loaded_at``."""
+    """Return the time until which a model stays that was loaded at ``loaded_at``."""
     return loaded_at + max(MIN_STAY, STAY_FACTOR * load_seconds)
 
 
 def choose_to_unload(models: Sequence[AnyResident], now: float) -> AnyResident | None:
-    """Return the least recently used of the idle models that may leave; None if there is none."""
+    """Return the least recently used idle model that may be unloaded; None if there is none."""
     idle = [one for one in models if not one.is_busy and one.stays_until <= now]
     return min(idle, key=lambda one: one.last_used, default=None)
 

@@ -223,8 +223,8 @@ class Router:
     def _list_longest(
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> list[Candidate]:
-        """Return the ``candidates`` that know the longest prefix of the request; none if no one
-        knows any.
+        """Return the ``candidates`` that know the longest prefix of the request; none if they know
+        no prefix.
         """
         bits = longest = 0
         for one in candidates:

@@ -61,7 +61,7 @@ class GrammarMatcher:
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
         self._grammar = grammar
-        self._seconds = -PATIENCE  # by which the masks have exceeded their allowed time
+        self._seconds = -PATIENCE  # time by which the masks have exceeded the allowed time
         self._shared = matcher
         self._own: LLMatcher | None = None  # created on first use; waiting sequences need none
 
