@@ -115,7 +115,7 @@ def cllm(
 ) -> contextlib.AbstractContextManager[RunningServer]:
     """Start cLLM with ``flags`` of ``cllm serve``. Without a model, it serves the built-in one.
 
-    name: of the model in requests; None: the one that cLLM derives from the file.
+    Requests call the model ``name``. None means the name that cLLM derives from the file.
     """
     named = ["--model.name", name] if name else []
     command = [sys.executable, "-m", "cllm", "serve", *([model] if model else [])]

@@ -40,8 +40,8 @@ def batched_bench(
 ) -> list[dict[str, Any]]:
     """Return the line that llama-batched-bench prints for each of ``num_seqs``.
 
-    context: tokens of all sequences together. shared_prompt: the prompt is computed once and
-    copied.
+    ``context`` counts the tokens of all sequences together. With ``shared_prompt``, the prompt is
+    computed once and copied.
 
     The program prints in a separate thread and may exit before this thread has finished, so
     incomplete output is retried. Raises StartupError if it fails, or after TRIES attempts.

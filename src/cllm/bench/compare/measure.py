@@ -48,9 +48,10 @@ Progress = Callable[[float, str], None]
 class ComparisonPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to compare.
 
-    model: None for the built-in one. peers, default_peers: folders of llama.cpp's programs. rounds:
-    None for the rows' own numbers. scale: factor for the lengths of all prompts. seconds: no run
-    begins later. most_others: share of the CPU that other processes may take in a run.
+    ``model`` None means the built-in one. ``peers`` and ``default_peers`` are folders of
+    llama.cpp's programs. ``rounds`` None means each row's own number. ``scale`` is a factor for the
+    lengths of all prompts. No run begins after ``seconds``. ``most_others`` is the share of the CPU
+    that other processes may take in a run.
     """
 
     model: Path | None

@@ -96,7 +96,7 @@ class Rounds:
     def of(self, row: str, work: str | None = None) -> list[StoredRun]:
         """Return the runs of a row in order of rounds, of several attempts the quietest one.
 
-        work: None means the work of the last run.
+        ``work`` None means the work of the last run.
         """
         attempts = [runs for runs in self._runs.values() if runs[0].row == row]
         if work is None and attempts:

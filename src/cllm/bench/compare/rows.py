@@ -66,8 +66,8 @@ class Target(NamedTuple):
     """A figure of a row and its limit: a value of ``of`` divided by the same value of ``against``,
     minus it if there is a ``unit``, or the value itself if ``against`` is empty.
 
-    default_limit: for llama.cpp's default build. part: the part of the workload, whose failures
-    exclude a setting of ``against``; "" for all requests.
+    ``default_limit`` is the limit for llama.cpp's default build. ``part`` is the part of the
+    workload, "" for all requests; failures in it exclude a setting of ``against``.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Target(NamedTuple):
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured in one way on several systems.
+    """A measurement that is made in the same way on several systems.
 
-    primary: the value that says which setting of a peer is the best one, and whether more is
-    better; without a name, the value of each target. slots: requests at a time, if they are more
-    than ``clients``. builtin: use the built-in model instead of the given one. settings: flags for
-    each setting of a system, instead of those that systems.py tries; "FOLDER" is a folder of the
-    run. figures: returns the values that only this row has.
+    ``primary`` is the value that decides which setting of a peer is the best one, and whether more
+    is better; without a name, it is the value of each target. ``slots`` is the number of requests
+    at a time, if they are more than ``clients``. ``builtin`` uses the built-in model instead of the
+    given one. ``settings`` has flags for each setting of a system, instead of those that systems.py
+    tries; "FOLDER" is a folder of the run. ``figures`` returns the values that only this row has.
     """
 
     name: str

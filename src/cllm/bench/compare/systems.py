@@ -34,11 +34,12 @@ FIXED_STREAMS = (32, 8, 4)  # numbers of sequences with cells of their own
 
 
 class Purpose(NamedTuple):
-    """What a server is started for.
+    """The purpose for which a server is started.
 
-    model: None for the built-in one. num_cells: size of cLLM's KV cache in tokens, which the others
-    get too. peers, default_peers: folders of llama.cpp's programs. settings: the flags to try; none
-    for those of this module. folder: replaces "FOLDER" in them.
+    ``model`` None means the built-in one. ``num_cells`` is the size of cLLM's KV cache in tokens,
+    which the other systems also get. ``peers`` and ``default_peers`` are folders of llama.cpp's
+    programs. ``settings`` are the flags to try; if it is empty, those of this module. ``folder``
+    replaces "FOLDER" in them.
     """
 
     model: Path | None

@@ -49,8 +49,8 @@ PHASES = (
 class Sizes(msgspec.Struct, frozen=True):
     """How much a scenario sends.
 
-    requests: in all, or in a part of the scenario. long_tokens: of its long prompt, if it has one.
-    scale: factor for all numbers of prompt tokens.
+    ``requests`` are sent in total, or in a part of the scenario. The long prompt, if there is one,
+    has ``long_tokens`` tokens. ``scale`` is a factor for all numbers of prompt tokens.
     """
 
     requests: int

@@ -56,13 +56,13 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Clients that send tasks, each its next one when its last one has ended.
+    """Clients that send tasks. Each sends its next task when its last one has ended.
 
-    arrivals: the times, in seconds from the start of the group, at which tasks are sent instead.
-    start_after: the group starts when its stage has received this number of chunks with text.
-    background: the group goes on until the other groups of its stage have ended and the stage has
-    received ``tail`` further chunks; then its clients disconnect. watched: record how far the
-    server has computed the longest request.
+    With ``arrivals``, tasks are instead sent at these times, in seconds from the start of the
+    group. The group starts when its stage has received ``start_after`` chunks with text. A
+    ``background`` group goes on until the other groups of its stage have ended and the stage has
+    received ``tail`` further chunks; then its clients disconnect. If it is ``watched``, the client
+    records how far the server has computed the longest request.
     """
 
     tasks: Iterable[Task]

@@ -193,8 +193,8 @@ def try_quantizations(
     """Measure ``forms``, or by default those worth trying, and return the results in the order of
     the measurements.
 
-    tokens: the text on which quality is judged. Each form exists in ``folder`` only while it is
-    measured. Raises StartupError if the original cannot be measured.
+    ``tokens`` are the text on which quality is judged. Each form exists in ``folder`` only while it
+    is measured. Raises StartupError if the original cannot be measured.
     """
     source, logits = Path(params.path), folder / "logits"
     header = read_header(source)

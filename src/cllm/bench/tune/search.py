@@ -70,11 +70,11 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """The result. before and after: the original settings and all choices, measured in turn; None
-    if nothing was chosen.
+    """The result.
 
-    confirmed: the choices are faster in this last measurement too. skipped: settings with nothing
-    to try or no time left.
+    ``before`` and ``after`` are the original settings and all choices, measured in turn; None if
+    nothing was chosen. ``confirmed`` says that the choices are also faster in this last
+    measurement. ``skipped`` has the settings with nothing to try or no time left.
     """
 
     tried: list[Tried]
