@@ -78,7 +78,7 @@ class Balancer:
         for request_id, move in self._moves.items():
             if request_id not in self._overdue and move.source.seems_to_hang():
                 self._overdue.add(request_id)
-                move.transfer(-1)  # otherwise this move would keep other requests from the target
+                move.transfer(-1)  # it must not keep other requests from the target
         if any(member.stats.num_waiting for member in self._members):
             self._balanced = now
             for member in self._members:
