@@ -119,7 +119,7 @@ class TokenHistogram(Collector):
         yield family
 
 
-class UsageCounts(Protocol):
+class AccountCounts(Protocol):
     """The usage of an account since the start."""
 
     requests: int
@@ -128,7 +128,7 @@ class UsageCounts(Protocol):
     completion_tokens: int
 
 
-NO_USAGE: Mapping[str, UsageCounts] = {}
+NO_USAGE: Mapping[str, AccountCounts] = {}
 
 
 class AccountUsageCollector(Collector):
@@ -403,7 +403,9 @@ class ServerMetrics:
         """Count a request that was rejected before its model was known, or loaded."""
         self._refused.labels("", reason).inc()
 
-    def update(self, usage: Mapping[str, UsageCounts], num_failed_writes: int) -> CollectorRegistry:
+    def update(
+        self, usage: Mapping[str, AccountCounts], num_failed_writes: int
+    ) -> CollectorRegistry:
         """Return the metrics. ``usage`` has the accounts that are shown. ``num_failed_writes`` must
         never decrease.
         """
