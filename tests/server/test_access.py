@@ -553,14 +553,14 @@ def test_single_key_from_the_environment(start_server):
 
 
 def get(server, headers, path="/v1/models", method="GET"):
-    connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"))
-    connection.putrequest(method, path, skip_host=True)
-    for name, value in headers.items():
-        connection.putheader(name, value)
-    connection.endheaders()
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
+    address = server.url.removeprefix("http://")
+    with contextlib.closing(http.client.HTTPConnection(address)) as connection:
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        answer.read()
     return answer
 
 

@@ -250,23 +250,23 @@ def test_suffix_makes_a_fill_in_the_middle_prompt(start_server, tiny_model):
     the texts stay plain text.
     """
     server = start_server(str(tiny_model("gemma3")))
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    model = client.models.list().data[0].id
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
 
-    def num_tokens(prompt, suffix):
-        usage = client.completions.create(
-            model=model, prompt=prompt, suffix=suffix, max_tokens=1
-        ).usage
-        return usage.prompt_tokens
+        def num_tokens(prompt, suffix):
+            usage = client.completions.create(
+                model=model, prompt=prompt, suffix=suffix, max_tokens=1
+            ).usage
+            return usage.prompt_tokens
 
-    def encode(text):
-        return server.client.post("/encode", json={"text": text}).json()["tokens"]
+        def encode(text):
+            return server.client.post("/encode", json={"text": text}).json()["tokens"]
 
-    assert num_tokens("hello", " there") == len(encode("hello")) + len(encode(" there")) + 3
-    assert num_tokens(encode("hello"), "") == len(encode("hello")) + 3
-    assert num_tokens("<|im_end|>", "") > len(encode("<|im_end|>")) + 3
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model=model, prompt="a", suffix="b", echo=True, logprobs=1)
+        assert num_tokens("hello", " there") == len(encode("hello")) + len(encode(" there")) + 3
+        assert num_tokens(encode("hello"), "") == len(encode("hello")) + 3
+        assert num_tokens("<|im_end|>", "") > len(encode("<|im_end|>")) + 3
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model=model, prompt="a", suffix="b", echo=True, logprobs=1)
     assert refused.value.param == "logprobs"
 
 
