@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
 from cllm.cli import main as command_line
 from cllm.observe import log
@@ -29,6 +30,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.startswith("CLLM_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("COLUMNS", "200")
+    # The one that the application makes has the width of the first test in this process.
+    monkeypatch.setattr(command_line.app, "_console", Console(width=200))
 
 
 @pytest.fixture
