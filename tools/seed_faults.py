@@ -267,6 +267,8 @@ FAULTS = [
         "store/responses.py",
         "store/test_responses.py",
         (" and self._stored[name].account == account.name", ""),
+        ("        self._stored.move_to_end(response_id)\n", ""),
+        ("self._num_bytes -= stored.num_bytes", "pass"),
     ),
     *faults_in(
         "server/infill.py",
@@ -283,6 +285,40 @@ FAULTS = [
         "bench/compare/targets.py",
         "bench/compare/test_performance.py",
         ("settings not in failed}", "settings not in groups}"),
+    ),
+    *faults_in(
+        "store/charges.py",
+        "store/test_usage.py",
+        ("min(num_tokens, self._left)", "num_tokens"),
+        ("self.day[:7], UsageCounts()", "self.day[:7], self.of_month"),
+    ),
+    *faults_in(
+        "store/batch_answers.py",
+        "store/test_batch_answers.py store/test_batches.py",
+        ("file.tell() > size", "file.tell() < size"),
+        ("whole += len(line)", "whole = len(line)"),
+    ),
+    *faults_in(
+        "server/ollama/schema.py",
+        "server/test_durations.py",
+        ('text += "s"', 'text += "m"'),
+        ("return sign * sum(", "return sum("),
+    ),
+    *faults_in(
+        "server/ollama/stream.py",
+        "server/test_ollama_lines.py",
+        ("if delta.call != self._call:", "if self._call < 0:"),
+    ),
+    *faults_in(
+        "server/anthropic/stream.py",
+        "server/test_anthropic_events.py",
+        ("data = self._close() + self._open(delta)", "data = self._open(delta)"),
+        ("        self._index += 1\n", ""),
+    ),
+    *faults_in(
+        "config/file.py",
+        "config/test_config.py",
+        ("or peers[:1]", "or peers[1:]"),
     ),
 ]
 

@@ -136,6 +136,15 @@ def test_open_output_reserves_at_most_what_is_left(ledger):
     ledger.admit(ann, 1, 512, used)
 
 
+def test_payment_beyond_a_reservation_frees_none_of_another_one(ledger):
+    ann, used = account(tokens_per_minute=100), counts(10)
+    charge = ledger.admit(ann, 10, 0, used)
+    ledger.admit(ann, 50, 0, counts(50))
+    used.completion_tokens = 40
+    charge.pay()
+    refused(ledger, ann, 1, 0, counts(1))
+
+
 def test_month_begins_anew(ledger, clock):
     ann = account(tokens_per_month=100)
     ledger.admit(ann, 80, 0, counts(70, 10)).settle(finished=True)
