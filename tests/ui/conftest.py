@@ -55,6 +55,18 @@ def endless_server() -> Iterator[Server]:
 start_server = pytest.fixture(starter)
 
 
+# A transaction that writes begins when those before it have ended.
+WAIT_FOR_STORE = """() => new Promise((resolve, reject) => {
+  const opening = indexedDB.open("cllm");
+  opening.onerror = reject;
+  opening.onsuccess = () => {
+    const transaction = opening.result.transaction("conversations", "readwrite");
+    transaction.oncomplete = () => resolve(opening.result.close());
+    transaction.objectStore("conversations").count();
+  };
+})"""
+
+
 class Visit:
     """A page of a server in a browser profile of its own.
 
@@ -110,6 +122,11 @@ class Visit:
     def wait_until_answered(self) -> None:
         expect(self.page.locator(".message").last).to_have_attribute("aria-busy", "false")
         expect(self.page.locator(".composer").get_by_role("button", name="Send")).to_be_visible()
+
+    def reload(self) -> None:
+        """Load the page again once the browser has stored all conversations."""
+        self.page.evaluate(WAIT_FOR_STORE)
+        self.page.reload()
 
     def set(self, **values: str) -> None:
         """Fill in settings by their labels; of lists, choose an option."""

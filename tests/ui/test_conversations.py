@@ -21,7 +21,7 @@ def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
     chat.ask("What is 31 plus 12?")
     expect(chat.answers()).to_have_text("43")
     chat.wait_until_answered()
-    chat.page.reload()
+    chat.reload()
     entries = chat.page.locator(".sidebar .title")
     expect(entries).to_have_text(["What is 31 plus 12?", "A sum"])
     entries.last.click()
@@ -32,7 +32,7 @@ def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
     expect(entries).to_have_text(["A sum"])
     chat.page.get_by_role("button", name="Undo").click()
     expect(entries).to_have_count(2)
-    chat.page.reload()
+    chat.reload()
     expect(entries).to_have_count(2)
 
 
@@ -152,19 +152,19 @@ def test_deleting_a_conversation_stops_its_answer_and_it_stays_deleted(visit, en
     expect(chat.answers()).to_have_text(re.compile("bcd"))
     chat.page.get_by_role("button", name="Stop").click()
     chat.wait_until_answered()
-    chat.page.reload()
+    chat.reload()
     expect(chat.page.locator(".sidebar .title")).to_have_text(["b"])
 
 
 def test_conversation_that_was_empty_at_a_reload_is_found_again(visit, server):
     chat = visit(server)
     chat.page.get_by_role("button", name="New conversation").click()
-    chat.page.reload()
+    chat.reload()
     expect(chat.page.locator(".welcome button")).to_have_count(3)
     chat.ask("What is 27 plus 45?")
     expect(chat.answers()).to_have_text("72")
     chat.wait_until_answered()
-    chat.page.reload()
+    chat.reload()
     expect(chat.answers()).to_have_text("72")
     chat.page.get_by_role("button", name="New conversation").click()
     chat.page.locator(".sidebar .title").click()

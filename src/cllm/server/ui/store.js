@@ -1,7 +1,7 @@
 // The conversations in this browser's IndexedDB. Other tabs are told what changes.
 
 import { restore } from "./conversation.js";
-import { createStore, del, get, set, values } from "./vendor/idb-keyval.js";
+import { createStore, del, get, promisifyRequest, values } from "./vendor/idb-keyval.js";
 
 const store = createStore("cllm", "conversations");
 const channel = new BroadcastChannel("cllm-conversations");
@@ -14,7 +14,12 @@ export async function loadAll() {
 
 export async function save(conversation) {
   // an answer of a model may be added to it meanwhile
-  await set(conversation.id, structuredClone(conversation), store);
+  const copy = structuredClone(conversation);
+  await store("readwrite", (stored) => {
+    stored.put(copy, conversation.id);
+    stored.transaction.commit(); // also if the page is left now
+    return promisifyRequest(stored.transaction);
+  });
   channel.postMessage(conversation.id);
 }
 
