@@ -279,7 +279,7 @@ def test_tests_mirror_the_sources() -> None:
         for path in (ROOT / "tests").iterdir()
         if path.is_dir() and path.name.isidentifier()
     }
-    others = {"data", "docs", "ui", "__pycache__"}
+    others = {"data", "docs", "native", "ui", "__pycache__"}
     assert {folder for folder in folders - others if not (PACKAGE / folder).is_dir()} == set()
 
 

@@ -1,0 +1,158 @@
+// Runs one attention operation, by the kernel in native/ or by ggml, for tests and measurements.
+//
+// attention.cpp is compiled with other names for the functions of ggml that this file replaces, so
+// that the library of ggml that is linked keeps its own.
+#include <dlfcn.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "ggml-cpu-impl.h"
+#include "ggml-cpu.h"
+
+struct Spec {
+    void *data;  // null: there is no such tensor
+    int type;
+    int64_t ne[4];
+    size_t nb[4];
+};
+
+struct Pool {
+    int threads;
+    std::atomic<int> arrived{0}, rounds{0}, chunk{0};
+};
+
+extern "C" {
+
+static std::atomic<int> fallbacks{0};
+
+void test_attention(const ggml_compute_params *params, ggml_tensor *dst);
+void test_fallback(const ggml_compute_params *params, ggml_tensor *) {
+    if (params->ith == 0) fallbacks++;
+}
+void test_barrier(ggml_threadpool *pool) {
+    Pool &p = *(Pool *)pool;
+    const int round = p.rounds;
+    if (p.arrived.fetch_add(1) + 1 == p.threads) {
+        p.arrived = 0;
+        p.rounds++;
+    } else {
+        for (int i = 0; p.rounds == round; i++)
+            if (i > 10000) std::this_thread::yield();
+    }
+}
+void test_chunk_set(ggml_threadpool *pool, int value) { ((Pool *)pool)->chunk = value; }
+int test_chunk_add(ggml_threadpool *pool, int value) { return ((Pool *)pool)->chunk.fetch_add(value); }
+
+static double now(int clock) {
+    timespec t;
+    clock_gettime(clock, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static void fill(ggml_tensor &tensor, const Spec &spec) {
+    tensor = {};
+    tensor.data = spec.data;
+    tensor.type = (ggml_type)spec.type;
+    for (int i = 0; i < 4; i++) tensor.ne[i] = spec.ne[i], tensor.nb[i] = spec.nb[i];
+}
+
+// Computes specs[5] from q, k, v, mask and sinks. Returns 1 if the kernel passed it on to ggml.
+// seconds: the shortest time of one of the repetitions; of the processor if there is one thread.
+int run_kernel(const Spec *specs, const float *op_params, int threads, size_t work_size, int repeat,
+               double *seconds) {
+    ggml_tensor tensors[6];
+    for (int i = 0; i < 6; i++) fill(tensors[i], specs[i]);
+    ggml_tensor &dst = tensors[5];
+    dst.op = GGML_OP_FLASH_ATTN_EXT;
+    for (int i = 0; i < 5; i++) dst.src[i] = specs[i].data ? &tensors[i] : nullptr;
+    memcpy(dst.op_params, op_params, 3 * sizeof(float));
+
+    Pool pool;
+    pool.threads = threads;
+    void *work = malloc(work_size);  // exactly as much, for AddressSanitizer
+    fallbacks = 0;
+    *seconds = std::numeric_limits<double>::infinity();
+    const int clock = threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
+    const auto compute = [&](int ith) {
+        const ggml_compute_params params = {ith,  threads, work_size,
+                                            work, (ggml_threadpool *)&pool, false};
+        for (int i = 0; i < repeat; i++) {
+            test_barrier((ggml_threadpool *)&pool);
+            const double start = now(clock);
+            test_attention(&params, &dst);
+            test_barrier((ggml_threadpool *)&pool);
+            if (ith == 0) *seconds = std::min(*seconds, now(clock) - start);
+        }
+    };
+    std::vector<std::thread> others;
+    for (int i = 1; i < threads; i++) others.emplace_back(compute, i);
+    compute(0);
+    for (std::thread &each : others) each.join();
+    free(work);
+    return fallbacks > 0;
+}
+
+// The same by the linked library of ggml, with our kernel in it turned off.
+void run_ggml(const Spec *specs, const float *op_params, int threads, int repeat, double *seconds) {
+    if (void *enable = dlsym(RTLD_DEFAULT, "cllm_kernels_enable")) ((void (*)(int))enable)(0);
+    ggml_cpu_init();
+    ggml_context *context = ggml_init({ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true});
+    ggml_tensor *tensors[5];
+    for (int i = 0; i < 5; i++) {
+        tensors[i] = nullptr;
+        if (!specs[i].data) continue;
+        tensors[i] = ggml_new_tensor(context, (ggml_type)specs[i].type, 4, specs[i].ne);
+        tensors[i]->data = specs[i].data;
+        for (int j = 0; j < 4; j++) tensors[i]->nb[j] = specs[i].nb[j];
+    }
+    ggml_tensor *dst = ggml_flash_attn_ext(context, tensors[0], tensors[1], tensors[2], tensors[3],
+                                           op_params[0], op_params[1], op_params[2]);
+    if (tensors[4]) ggml_flash_attn_ext_add_sinks(dst, tensors[4]);
+    dst->data = specs[5].data;
+    ggml_cgraph *graph = ggml_new_graph(context);
+    ggml_build_forward_expand(graph, dst);
+    ggml_cplan plan = ggml_graph_plan(graph, threads, nullptr);
+    std::vector<uint8_t> work(plan.work_size);
+    plan.work_data = work.data();
+    const int clock = threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
+    *seconds = std::numeric_limits<double>::infinity();
+    for (int i = 0; i < repeat; i++) {
+        const double start = now(clock);
+        ggml_graph_compute(graph, &plan);
+        *seconds = std::min(*seconds, now(clock) - start);
+    }
+    ggml_free(context);
+}
+
+bool test_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst);
+bool test_mul_mat_id_tiled(const ggml_compute_params *params, ggml_tensor *dst, int64_t expert,
+                           int64_t rows, const int32_t *expert_rows, char *scratch);
+bool test_original_tiled(const ggml_compute_params *, ggml_tensor *) { return true; }
+bool test_original_id_tiled(const ggml_compute_params *, ggml_tensor *, int64_t, int64_t,
+                            const int32_t *, char *) {
+    return true;
+}
+
+// Returns whether a product of so many rows with weights of the type is passed to ggml's tiled one.
+bool uses_tiled(int type, int rows, bool expert) {
+    ggml_tensor weights = {}, input = {}, dst = {};
+    weights.type = (ggml_type)type;
+    input.ne[1] = expert ? 0 : rows;
+    dst.src[0] = &weights, dst.src[1] = &input;
+    const ggml_compute_params params = {};
+    return expert ? test_mul_mat_id_tiled(&params, &dst, 0, rows, nullptr, nullptr)
+                  : test_mul_mat_tiled(&params, &dst);
+}
+
+// The work memory that ggml has for the operation alone.
+size_t work_size(int key_size, int value_size, int heads, int threads) {
+    const size_t tiles = 64 * (2 * key_size + 2 * value_size + 2 * 64) * threads;
+    const size_t chunks = heads * threads * (2 + value_size) + threads * (key_size + 2 * value_size);
+    return sizeof(float) * std::max(tiles, chunks) + 64 * threads;
+}
+}
