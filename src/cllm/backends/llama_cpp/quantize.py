@@ -94,7 +94,8 @@ def _quantize_here(
             getattr(lib, f"GGML_TYPE_{head}"),
         )
     if body is not None:
-        params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{body}")
+        prefix = "ALL" if body == "F32" else "MOSTLY"
+        params.ftype = getattr(lib, f"LLAMA_FTYPE_{prefix}_{body}")
     else:
         header = read_header(Path(source))
         params.ftype = header.metadata.get("general.file_type", lib.LLAMA_FTYPE_MOSTLY_Q8_0)
