@@ -1,4 +1,4 @@
-# Builds llama.cpp with cLLM's kernels, if CMAKE_PROJECT_llama.cpp_INCLUDE names this file. Nothing names it yet.
+# How cLLM builds llama.cpp. CMAKE_PROJECT_llama.cpp_INCLUDE names this file, or one that includes it.
 
 # libllama-common is half of the compilation, and only llama.cpp's own programs use it.
 set(LLAMA_BUILD_COMMON OFF)

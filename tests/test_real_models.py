@@ -116,6 +116,19 @@ def is_text_except_at_a_tie(llm: LLM, output, text: str) -> bool:
     return output.text == text
 
 
+def test_own_attention_kernel_changes_no_text(smollm2_f32, gemma3_f32):
+    settings = {"model_max_context_length": 2048, "scheduler_max_num_seqs": 1}
+    for model, prompts in ((smollm2_f32, PROMPTS[: repeat(15, 5)]), (gemma3_f32, [LONG])):
+        texts = []
+        for kernels in ("auto", "off"):
+            with LLM(str(model), backend_llama_cpp_kernels=kernels, **settings) as llm:
+                if kernels == "auto" and not llm.info.attention:
+                    pytest.skip("this build of llama.cpp has no kernel of ours")
+                done = llm.generate(prompts, greedy(24, logprobs=5))
+                texts += [[each.outputs[0] for each in done]]
+        assert all(map(are_equal_except_at_a_tie, *texts))
+
+
 def test_32_at_once_get_what_they_get_alone_except_at_ties(smollm2_f32):
     chats = [ask(f"{prompt} Answer number {i}.") for i in (1, 2, 3) for prompt in PROMPTS][:32]
     with LLM(str(smollm2_f32), model_max_context_length=1024) as llm:

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".tools" / "wheels"
 CIBUILDWHEEL = "cibuildwheel==4.3.5"
-REVISION = 1  # of the companion wheel; count it up when its switches change
+REVISION = 2  # of the companion wheel; count it up when its switches or native/ change
 TOOLS = (
     "scikit-build-core>=0.11,<1",
     "cmake>=3.25,<5",
@@ -58,10 +58,9 @@ LEFT_OUT = (
     "llama_cpp/lib/libggml-base.so",
     "llama_cpp/lib/libllama.so.0",
 )
-# libllama-common is half of the compilation, and only llama.cpp's own programs use it. The kernels
-# find libggml-base in their own folder.
+# The kernels find libggml-base in their own folder.
 INCLUDE = "cllm.cmake"  # in the source package
-CMAKE_INCLUDE = """set(LLAMA_BUILD_COMMON OFF)
+CMAKE_INCLUDE = """include("${CMAKE_CURRENT_LIST_DIR}/native/llama.cmake")
 if(APPLE)
   set(CMAKE_INSTALL_RPATH "@loader_path")
 else()
@@ -193,6 +192,7 @@ def prepare_source(python: Path, tools: dict[str, str], gpu: str | None) -> Path
     for file, place, added in PATCHES:
         patch(source / "vendor" / "llama.cpp" / file, place, added)
     (source / INCLUDE).write_text(CMAKE_INCLUDE)
+    shutil.copytree(ROOT / "native", source / "native")
     return source
 
 

@@ -75,14 +75,12 @@ install() {
   find .tools/tmp -mindepth 1 -maxdepth 1 -type d -mmin +60 -exec rm -rf {} + # left by compilations that were killed
   log=.tools/setup.log begun=$(date +%s)
   : >"$log"
-  if [ -z "$without" ] && ! ls "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp >/dev/null 2>&1; then
+  if [ -z "$without" ] && ! has_llama; then
     # The compilers that are checked here are the ones that are used.
     CC=${CC:-$(first cc gcc clang)} CXX=${CXX:-$(first c++ g++ clang++)}
     [ -n "$CC" ] && [ -n "$CXX" ] || die "a C++ compiler is needed to build llama.cpp: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
     case $("$CXX" --version 2>/dev/null) in *clang*) CXX=$(without_gcc_switches "$CXX") ;; esac
-    # libllama-common is half of the compilation, and only llama.cpp's own programs use it.
-    echo 'set(LLAMA_BUILD_COMMON OFF)' >.tools/tmp/llama.cmake
-    SKBUILD_CMAKE_ARGS="${SKBUILD_CMAKE_ARGS:+$SKBUILD_CMAKE_ARGS;}-DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/.tools/tmp/llama.cmake"
+    SKBUILD_CMAKE_ARGS="${SKBUILD_CMAKE_ARGS:+$SKBUILD_CMAKE_ARGS;}-DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/native/llama.cmake"
     export CC CXX SKBUILD_CMAKE_ARGS
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
     say "first run: fetching the Python packages and compiling llama.cpp for this machine," \
@@ -119,6 +117,12 @@ sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $without </dev/null
 clean_up() {
   kill "$reporter" 2>/dev/null || :
   rm -rf "$work" || : # compilers that have not heard of the end yet may still write
+}
+
+# uv records with which variables of pyproject.toml it built a package; one of them names the state of native/.
+has_llama() {
+  kernels=$(grep -o 'CLLM_KERNELS=[0-9a-f]*' pyproject.toml)
+  cat "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp_python-*/uv_build.json 2>/dev/null | grep -qF "$kernels"
 }
 
 # The cause stands before the compiler's long output, what it says about it at the end.

@@ -33,6 +33,9 @@ CLANG = (
     "clang 19 with its OpenMP library: prompts are computed 1.1 to 1.2 times as fast; "
     "see docs/install.md"
 )
+WITHOUT_KERNEL = (
+    "llama.cpp's; builds by make and tools/setup.sh, and cLLM's wheels, have a faster one"
+)
 # A vector extension: its name in /proc/cpuinfo -> its name in llama.cpp's system info.
 EXTENSIONS = {
     "avx2": "AVX2",
@@ -74,6 +77,7 @@ def doctor(
         "CPU kernels": f"{probed.variant}, chosen for this CPU"
         if probed.variant
         else "one set, as compiled",
+        "attention": f"cLLM's, for {probed.attention}" if probed.attention else WITHOUT_KERNEL,
         "compiled by": probed.compiler or "unknown",
         "compiled with": probed.switches or "not recorded",
         "a better build": suggest_build(probed, read_cpu_flags()),

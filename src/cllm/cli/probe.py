@@ -16,11 +16,10 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 
 @dataclass(frozen=True)
 class Probe:
-    """The result.
-
-    Compiled explains ``compiler`` and ``switches``. ``error`` is "" if there was an answer.
-    ``died_of`` names the signal that killed the process. ``variant`` names the CPU kernels, or is
-    "" if the build has only one set. ``gpus`` describes each GPU that llama.cpp can use.
+    """The result. See Compiled for ``compiler`` and ``switches``. ``error`` is "" if there was an
+    answer, and ``died_of`` names the signal that killed the process. ``variant`` names the CPU
+    kernels, "" if the build has only one set. See ModelInfo for ``attention``. ``gpus`` describes
+    each GPU that llama.cpp can use.
     """
 
     answer: str = ""
@@ -28,6 +27,7 @@ class Probe:
     compiler: str = ""
     switches: str = ""
     variant: str = ""
+    attention: str = ""
     gpu_offload: bool = False
     gpus: tuple[str, ...] = ()
     gpu_free_bytes: int = 0
@@ -75,6 +75,7 @@ def main() -> None:
             system=llm.info.system,
             **compiled()._asdict(),
             variant=cpu_variant(),
+            attention=llm.info.attention,
             gpu_offload=supports_gpu_offload(),
             gpus=tuple(
                 f"{gpu.name} ({gpu.description}): {format_size(gpu.num_free_bytes)} of "

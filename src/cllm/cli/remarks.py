@@ -55,11 +55,13 @@ def capacity(info: ModelInfo, num_engines: int = 1) -> str:
         what = "scores" if info.pooling == "rank" else "embeddings"
         return f"{what} of texts of up to {info.max_embedding_tokens} tokens"
     size = info.num_cells * info.kv_bytes_per_token / 1e6
-    most = "up to " if info.layout == "paged" else ""  # memory is taken only as tokens need it
+    most = "up to " if info.layout == "paged" else ""  # its memory is taken as tokens need it
+    attention = f", cLLM's attention for {info.attention}" if info.attention else ""
     several = f"{num_engines} engines, each with " if num_engines > 1 else ""
     return (
         f"{several}{info.max_num_seqs} sequence{'s' * (info.max_num_seqs != 1)} at a time, up to "
         f"{info.context_length} tokens each ({info.layout} KV cache, {most}{size:.0f} MB)"
+        f"{attention}"
     )
 
 

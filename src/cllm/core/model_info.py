@@ -20,7 +20,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tokens takes ``state_bytes + n * state_bytes_per_token``. The ``fingerprint`` is a hash of the
     file, and of everything else that its saved states depend on. ``on_gpu`` says that the weights
     are on a GPU. A step with one row, and few tokens before it, took ``row_seconds`` at load; 0 if
-    unknown.
+    unknown. ``attention`` names the instructions that cLLM's attention kernel uses; "" if it is not
+    in use.
 
     A model that only embeds does not have ``generates``. An embedding has ``embedding_size``
     dimensions, 0 without embeddings. ``pooling`` says how token embeddings become one vector:
@@ -53,6 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     system: str = ""
     on_gpu: bool = False
     row_seconds: float = 0.0
+    attention: str = ""
     generates: bool = True
     embedding_size: int = 0
     pooling: str = "mean"

@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("llama_cpp")
 
 from cllm.backends.llama_cpp import library
+from cllm.cli.remarks import capacity
+from cllm.core.params import SamplingParams
+from cllm.local.llm import LLM
 
 pytestmark = pytest.mark.llama
 
@@ -42,3 +45,28 @@ def test_abort_is_reported_in_one_line_before_the_process_ends():
     assert done.returncode == -signal.SIGABRT
     assert done.stdout == "file.cpp:7: what is wrong"
     assert done.stderr == "llama.cpp aborts: file.cpp:7: what is wrong\n"
+
+
+@pytest.fixture
+def own_kernels():
+    if not library.attention_kernel():
+        pytest.skip("this llama.cpp was built without native/")
+    yield
+    library.use_own_kernels(on=True)
+
+
+def test_own_kernels_can_be_turned_off_and_on(own_kernels):
+    library.use_own_kernels(on=False)
+    assert library.attention_kernel() == ""
+    library.use_own_kernels(on=True)
+    assert library.attention_kernel() in {"AVX2", "AVX-512", "NEON"}
+
+
+@pytest.mark.parametrize(("kernels", "ours"), [("auto", True), ("off", False)])
+def test_option_chooses_the_attention_kernel(own_kernels, kernels, ours):
+    with LLM(scheduler_max_num_seqs=1, backend_llama_cpp_kernels=kernels) as llm:
+        assert bool(llm.info.attention) == ours
+        assert ("cLLM's attention" in capacity(llm.info)) == ours
+        question = [{"role": "user", "content": "What is 27 plus 45?"}]
+        answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=8))
+        assert answer.text == "72"

@@ -38,6 +38,7 @@ from cllm.backends.llama_cpp.fit import (
 from cllm.backends.llama_cpp.ggml_memory import KVAddresses, NewPages, intercept, is_supported
 from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
+    attention_kernel,
     check_pointer,
     count_equal_cells,
     last_error,
@@ -45,6 +46,7 @@ from cllm.backends.llama_cpp.library import (
     read_metadata,
     supports_gpu_offload,
     system_info,
+    use_own_kernels,
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.passes import TILE, Pass, plan_passes
@@ -188,6 +190,7 @@ class LlamaCppBackend:
             system=system_info(),
             on_gpu=on_gpu,
             row_seconds=probed.row_seconds,
+            attention="" if on_gpu else attention_kernel(),
             tile=TILE,
             can_trim=probed.can_trim,
             num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
@@ -208,6 +211,7 @@ class LlamaCppBackend:
 
         Raises StartupError if that fails, or if paged memory was asked for.
         """
+        use_own_kernels(on=self._options.kernels == "auto")
         if not self._params.kv_bytes_per_token:
             self._measure_kv()
         sizes = fit(self._params, trained, plain=self._plain, pages=pages)

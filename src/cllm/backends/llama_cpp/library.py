@@ -21,7 +21,13 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 import llama_cpp
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.llama_cpp.variants import find_kernels, load_backends, name_variant
+from cllm.backends.llama_cpp.variants import (
+    find_kernels,
+    load_backends,
+    name_own_kernels,
+    name_variant,
+    switch_own_kernels,
+)
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import decoding
 
@@ -135,6 +141,18 @@ def cpu_variant() -> str:
     one.
     """
     return name_variant(find_kernels(lib._lib))  # noqa: SLF001
+
+
+def use_own_kernels(*, on: bool) -> None:
+    """Turn cLLM's kernels (native/) on or off for this process, if this build has them."""
+    switch_own_kernels(find_kernels(lib._lib), on=on)  # noqa: SLF001
+
+
+def attention_kernel() -> str:
+    """Return the instructions that cLLM's attention kernel uses, such as AVX2; "" if llama.cpp's
+    own computes.
+    """
+    return name_own_kernels(find_kernels(lib._lib))  # noqa: SLF001
 
 
 def supports_gpu_offload() -> bool:

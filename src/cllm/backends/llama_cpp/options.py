@@ -90,6 +90,11 @@ class Options(BaseModel):
     flash_attention: Literal["auto", "on", "off"] = Field(
         default="auto", description="Whether to use flash attention; auto where it is supported."
     )
+    kernels: Literal["auto", "off"] = Field(
+        default="auto",
+        description="cLLM's own attention kernel for CPUs: auto uses it if llama.cpp was built "
+        "with it (cllm doctor says so), off uses llama.cpp's.",
+    )
     rope_scaling: Literal["auto", "none", "linear", "yarn"] = Field(
         default="auto",
         description="How positions beyond the trained context are scaled; auto does what the "
