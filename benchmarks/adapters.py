@@ -23,7 +23,7 @@ import msgspec
 from cllm.bench.distribution import jain_index
 from cllm.bench.load.answer import split_parts
 from cllm.bench.load.client import Outcome, run_stages
-from cllm.bench.load.workload import Group, WordPrompts, word_tasks
+from cllm.bench.load.workload import Group, RequestSpec, word_tasks
 from cllm.bench.make_adapter import write_adapter
 from cllm.bench.servers import RunningServer, cllm, failures
 from cllm.cli.doctor import describe_cpu
@@ -51,8 +51,8 @@ def send(server: RunningServer, models: list[str], requests: int) -> Outcome:
     """
     groups = []
     for model in models:
-        words = WordPrompts(model=model, prompt_words=10, max_tokens=MAX_TOKENS, seed=next(SEEDS))
-        tasks = word_tasks(CLIENTS * requests, words)
+        spec = RequestSpec(model=model, prompt_words=10, max_tokens=MAX_TOKENS, seed=next(SEEDS))
+        tasks = word_tasks(CLIENTS * requests, spec)
         named = [msgspec.structs.replace(task, part=model) for task in tasks]
         groups.append(Group(tasks=named, clients=CLIENTS))
     outcome = run_stages(server, [groups])

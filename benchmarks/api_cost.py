@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 
-from cllm.bench.load.workload import WordPrompts, word_tasks
+from cllm.bench.load.workload import RequestSpec, word_tasks
 from cllm.bench.servers import MODEL, cllm, load
 from cllm.cli.main import install_signal_handlers
 from cllm.observe.cpu_time import read_cpu_seconds
@@ -42,7 +42,7 @@ def main() -> None:
         for i in range(-1, options.rounds):
             tasks = word_tasks(
                 options.streams,
-                WordPrompts(model=MODEL, prompt_words=4, max_tokens=options.tokens, seed=i + 1),
+                RequestSpec(model=MODEL, prompt_words=4, max_tokens=options.tokens, seed=i + 1),
             )
             begun = read_cpu_seconds(target.pid)
             outcome = load(target, tasks, options.streams)

@@ -27,7 +27,7 @@ import httpx2
 
 from benchmarks.adapters import compute_rate, send
 from benchmarks.adapters import serve as start
-from cllm.bench.load.workload import WordPrompts, word_tasks
+from cllm.bench.load.workload import RequestSpec, word_tasks
 from cllm.bench.servers import RunningServer, load
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.main import install_signal_handlers
@@ -84,8 +84,8 @@ def measure_both(folder: Path, model: Path, requests: int, rounds: int) -> None:
 
 def measure_ttft(server: RunningServer, number: int) -> float:
     """Return the seconds until the first token of the long prompt with this number."""
-    words = WordPrompts(model="a", prompt_words=800, max_tokens=4, seed=-1 - number)
-    (answer,) = load(server, word_tasks(1, words), 1).answers
+    spec = RequestSpec(model="a", prompt_words=800, max_tokens=4, seed=-1 - number)
+    (answer,) = load(server, word_tasks(1, spec), 1).answers
     return answer.first - answer.sent
 
 

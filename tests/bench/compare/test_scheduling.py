@@ -33,15 +33,15 @@ from cllm.bench.compare.workloads import (
     account_figures,
 )
 from cllm.bench.load.answer import TimedAnswer
-from cllm.bench.load.workload import Stage, Task, WordPrompts
+from cllm.bench.load.workload import RequestSpec, Stage, Task
 
-WORDS = WordPrompts(model="m", prompt_words=1, max_tokens=16, options={"top_k": 40})
+SPEC = RequestSpec(model="m", prompt_words=1, max_tokens=16, options={"top_k": 40})
 
 
 def make(name: str) -> list[Stage]:
     row = ROWS[name]
     assert row.make is not None
-    return row.make(WORDS, 1.0)
+    return row.make(SPEC, 1.0)
 
 
 def read_bodies(stages: list[Stage]) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ from cllm.bench.load.workload import (
     TURNS,
     WORKLOADS,
     Group,
+    RequestSpec,
     Task,
-    WordPrompts,
     arrival_times,
     num_requests,
     question_tasks,
@@ -34,10 +34,10 @@ from cllm.errors import StartupError
 MAX_TOKENS = 4
 
 
-def words(count: int, *, model: str = "m", **options: int) -> list[Task]:
+def make_tasks(count: int, *, model: str = "m", **options: int) -> list[Task]:
     return word_tasks(
         count,
-        WordPrompts(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options}),
+        RequestSpec(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options}),
     )
 
 
@@ -162,7 +162,7 @@ def test_load_against_real_server_succeeds(fake_server: str) -> None:
     """Every request gets exactly its number of tokens, and the figures of the report agree."""
     model = find_model(Endpoint(fake_server))
     assert model == "fake"
-    report = measure(fake_server, words(14, model=model, max_tokens=16), warmup=4)
+    report = measure(fake_server, make_tasks(14, model=model, max_tokens=16), warmup=4)
     assert report.failures == {}
     assert (report.num_requests, report.num_succeeded, report.num_failed) == (10, 10, 0)
     assert report.output_tokens == 160
@@ -182,7 +182,7 @@ def test_client_uses_little_cpu(fake_server: str) -> None:
     """
     costs = []
     for _ in range(10):
-        report = measure(fake_server, words(64, model="fake", max_tokens=64), concurrency=64)
+        report = measure(fake_server, make_tasks(64, model="fake", max_tokens=64), concurrency=64)
         costs.append(report.client_us_per_chunk)
         if costs[-1] < 100:
             break
@@ -197,7 +197,7 @@ def test_wrong_answers_are_failures(fake_server: str) -> None:
 
 
 def test_rejected_requests_are_failures(fake_server: str) -> None:
-    report = measure(fake_server, words(2, model="another"))
+    report = measure(fake_server, make_tasks(2, model="another"))
     assert report.failures == {"HTTP 404": 2}
     assert "'another' does not exist" in report.examples["HTTP 404"]
 
@@ -241,7 +241,7 @@ def test_failed_responses_are_counted_by_reason(
         return await handler(request) if next(turns) % 2 else await send(request, GOOD)
 
     with serving(every_second) as url:
-        report = measure(url, words(4), timeout=1.0, concurrency=1)
+        report = measure(url, make_tasks(4), timeout=1.0, concurrency=1)
     assert report.failures == {reason: 2}
     assert detail in report.examples.get(reason, "")
     assert (report.num_requests, report.num_succeeded, report.output_tokens) == (
@@ -254,8 +254,8 @@ def test_failed_responses_are_counted_by_reason(
 
 def test_load_beside_an_endless_group_ends_if_all_requests_fail() -> None:
     """The endless group stops, and the one that waits for its chunks runs."""
-    endless = Group(tasks=repeat(words(1)[0]), clients=2, background=True)
-    waiting = Group(tasks=words(3), clients=1, start_after=100)
+    endless = Group(tasks=repeat(make_tasks(1)[0]), clients=2, background=True)
+    waiting = Group(tasks=make_tasks(3), clients=1, start_after=100)
     with serving(breaks_down) as url:
         outcome = run_stages(Endpoint(url), [[endless, waiting]])
     assert len(outcome.answers) == 5
@@ -263,7 +263,7 @@ def test_load_beside_an_endless_group_ends_if_all_requests_fail() -> None:
 
 def test_report_without_successes_is_valid() -> None:
     with serving(breaks_down) as url:
-        report = measure(url, words(2))
+        report = measure(url, make_tasks(2))
     assert (report.num_failed, report.output_tokens, report.ttft_ms, report.tokens_per_chunk) == (
         2,
         0,
@@ -298,7 +298,7 @@ def test_concurrency_and_connection_reuse_are_respected() -> None:
         return response
 
     with serving(handler) as url:
-        warmup, group = (Group(tasks=words(count), clients=3) for count in (5, 15))
+        warmup, group = (Group(tasks=make_tasks(count), clients=3) for count in (5, 15))
         outcome = run_stages(Endpoint(url, "secret"), [[group]], warmup=warmup)
     assert (most, len(connections), keys) == (3, 3, {"Bearer secret"})
     assert Counter(answer.failure for answer in outcome.answers) == {"": 15}
@@ -307,7 +307,7 @@ def test_concurrency_and_connection_reuse_are_respected() -> None:
 def test_unreachable_server_raises() -> None:
     with serving(sends()) as url:
         pass
-    assert measure(url, words(2)).failures == {"cannot connect": 2}
+    assert measure(url, make_tasks(2)).failures == {"cannot connect": 2}
     with pytest.raises(
         StartupError, match=r"^http://127.0.0.1:\d+ cannot be measured: .*[Cc]onnect"
     ):
@@ -390,7 +390,7 @@ def test_busy_client_gives_warning() -> None:
 
 
 def test_word_tasks_have_given_length() -> None:
-    first, again, other = words(20), words(20), words(20, seed=1)
+    first, again, other = make_tasks(20), make_tasks(20), make_tasks(20, seed=1)
     assert first == again != other
     assert {len(prompt_of(task)) for task in first} == {5}
     assert all(word.isalpha() and word.islower() for task in first for word in prompt_of(task))
@@ -404,12 +404,12 @@ def test_word_tasks_have_given_length() -> None:
 
 
 def test_word_tasks_share_prefix() -> None:
-    prompts = [prompt_of(task) for task in words(20, shared_words=3)]
+    prompts = [prompt_of(task) for task in make_tasks(20, shared_words=3)]
     assert len({tuple(prompt[:3]) for prompt in prompts}) == 1
     assert len({prompt[3] for prompt in prompts}) > 10
     assert {len(prompt) for prompt in prompts} == {5}
     with pytest.raises(StartupError, match="--shared-words 6 is more than --prompt-words 5"):
-        words(1, shared_words=6)
+        make_tasks(1, shared_words=6)
 
 
 def test_question_tasks_have_answers() -> None:
@@ -426,14 +426,14 @@ def test_every_workload_makes_given_number_of_requests() -> None:
     for make, _ in WORKLOADS.values():
         for count in (1, 7, 8):
             tasks, again = (
-                make(count, WordPrompts(model="m", prompt_words=5, max_tokens=6)) for _ in range(2)
+                make(count, RequestSpec(model="m", prompt_words=5, max_tokens=6)) for _ in range(2)
             )
             assert num_requests(tasks) == count
             assert [task.body for task in tasks] == [task.body for task in again]
 
 
 def test_chat_workload_varies_lengths() -> None:
-    tasks = WORKLOADS["chat"][0](200, WordPrompts(model="m", prompt_words=50, max_tokens=30))
+    tasks = WORKLOADS["chat"][0](200, RequestSpec(model="m", prompt_words=50, max_tokens=30))
     lengths = sorted(len(prompt_of(task)) for task in tasks)
     assert lengths[0] < 20
     assert 35 < lengths[100] < 70
@@ -445,7 +445,7 @@ def test_chat_workload_varies_lengths() -> None:
 
 
 def test_long_prefill_mixes_prompt_lengths() -> None:
-    tasks = WORKLOADS["long-prefill"][0](10, WordPrompts(model="m", prompt_words=4, max_tokens=6))
+    tasks = WORKLOADS["long-prefill"][0](10, RequestSpec(model="m", prompt_words=4, max_tokens=6))
     assert [len(prompt_of(task)) for task in tasks] == [4, 4, 4, 4, 100, 4, 4, 4, 4, 100]
 
 
@@ -472,7 +472,7 @@ def test_conversations_repeat_the_answers() -> None:
         )
 
     tasks = WORKLOADS["multi-turn"][0](
-        2 * TURNS, WordPrompts(model="m", prompt_words=3, max_tokens=4)
+        2 * TURNS, RequestSpec(model="m", prompt_words=3, max_tokens=4)
     )
     with serving(handler) as url:
         outcome = run_stages(Endpoint(url), [[Group(tasks=tasks, clients=2)]])
@@ -485,7 +485,7 @@ def test_conversations_repeat_the_answers() -> None:
 
 
 def test_shared_prefix_has_given_number_of_words() -> None:
-    options = WordPrompts(model="m", prompt_words=8, shared_words=6, max_tokens=6)
+    options = RequestSpec(model="m", prompt_words=8, shared_words=6, max_tokens=6)
     prompts = [prompt_of(task) for task in WORKLOADS["shared-prefix"][0](10, options)]
     assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
     assert len({prompt[6] for prompt in prompts}) > 5
@@ -513,7 +513,7 @@ def test_rejections_with_retry_after_are_expected(
         return await send(request, GOOD)
 
     tasks = WORKLOADS["overload"][0](
-        4, WordPrompts(model="m", prompt_words=3, max_tokens=MAX_TOKENS)
+        4, RequestSpec(model="m", prompt_words=3, max_tokens=MAX_TOKENS)
     )
     with serving(handler) as url:
         report = measure(url, tasks)
@@ -533,7 +533,7 @@ def test_report_remarks_on_missing_overload() -> None:
 
 
 def test_conversation_ends_after_failure() -> None:
-    tasks = WORKLOADS["multi-turn"][0](TURNS, WordPrompts(model="m", prompt_words=3, max_tokens=4))
+    tasks = WORKLOADS["multi-turn"][0](TURNS, RequestSpec(model="m", prompt_words=3, max_tokens=4))
     with serving(breaks_down) as url:
         outcome = run_stages(Endpoint(url), [[Group(tasks=tasks, clients=1)]])
     assert [answer.failure for answer in outcome.answers] == ["HTTP 500"]
@@ -554,7 +554,7 @@ def test_disconnecting_clients_are_counted() -> None:
             gone.append(True)
             raise
 
-    tasks = WORKLOADS["cancel-storm"][0](6, WordPrompts(model="m", prompt_words=3, max_tokens=40))
+    tasks = WORKLOADS["cancel-storm"][0](6, RequestSpec(model="m", prompt_words=3, max_tokens=40))
     with serving(handler) as url:
         report = measure(url, tasks)
     assert (report.num_succeeded, report.num_cancelled, report.num_failed, len(gone)) == (
@@ -579,7 +579,7 @@ def test_open_loop_sends_without_waiting() -> None:
         return await send(request, GOOD, gap=0.2)
 
     with serving(handler) as url:
-        group = Group(tasks=words(6), clients=1, arrivals=[0.0, 0, 0, 0, 0.3, 0.3])
+        group = Group(tasks=make_tasks(6), clients=1, arrivals=[0.0, 0, 0, 0, 0.3, 0.3])
         outcome = run_stages(Endpoint(url), [[group]])
     assert at[3] - at[0] < 0.2 < at[4] - at[0]
     report = summarize(outcome, url=url, model="m", settings={})

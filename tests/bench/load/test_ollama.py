@@ -10,7 +10,7 @@ from ollama_server import MODEL, OllamaServer, chunk, last, serving_ollama
 from cllm.bench.load.client import Endpoint, find_model, run_stages
 from cllm.bench.load.dialects import DIALECTS
 from cllm.bench.load.report import Report, results, summarize
-from cllm.bench.load.workload import WORKLOADS, Group, Task, WordPrompts, question_tasks
+from cllm.bench.load.workload import WORKLOADS, Group, RequestSpec, Task, question_tasks
 
 MAX_TOKENS = 4
 TEXT = [
@@ -32,10 +32,10 @@ def server() -> Iterator[OllamaServer]:
 def measure(
     server: OllamaServer, tasks: list[Task] | None = None, *, workload: str = "words"
 ) -> Report:
-    words = WordPrompts(
+    spec = RequestSpec(
         api="ollama", model=MODEL, prompt_words=5, max_tokens=MAX_TOKENS, temperature=0.5, seed=3
     )
-    tasks = WORKLOADS[workload][0](4, words) if tasks is None else tasks
+    tasks = WORKLOADS[workload][0](4, spec) if tasks is None else tasks
     target = Endpoint(server.url, api="ollama")
     outcome = run_stages(target, [[Group(tasks=tasks, clients=2)]])
     return summarize(outcome, url=server.url, model=MODEL, settings={})
@@ -119,8 +119,8 @@ def test_rejected_requests_are_failures(server: OllamaServer) -> None:
 
 
 def test_unknown_model_is_a_failure(server: OllamaServer) -> None:
-    words = WordPrompts(api="ollama", model="other", prompt_words=5, max_tokens=4)
-    report = measure(server, WORKLOADS["words"][0](2, words))
+    spec = RequestSpec(api="ollama", model="other", prompt_words=5, max_tokens=4)
+    report = measure(server, WORKLOADS["words"][0](2, spec))
     assert report.failures == {"HTTP 404": 2}
     assert "model 'other' not found" in report.examples["HTTP 404"]
 

@@ -39,34 +39,34 @@ from cllm.bench.load.workload import (
     FIRST_TURNS,
     LATER_TURNS,
     Group,
+    RequestSpec,
     Task,
-    WordPrompts,
     num_requests,
 )
 from cllm.bench.servers import cllm
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import read_tree_cpu_seconds
 
-WORDS = WordPrompts(model="fake", prompt_words=4, max_tokens=4, tokens_per_word=6)
+SPEC = RequestSpec(model="fake", prompt_words=4, max_tokens=4, tokens_per_word=6)
 SMALL = {"scale": 0.03, "long_tokens": 3000}
 
 
-def make_stages(name: str, words: WordPrompts = WORDS, **changes: Any) -> list[list[Group]]:
+def make_stages(name: str, spec: RequestSpec = SPEC, **changes: Any) -> list[list[Group]]:
     sizes = msgspec.structs.replace(SCENARIOS[name].sizes, **SMALL | changes)
-    return SCENARIOS[name].make(words, sizes)
+    return SCENARIOS[name].make(spec, sizes)
 
 
 def sent_by(name: str, seed: int = 0) -> list[list[dict]]:
     """Return the messages of each request that opens a conversation; some of endless groups."""
-    words = msgspec.structs.replace(WORDS, seed=seed)
-    groups = [group for stage in make_stages(name, words, scale=1.0) for group in stage]
+    spec = msgspec.structs.replace(SPEC, seed=seed)
+    groups = [group for stage in make_stages(name, spec, scale=1.0) for group in stage]
     return [
         json.loads(task.body)["messages"] for group in groups for task in islice(group.tasks, 300)
     ]
 
 
-def run(url: str, name: str, words: WordPrompts = WORDS, pid: int = 0, **changes: Any) -> Report:
-    outcome = run_stages(Endpoint(url, pid=pid), make_stages(name, words, **changes))
+def run(url: str, name: str, spec: RequestSpec = SPEC, pid: int = 0, **changes: Any) -> Report:
+    outcome = run_stages(Endpoint(url, pid=pid), make_stages(name, spec, **changes))
     return summarize(outcome, url=url, model="fake", settings={"workload": name})
 
 
@@ -132,15 +132,15 @@ def test_batch_work_has_lowest_priority() -> None:
 
 def test_tokens_per_word_are_measured(fake_server: str) -> None:
     """The fake backend's tokens are bytes, so a word has as many as letters and its space."""
-    found = measure_tokens_per_word(Endpoint(fake_server), WORDS)
+    found = measure_tokens_per_word(Endpoint(fake_server), SPEC)
     assert 3 < found < 9
 
 
 def test_a_refused_probe_is_named(fake_server: str) -> None:
     """As while a model loads: the answer's own reason, not that tokens are not counted."""
-    words = msgspec.structs.replace(WORDS, model="other")
+    spec = msgspec.structs.replace(SPEC, model="other")
     with pytest.raises(StartupError, match=r"HTTP 404: .*other"):
-        measure_tokens_per_word(Endpoint(fake_server), words)
+        measure_tokens_per_word(Endpoint(fake_server), spec)
 
 
 # --- against a server ---------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def test_chats_go_on_before_during_and_after_long_request(fake_server: str) -> N
 
 def test_failing_server_does_not_hold_up_groups(fake_server: str) -> None:
     """A group that waits for others starts when these have ended without an answer."""
-    words = msgspec.structs.replace(WORDS, model="unknown")
-    report = run(fake_server, "batch-beside-chat", words)
+    spec = msgspec.structs.replace(SPEC, model="unknown")
+    report = run(fake_server, "batch-beside-chat", spec)
     assert report.failures == {"HTTP 404": BATCH + 16}
     assert figures(report)["succeeded"] == 0
 
@@ -201,16 +201,16 @@ def test_failing_server_does_not_hold_up_groups(fake_server: str) -> None:
 def test_built_in_model_serves_long_context_and_edits() -> None:
     """Every request is served, edits are correct, and drafts are accepted in them."""
     with cllm(None) as server:
-        words = msgspec.structs.replace(WORDS, model="m", tokens_per_word=4.2)
+        spec = msgspec.structs.replace(SPEC, model="m", tokens_per_word=4.2)
         num_edits = repeat(96, 24)
-        edits = run(server.url, "edit", words, server.pid, requests=num_edits)
+        edits = run(server.url, "edit", spec, server.pid, requests=num_edits)
         assert (edits.num_succeeded, edits.failures) == (num_edits, {})
         assert edits.output_tokens_per_cpu_s > 0
         with urllib.request.urlopen(f"{server.url}/metrics") as response:
             page = response.read().decode()
         accepted = re.search(r"num_accepted_tokens_total\{.*\} ([\d.]+)", page)
         assert float(accepted[1]) > 0.2 * edits.output_tokens
-        report = run(server.url, "long-context", words, scale=1.0)
+        report = run(server.url, "long-context", spec, scale=1.0)
         assert (report.num_failed, report.parts[LONG].num_succeeded) == (0, 1)
         assert report.workload_figures["longest pause of the long request s"] < 10
 

@@ -11,12 +11,12 @@ from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenarios import SCENARIOS
-from cllm.bench.load.workload import Task, WordPrompts
+from cllm.bench.load.workload import RequestSpec, Task
 from cllm.bench.tune.load import WORKLOADS, ServerBench, compute_rate, make_stages
 from cllm.bench.tune.measure import CandidateError
 from cllm.bench.tune.search import Traffic
 
-WORDS = WordPrompts(model="m", prompt_words=1, max_tokens=8)
+SPEC = RequestSpec(model="m", prompt_words=1, max_tokens=8)
 
 
 def report(**figures: float) -> Report:
@@ -29,7 +29,7 @@ def report(**figures: float) -> Report:
 def test_every_workload_of_users_is_known() -> None:
     assert {*WORKLOADS} == {"chat", *SCENARIOS}
     for name in WORKLOADS:
-        assert make_stages(Traffic(name, 0.1), WORDS, 2.5)
+        assert make_stages(Traffic(name, 0.1), SPEC, 2.5)
 
 
 def test_rate_counts_long_prompt_and_streams() -> None:

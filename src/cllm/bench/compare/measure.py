@@ -31,7 +31,7 @@ from cllm.bench.compare.rounds import (
     StoredRun,
 )
 from cllm.bench.compare.rows import HOST_SEQS, ComparisonRow
-from cllm.bench.compare.runs import CONTEXTS, ComparedModel, Runner, RunResult, make_words
+from cllm.bench.compare.runs import CONTEXTS, ComparedModel, Runner, RunResult, make_spec
 from cllm.bench.compare.systems import OPENERS, Openers, Purpose
 from cllm.bench.compare.targets import best_settings, close_settings
 from cllm.bench.load.workload import Stage
@@ -187,7 +187,7 @@ class Comparison:
         model = self._model(row)
         sent: dict[str, Any] = {"clients": row.clients, "max_tokens": row.max_tokens}
         if row.make is not None:
-            stages = row.make(make_words(row, model, model.name, 0), self.options.scale)
+            stages = row.make(make_spec(row, model, model.name, 0), self.options.scale)
             sent |= {"scale": self.options.scale, "sent": fingerprint(stages)}
         return msgspec.json.encode({"model": model.description} | sent).decode()
 

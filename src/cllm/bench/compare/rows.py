@@ -44,7 +44,7 @@ from cllm.bench.compare.workloads import (
 from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.scenario_figures import BESIDE
 from cllm.bench.load.scenarios import BATCH, PHASES, SCENARIOS
-from cllm.bench.load.workload import FIRST_TURNS, LATER_TURNS, Stage, WordPrompts
+from cllm.bench.load.workload import FIRST_TURNS, LATER_TURNS, RequestSpec, Stage
 
 HEADLINE, FEW, ONCE = 9, 3, 1  # rounds
 OUTPUT, PER_CPU, TTFT = "output tokens/s", "output tokens/CPU s", "TTFT mean ms"
@@ -99,7 +99,7 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal[
         "load", "engine", "context", "host", "llama-bench", "bound", "queue", "restart"
     ] = "load"
-    make: Callable[[WordPrompts, float], list[Stage]] | None = None
+    make: Callable[[RequestSpec, float], list[Stage]] | None = None
     systems: tuple[str, ...] = (CLLM, LLAMA_SERVER, DEFAULT_SERVER)
     targets: list[Target] = []
     primary: tuple[str, bool] = (OUTPUT, True)

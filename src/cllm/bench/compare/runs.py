@@ -33,7 +33,7 @@ from cllm.bench.compare.systems import Opener
 from cllm.bench.load.client import Outcome, find_model, run_stages
 from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.report import Report, figures, summarize
-from cllm.bench.load.workload import Group, Stage, WordPrompts, WordSource, word_tasks
+from cllm.bench.load.workload import Group, RequestSpec, Stage, WordSource, word_tasks
 from cllm.bench.peers import needed
 from cllm.bench.servers import RunningServer, cllm, load, memory_mb
 from cllm.bench.work import Work, WorkSize
@@ -88,7 +88,7 @@ class ComparedModel:
 
     @cached_property
     def tokens_per_word(self) -> float:
-        text = WordSource(WordPrompts(model="", prompt_words=1, max_tokens=1)).text(1000)
+        text = WordSource(RequestSpec(model="", prompt_words=1, max_tokens=1)).text(1000)
         return len(self.vocabulary.tokenize(text, add_special=False, parse_special=False)) / 1000
 
     @cached_property
@@ -105,9 +105,9 @@ class ComparedModel:
         return context <= most and tokens * (compute_kv_bytes_per_token(self._header) or 1) <= room
 
 
-def make_words(row: ComparisonRow, model: ComparedModel, name: str, i: int) -> WordPrompts:
-    """Return the words of a row in round ``i``. name: of the model in the requests."""
-    return WordPrompts(
+def make_spec(row: ComparisonRow, model: ComparedModel, name: str, i: int) -> RequestSpec:
+    """Return what the requests of a row are like in round ``i``. They name the model ``name``."""
+    return RequestSpec(
         model=name,
         prompt_words=1,
         max_tokens=row.max_tokens,
@@ -169,22 +169,22 @@ class Runner:
         assert row.make is not None
         if row.keep_alive:
             server = msgspec.structs.replace(server, keep_alive=True)
-        words = make_words(row, self._model, find_model(server), run.round)
-        words = msgspec.structs.replace(words, api=server.api)
-        return self._load(server, row, run, words, row.make(words, self._scale))
+        spec = make_spec(row, self._model, find_model(server), run.round)
+        spec = msgspec.structs.replace(spec, api=server.api)
+        return self._load(server, row, run, spec, row.make(spec, self._scale))
 
     def _load(
         self,
         server: RunningServer,
         row: ComparisonRow,
         run: StoredRun,
-        words: WordPrompts,
+        spec: RequestSpec,
         stages: list[Stage],
     ) -> RunResult:
         """Warm the server up, send it the requests and return the measurements."""
         strangers = msgspec.structs.replace(
-            words,
-            seed=words.seed + STRANGERS,
+            spec,
+            seed=spec.seed + STRANGERS,
             prompt_words=WARM_UP_WORDS,
             max_tokens=WARM_UP_TOKENS,
         )
@@ -197,7 +197,7 @@ class Runner:
         others = watch.others()
         accept_without_usage(outcome)
         report = summarize(
-            outcome, url=server.url, model=words.model, settings={"workload": row.name}
+            outcome, url=server.url, model=spec.model, settings={"workload": row.name}
         )
         values = collect_values(report)
         values[START] = server.start_s
@@ -222,8 +222,8 @@ class Runner:
             with cllm(self._model.served, name=None) as server:
                 name = find_model(server)
                 group = Group(tasks=work.tasks_in(server.api, name), clients=row.clients)
-                words = make_words(row, self._model, name, run.round)
-                return self._load(server, row, run, words, [[group]])
+                spec = make_spec(row, self._model, name, run.round)
+                return self._load(server, row, run, spec, [[group]])
         if run.system == ENGINE:
             return RunResult(measure(self._job(row.clients, size, number=run.round + 1)))
         (line,) = self._batched_bench(
@@ -259,11 +259,11 @@ class Runner:
     def _make_bound(self, row: ComparisonRow, run: StoredRun) -> SharedPrefixJob:
         """Return the least work for the texts of a row's requests."""
         assert row.make is not None
-        words = make_words(row, self._model, "", run.round)
+        spec = make_spec(row, self._model, "", run.round)
         tokenize = self._model.vocabulary.tokenize
         bodies = [
             msgspec.json.decode(task.body)
-            for stage in row.make(words, self._scale)
+            for stage in row.make(spec, self._scale)
             for group in stage
             for task in group.tasks
         ]

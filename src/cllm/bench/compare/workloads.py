@@ -13,8 +13,8 @@ from cllm.bench.load.answer import TimedAnswer, split_parts
 from cllm.bench.load.scenarios import ALONE, SCENARIOS, Sizes, Writer, edits
 from cllm.bench.load.workload import (
     Group,
+    RequestSpec,
     Stage,
-    WordPrompts,
     chat_tasks,
     question_tasks,
     word_tasks,
@@ -31,41 +31,41 @@ EDITS = 48
 EDITORS = {"1 client": 1, "16 clients": 16}  # name of the part -> clients
 
 
-def unrelated(clients: int, words: WordPrompts, scale: float) -> list[Stage]:
-    words = with_prompt(words, 50 * scale)
-    return [[Group(tasks=chat_tasks(max(8, 2 * clients), words), clients=clients)]]
+def unrelated(clients: int, spec: RequestSpec, scale: float) -> list[Stage]:
+    spec = with_prompt(spec, 50 * scale)
+    return [[Group(tasks=chat_tasks(max(8, 2 * clients), spec), clients=clients)]]
 
 
-def shared_prefix(words: WordPrompts, scale: float) -> list[Stage]:
+def shared_prefix(spec: RequestSpec, scale: float) -> list[Stage]:
     shared = round(1000 * scale)
-    words = replace(words, prompt_words=shared + 20, shared_words=shared)
-    return [[Group(tasks=word_tasks(24, words), clients=SHARERS)]]
+    spec = replace(spec, prompt_words=shared + 20, shared_words=shared)
+    return [[Group(tasks=word_tasks(24, spec), clients=SHARERS)]]
 
 
-def kept_alive(words: WordPrompts, scale: float) -> list[Stage]:
-    return [[Group(tasks=word_tasks(64, with_prompt(words, 50 * scale)), clients=8)]]
+def kept_alive(spec: RequestSpec, scale: float) -> list[Stage]:
+    return [[Group(tasks=word_tasks(64, with_prompt(spec, 50 * scale)), clients=8)]]
 
 
-def one_prompt(tokens: float, words: WordPrompts, scale: float) -> list[Stage]:
-    return [[Group(tasks=word_tasks(1, with_prompt(words, tokens * scale)), clients=1)]]
+def one_prompt(tokens: float, spec: RequestSpec, scale: float) -> list[Stage]:
+    return [[Group(tasks=word_tasks(1, with_prompt(spec, tokens * scale)), clients=1)]]
 
 
-def long_answers(words: WordPrompts, _: float) -> list[Stage]:
+def long_answers(spec: RequestSpec, _: float) -> list[Stage]:
     """Questions for the built-in model, all at once. Each answer is checked."""
     tasks = question_tasks(
         LONG_ANSWERS,
-        model=words.model,
+        model=spec.model,
         max_tokens=400,
-        seed=words.seed,
-        api=words.api,
+        seed=spec.seed,
+        api=spec.api,
         least=LONG_ANSWER,
     )
     return [[Group(tasks=tasks, clients=LONG_ANSWERS)]]
 
 
-def edits_by_clients(words: WordPrompts, _: float) -> list[Stage]:
+def edits_by_clients(spec: RequestSpec, _: float) -> list[Stage]:
     """Texts that the built-in model repeats with a change, for one client and for many."""
-    ((group,),) = edits(words, Sizes(requests=EDITS * len(EDITORS), clients=1))
+    ((group,),) = edits(spec, Sizes(requests=EDITS * len(EDITORS), clients=1))
     tasks = iter(group.tasks)
     return [
         [Group(tasks=[replace(task, part=part) for task in islice(tasks, EDITS)], clients=clients)]
@@ -73,18 +73,18 @@ def edits_by_clients(words: WordPrompts, _: float) -> list[Stage]:
     ]
 
 
-def accounts(words: WordPrompts, scale: float) -> list[Stage]:
+def accounts(spec: RequestSpec, scale: float) -> list[Stage]:
     """A small account alone, then next to a large one; then two accounts that send equally many
     requests.
     """
-    writer = Writer(words, Sizes(requests=0, clients=0, scale=scale))
+    writer = Writer(spec, Sizes(requests=0, clients=0, scale=scale))
 
     def send(part: str, count: int, account: str, start_after: int = 0) -> Group:
-        options = words.options | {"user": account}
+        options = spec.options | {"user": account}
         tasks = [writer.ask(writer.tokens(100), part, options=options) for _ in range(count)]
         return Group(tasks=tasks, clients=count, start_after=start_after)
 
-    lead = ACCOUNT_SEQS * words.max_tokens
+    lead = ACCOUNT_SEQS * spec.max_tokens
     return [
         [send(ALONE, SMALL, SMALL_ACCOUNT)],
         [
@@ -113,10 +113,10 @@ def account_figures(answers: Sequence[TimedAnswer]) -> dict[str, float]:
     }
 
 
-def scenario(name: str, words: WordPrompts, scale: float) -> list[Stage]:
+def scenario(name: str, spec: RequestSpec, scale: float) -> list[Stage]:
     sizes = replace(SCENARIOS[name].sizes, scale=scale)
-    return SCENARIOS[name].make(words, sizes)
+    return SCENARIOS[name].make(spec, sizes)
 
 
-def with_prompt(words: WordPrompts, tokens: float) -> WordPrompts:
-    return replace(words, prompt_words=max(1, round(tokens / words.tokens_per_word)), spread=SPREAD)
+def with_prompt(spec: RequestSpec, tokens: float) -> RequestSpec:
+    return replace(spec, prompt_words=max(1, round(tokens / spec.tokens_per_word)), spread=SPREAD)

@@ -25,7 +25,7 @@ import msgspec
 from cllm.bench.load.answer import DETAIL, TimedAnswer, printable
 from cllm.bench.load.connection import BrokenHTTP, CannotConnect, HTTPClient
 from cllm.bench.load.dialects import DIALECTS, Api, ClientDialect
-from cllm.bench.load.workload import Group, Stage, Task, WordPrompts, word_tasks
+from cllm.bench.load.workload import Group, RequestSpec, Stage, Task, word_tasks
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import read_tree_cpu_seconds
 
@@ -92,13 +92,13 @@ def find_model(target: Endpoint, wanted: str | None = None) -> str:
     return _run(_find_model(target, wanted))
 
 
-def measure_tokens_per_word(target: Endpoint, words: WordPrompts) -> float:
+def measure_tokens_per_word(target: Endpoint, spec: RequestSpec) -> float:
     """Return the average number of tokens in a word of a prompt, for the server's model.
 
     Raises StartupError if a request fails or the server does not count prompt tokens.
     """
     counts = (20, 120)
-    probe = msgspec.structs.replace(words, max_tokens=1, shared_words=0, seed=words.seed + 2)
+    probe = msgspec.structs.replace(spec, max_tokens=1, shared_words=0, seed=spec.seed + 2)
     tasks = [
         word_tasks(1, msgspec.structs.replace(probe, prompt_words=count))[0] for count in counts
     ]

@@ -18,9 +18,9 @@ import msgspec
 from cllm.bench.load.dialects import DIALECTS
 from cllm.bench.load.workload import (
     Group,
+    RequestSpec,
     Stage,
     Task,
-    WordPrompts,
     WordSource,
     conversations,
     make_task,
@@ -62,18 +62,18 @@ class Sizes(msgspec.Struct, frozen=True):
 class Writer(WordSource):
     """A source of prompts whose lengths are in tokens."""
 
-    def __init__(self, words: WordPrompts, sizes: Sizes) -> None:
-        self.words = msgspec.structs.replace(words, shared_words=0)
-        super().__init__(self.words)
+    def __init__(self, spec: RequestSpec, sizes: Sizes) -> None:
+        self.spec = msgspec.structs.replace(spec, shared_words=0)
+        super().__init__(self.spec)
         self._scale = sizes.scale
 
     def tokens(self, count: float) -> str:
         return super().tokens(count * self._scale)
 
     def ask(self, text: str, part: str, **changes: Any) -> Task:
-        """Return a request. ``changes`` replace fields of ``words``."""
-        words = msgspec.structs.replace(self.words, **changes)
-        return make_task(words, [{"role": "user", "content": text}], words.max_tokens, part)
+        """Return a request. ``changes`` replace fields of the spec."""
+        spec = msgspec.structs.replace(self.spec, **changes)
+        return make_task(spec, [{"role": "user", "content": text}], spec.max_tokens, part)
 
     def chats(self, part: str, length: float = 50, **changes: Any) -> Iterator[Task]:
         """Yield unrelated requests without end."""
@@ -81,30 +81,30 @@ class Writer(WordSource):
             yield self.ask(self.tokens(length), part, **changes)
 
 
-def agents(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def agents(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """All agents have the same system prompt, tools included, and take turns of their own."""
-    writer = Writer(words, sizes)
+    writer = Writer(spec, sizes)
     system = [{"role": "system", "content": writer.tokens(2000)}]
-    tasks = conversations(words, sizes.requests, AGENT_TURNS, system, lambda: writer.tokens(60))
+    tasks = conversations(spec, sizes.requests, AGENT_TURNS, system, lambda: writer.tokens(60))
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
 
-def documents(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def documents(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """Each request has the same instructions, one of the documents and a question of its own."""
-    writer = Writer(words, sizes)
+    writer = Writer(spec, sizes)
     system = {"role": "system", "content": writer.tokens(500)}
     texts = [writer.tokens(1500) for _ in range(DOCUMENTS)]
     chosen = [texts[i % DOCUMENTS] for i in range(sizes.requests)]
     writer.random.shuffle(chosen)
     questions = [{"role": "user", "content": f"{text}\n\n{writer.tokens(20)}"} for text in chosen]
-    tasks = [make_task(words, [system, question], words.max_tokens) for question in questions]
+    tasks = [make_task(spec, [system, question], spec.max_tokens) for question in questions]
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
 
-def edits(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def edits(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """The built-in model repeats a story for another name. Each answer is checked."""
-    make_body, options = DIALECTS[words.api].body, {"max_tokens": 320, "temperature": 0}
-    rng, bodies = random.Random(words.seed), dict[bytes, str]()
+    make_body, options = DIALECTS[spec.api].body, {"max_tokens": 320, "temperature": 0}
+    rng, bodies = random.Random(spec.seed), dict[bytes, str]()
     while len(bodies) < sizes.requests:
         story = stories(rng)
         question = story.messages[0]["content"]
@@ -116,7 +116,7 @@ def edits(words: WordPrompts, sizes: Sizes) -> list[Stage]:
             {"role": "assistant", "content": story.answer},
             {"role": "user", "content": renamed(question, named[1], name)},
         ]
-        bodies[make_body(words.model, messages, options)] = renamed(story.answer, named[1], name)
+        bodies[make_body(spec.model, messages, options)] = renamed(story.answer, named[1], name)
     tasks = [Task(body, answer=answer) for body, answer in bodies.items()]
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
@@ -125,9 +125,9 @@ def renamed(text: str, name: str, other: str) -> str:
     return re.sub(rf"\b{name}\b", other, text)
 
 
-def long_beside_short(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def long_beside_short(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """A long prompt alone; then another one, sent while streams are decoding."""
-    writer = Writer(words, sizes)
+    writer = Writer(spec, sizes)
     lone, other = (writer.ask(writer.tokens(sizes.long_tokens), part) for part in (ALONE, LONG))
     streams = writer.chats(STREAMS, max_tokens=STREAM_TOKENS)
     return [
@@ -139,10 +139,10 @@ def long_beside_short(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     ]
 
 
-def batch_beside_chat(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def batch_beside_chat(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """Chats of a few clients while batch work with low priority fills the server."""
-    writer = Writer(words, sizes)
-    low, high = (words.options | {"priority": name} for name in ("batch", "interactive"))
+    writer = Writer(spec, sizes)
+    low, high = (spec.options | {"priority": name} for name in ("batch", "interactive"))
     work = [*islice(writer.chats(BATCHES, 200, options=low), BATCH)]
     chats = [*islice(writer.chats(CHATS, options=high), sizes.requests)]
     return [
@@ -153,9 +153,9 @@ def batch_beside_chat(words: WordPrompts, sizes: Sizes) -> list[Stage]:
     ]
 
 
-def phases(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def phases(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """A load that changes without notice."""
-    writer, clients = Writer(words, sizes), sizes.clients
+    writer, clients = Writer(spec, sizes), sizes.clients
 
     def short(part: str) -> Group:
         return Group(tasks=[*islice(writer.chats(part), WAVES * clients)], clients=clients)
@@ -181,10 +181,10 @@ def mixed_lengths(count: int) -> list[float]:
     return [(low + share * (high - low)) ** (1 / (1 - ZIPF)) for share in shares]
 
 
-def long_context(words: WordPrompts, sizes: Sizes) -> list[Stage]:
+def long_context(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
     """A very long prompt beside chats that go on before, during and after it."""
-    writer, clients = Writer(words, sizes), sizes.clients
-    wave = clients * words.max_tokens
+    writer, clients = Writer(spec, sizes), sizes.clients
+    wave = clients * spec.max_tokens
     long = writer.ask(writer.tokens(sizes.long_tokens), LONG)
     return [
         [
@@ -197,7 +197,7 @@ def long_context(words: WordPrompts, sizes: Sizes) -> list[Stage]:
 class Scenario(NamedTuple):
     """A workload of users, with the sizes that it has by default."""
 
-    make: Callable[[WordPrompts, Sizes], list[Stage]]
+    make: Callable[[RequestSpec, Sizes], list[Stage]]
     text: str
     sizes: Sizes
     max_tokens: int = 32

@@ -78,13 +78,14 @@ Stage = list[Group]
 """Groups that run at the same time."""
 
 
-class WordPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts of random words. Lengths of prompts are in words, those of answers in tokens. The
-    first ``shared_words`` are the same in all prompts. Each answer must have ``max_tokens``, so the
-    server must support ``ignore_eos``.
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the requests of a workload are like. Their prompts are random words, of which the first
+    ``shared_words`` are the same in all prompts. Prompt lengths are in words, and answer lengths in
+    tokens. Each answer must have ``max_tokens``, so the server must support ``ignore_eos``.
 
-    spread: sigma of lognormal lengths. tokens_per_word: of the server's model. options: sent with
-    each request, in addition to those that follow from the other fields.
+    ``spread`` is the sigma of lognormal lengths. ``tokens_per_word`` depends on the server's model.
+    Each request is sent with ``options``, in addition to the options that follow from the other
+    fields.
     """
 
     api: Api = "openai"
@@ -99,41 +100,41 @@ class WordPrompts(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
 
 
-def word_tasks(count: int, words: WordPrompts) -> list[Task]:
+def word_tasks(count: int, spec: RequestSpec) -> list[Task]:
     """Return tasks that all have the same size."""
-    source = WordSource(words)
-    return [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
+    source = WordSource(spec)
+    return [source.task(spec.prompt_words, spec.max_tokens) for _ in range(count)]
 
 
-def chat_tasks(count: int, words: WordPrompts) -> list[Task]:
+def chat_tasks(count: int, spec: RequestSpec) -> list[Task]:
     """Return tasks with lognormal lengths of prompts and answers.
 
-    The lengths in ``words`` are the medians. All seeds give the same lengths, in another order.
+    The lengths in ``spec`` are the medians. All seeds give the same lengths, in another order.
     """
-    source = WordSource(words)
+    source = WordSource(spec)
     prompts, answers = (
-        source.lengths(count, median) for median in (words.prompt_words, words.max_tokens)
+        source.lengths(count, median) for median in (spec.prompt_words, spec.max_tokens)
     )
     return [source.task(*sizes) for sizes in zip(prompts, answers, strict=True)]
 
 
-def long_prefill_tasks(count: int, words: WordPrompts) -> list[Task]:
+def long_prefill_tasks(count: int, spec: RequestSpec) -> list[Task]:
     """Return tasks in which every fifth prompt is very long."""
-    source = WordSource(words)
+    source = WordSource(spec)
     sizes = [
-        words.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1)
+        spec.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1)
         for i in range(count)
     ]
-    return [source.task(size, words.max_tokens) for size in sizes]
+    return [source.task(size, spec.max_tokens) for size in sizes]
 
 
-def cancel_tasks(count: int, words: WordPrompts) -> list[Task]:
+def cancel_tasks(count: int, spec: RequestSpec) -> list[Task]:
     """Return tasks in which every second client disconnects at a random point in the first half of
     its answer.
     """
-    source = WordSource(words)
-    tasks = [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
-    leaves = [source.random.randint(1, max(1, words.max_tokens // 2)) for _ in tasks]
+    source = WordSource(spec)
+    tasks = [source.task(spec.prompt_words, spec.max_tokens) for _ in range(count)]
+    leaves = [source.random.randint(1, max(1, spec.max_tokens // 2)) for _ in tasks]
     return [
         msgspec.structs.replace(task, num_tokens=None, cancel_after=leaves[i])
         if i % CANCELLED_EVERY
@@ -142,22 +143,22 @@ def cancel_tasks(count: int, words: WordPrompts) -> list[Task]:
     ]
 
 
-def overload_tasks(count: int, words: WordPrompts) -> list[Task]:
+def overload_tasks(count: int, spec: RequestSpec) -> list[Task]:
     """Return tasks to send all at the same time. The server may reject some of them."""
-    return [msgspec.structs.replace(task, may_be_refused=True) for task in word_tasks(count, words)]
+    return [msgspec.structs.replace(task, may_be_refused=True) for task in word_tasks(count, spec)]
 
 
-def multi_turn_tasks(count: int, words: WordPrompts) -> list[Task]:
+def multi_turn_tasks(count: int, spec: RequestSpec) -> list[Task]:
     """Return conversations of a few turns, ``count`` turns in all.
 
     Each prompt contains all earlier messages.
     """
-    source = WordSource(words)
-    return conversations(words, count, TURNS, [], lambda: source.text(words.prompt_words))
+    source = WordSource(spec)
+    return conversations(spec, count, TURNS, [], lambda: source.text(spec.prompt_words))
 
 
 def conversations(
-    words: WordPrompts, count: int, num_turns: int, messages: Messages, text: Callable[[], str]
+    spec: RequestSpec, count: int, num_turns: int, messages: Messages, text: Callable[[], str]
 ) -> list[Task]:
     """Return conversations of ``num_turns`` turns, ``count`` turns in all.
 
@@ -165,22 +166,22 @@ def conversations(
     """
     talks = [[text() for _ in range(num_turns)] for _ in range(-(-count // num_turns))]
     talks[-1] = talks[-1][: (count - 1) % num_turns + 1]
-    return [turn(words, messages, texts, FIRST_TURNS) for texts in talks]
+    return [turn(spec, messages, texts, FIRST_TURNS) for texts in talks]
 
 
-def turn(words: WordPrompts, messages: Messages, texts: list[str], part: str) -> Task:
+def turn(spec: RequestSpec, messages: Messages, texts: list[str], part: str) -> Task:
     """Return the next request of a conversation. ``texts`` are the user's remaining messages."""
     asked = [*messages, {"role": "user", "content": texts[0]}]
 
     def follow(answer: str) -> Task:
         said = {"role": "assistant", "content": answer}
-        return turn(words, [*asked, said], texts[1:], LATER_TURNS)
+        return turn(spec, [*asked, said], texts[1:], LATER_TURNS)
 
-    task = make_task(words, asked, words.max_tokens, part)
+    task = make_task(spec, asked, spec.max_tokens, part)
     return msgspec.structs.replace(task, follow=follow) if len(texts) > 1 else task
 
 
-WORKLOADS: dict[str, tuple[Callable[[int, WordPrompts], list[Task]], str]] = {
+WORKLOADS: dict[str, tuple[Callable[[int, RequestSpec], list[Task]], str]] = {
     "words": (word_tasks, "random words, all of one size"),
     "chat": (chat_tasks, "the same with lognormal lengths around the given ones"),
     "shared-prefix": (
@@ -251,17 +252,17 @@ def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[fl
 class WordSource:
     """A source of words and sizes."""
 
-    def __init__(self, words: WordPrompts) -> None:
+    def __init__(self, spec: RequestSpec) -> None:
         """Raises StartupError if ``shared_words`` is more than ``prompt_words``."""
-        if words.shared_words > words.prompt_words:
+        if spec.shared_words > spec.prompt_words:
             raise StartupError(
-                f"--shared-words {words.shared_words} is more than --prompt-words "
-                f"{words.prompt_words}"
+                f"--shared-words {spec.shared_words} is more than --prompt-words "
+                f"{spec.prompt_words}"
             )
-        self.random = random.Random(words.seed)
-        self._options = words
+        self.random = random.Random(spec.seed)
+        self._options = spec
         self._words = self._all_words()
-        self._shared = list(islice(self._words, words.shared_words))
+        self._shared = list(islice(self._words, spec.shared_words))
 
     def _all_words(self) -> Iterator[str]:
         while True:
@@ -289,13 +290,13 @@ class WordSource:
         )
 
 
-def make_task(words: WordPrompts, messages: Messages, num_tokens: int, part: str = "") -> Task:
+def make_task(spec: RequestSpec, messages: Messages, num_tokens: int, part: str = "") -> Task:
     options = {
         "max_tokens": num_tokens,
         "ignore_eos": True,
-        "temperature": words.temperature,
-        "seed": words.seed,
-        **words.options,
+        "temperature": spec.temperature,
+        "seed": spec.seed,
+        **spec.options,
     }
-    body = DIALECTS[words.api].body(words.model, messages, options)
+    body = DIALECTS[spec.api].body(spec.model, messages, options)
     return Task(body, num_tokens, part=part)

@@ -16,7 +16,7 @@ from cllm.bench.load.client import find_model, measure_tokens_per_word, run_stag
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.scenario_figures import BESIDE
 from cllm.bench.load.scenarios import SCENARIOS
-from cllm.bench.load.workload import Stage, WordPrompts
+from cllm.bench.load.workload import RequestSpec, Stage
 from cllm.bench.servers import cllm
 from cllm.bench.tune.measure import CandidateError
 from cllm.bench.tune.search import Choice, Traffic
@@ -47,18 +47,18 @@ class ServerBench:
             config.write_text(yaml.safe_dump(self._settings(choice)), "utf-8")
             try:
                 with cllm(None, "--config", config, name=None) as server:
-                    words = WordPrompts(
+                    spec = RequestSpec(
                         model=find_model(server),
                         prompt_words=1,
                         max_tokens=ROWS[choose_row(traffic.workload)].max_tokens,
                         temperature=0.8,
                     )
-                    tokens_per_word = measure_tokens_per_word(server, words)
-                    outcome = run_stages(server, make_stages(traffic, words, tokens_per_word))
+                    tokens_per_word = measure_tokens_per_word(server, spec)
+                    outcome = run_stages(server, make_stages(traffic, spec, tokens_per_word))
             except StartupError as error:
                 raise CandidateError(str(error)) from None
         settings = {"workload": traffic.workload}
-        report = summarize(outcome, url=server.url, model=words.model, settings=settings)
+        report = summarize(outcome, url=server.url, model=spec.model, settings=settings)
         if report.num_failed:
             reason, count = next(iter(report.failures.items()))
             raise CandidateError(f"{count} requests failed: {reason}")
@@ -69,11 +69,11 @@ def choose_row(workload: str) -> str:
     return f"unrelated-{CHAT_CLIENTS}" if workload == "chat" else workload
 
 
-def make_stages(traffic: Traffic, words: WordPrompts, tokens_per_word: float) -> list[Stage]:
-    words = msgspec.structs.replace(words, tokens_per_word=tokens_per_word)
+def make_stages(traffic: Traffic, spec: RequestSpec, tokens_per_word: float) -> list[Stage]:
+    spec = msgspec.structs.replace(spec, tokens_per_word=tokens_per_word)
     if traffic.workload == "chat":
-        return unrelated(CHAT_CLIENTS, words, traffic.scale)
-    return scenario(traffic.workload, words, traffic.scale)
+        return unrelated(CHAT_CLIENTS, spec, traffic.scale)
+    return scenario(traffic.workload, spec, traffic.scale)
 
 
 def compute_rate(report: Report) -> float:

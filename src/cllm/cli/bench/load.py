@@ -18,8 +18,8 @@ from cllm.bench.load.workload import (
     WORKLOADS,
     Arrivals,
     Group,
+    RequestSpec,
     Stage,
-    WordPrompts,
     arrival_times,
     num_requests,
     question_tasks,
@@ -234,14 +234,12 @@ def load(
         options.api,
         options.server_pid,
     )
-    words = make_words(options, size, find_model(target, options.model))
+    spec = make_spec(options, size, find_model(target, options.model))
     if options.workload in SCENARIOS:
-        words = msgspec.structs.replace(
-            words, tokens_per_word=measure_tokens_per_word(target, words)
-        )
-    outcome = send(target, *make_groups(options, size, words))
-    settings = collect_settings(options, size, words)
-    report = summarize(outcome, url=target.url, model=words.model, settings=settings)
+        spec = msgspec.structs.replace(spec, tokens_per_word=measure_tokens_per_word(target, spec))
+    outcome = send(target, *make_groups(options, size, spec))
+    settings = collect_settings(options, size, spec)
+    report = summarize(outcome, url=target.url, model=spec.model, settings=settings)
     show(report, options)
     forgiven = options.rate is not None and options.workload != "overload"
     if report.num_failed - (report.num_refused if forgiven else 0):
@@ -255,12 +253,12 @@ def checked_key(key: str | None) -> str | None:
     return key
 
 
-def make_words(options: LoadOptions, size: LoadSize, model: str) -> WordPrompts:
+def make_spec(options: LoadOptions, size: LoadSize, model: str) -> RequestSpec:
     shared_words = options.shared_words
     if shared_words is None:
         is_shared = options.workload == "shared-prefix"
         shared_words = int(SHARED * options.prompt_words) if is_shared else 0
-    return WordPrompts(
+    return RequestSpec(
         api=options.api,
         model=model,
         prompt_words=options.prompt_words,
@@ -272,31 +270,31 @@ def make_words(options: LoadOptions, size: LoadSize, model: str) -> WordPrompts:
 
 
 def make_groups(
-    options: LoadOptions, size: LoadSize, words: WordPrompts
+    options: LoadOptions, size: LoadSize, spec: RequestSpec
 ) -> tuple[Group, list[Stage]]:
     """Return the warm-up and the stages to measure.
 
     Raises StartupError for inconsistent options.
     """
     # the warm-up shares no prefix with the measured requests
-    strangers = msgspec.structs.replace(words, seed=words.seed + 1, shared_words=0)
+    strangers = msgspec.structs.replace(spec, seed=spec.seed + 1, shared_words=0)
     warmup, clients = word_tasks(size.warmup, strangers), size.concurrency
     if scenario := SCENARIOS.get(options.workload):
         if options.rate is not None:
             raise StartupError(f"--rate does not apply to the workload {options.workload}")
-        stages = scenario.make(words, make_sizes(options, size))
+        stages = scenario.make(spec, make_sizes(options, size))
         return Group(tasks=warmup, clients=clients), stages
     if options.workload == "questions":
         tasks = question_tasks(
             size.warmup + size.requests,
-            model=words.model,
+            model=spec.model,
             max_tokens=size.max_tokens,
             seed=options.seed,
             api=options.api,
         )
         warmup, tasks = tasks[: size.warmup], tasks[size.warmup :]
     else:
-        tasks = WORKLOADS[options.workload][0](size.requests, words)
+        tasks = WORKLOADS[options.workload][0](size.requests, spec)
     arrivals = None
     if options.rate is not None:
         share = len(tasks) / num_requests(tasks)  # of requests that begin a conversation
@@ -328,7 +326,7 @@ def send(target: Endpoint, warmup: Group, stages: list[Stage]) -> Outcome:
         )
 
 
-def collect_settings(options: LoadOptions, size: LoadSize, words: WordPrompts) -> dict[str, Any]:
+def collect_settings(options: LoadOptions, size: LoadSize, spec: RequestSpec) -> dict[str, Any]:
     """Return the settings of a report: those that have an effect."""
     settings: dict[str, Any] = {
         "api": options.api,
@@ -347,10 +345,10 @@ def collect_settings(options: LoadOptions, size: LoadSize, words: WordPrompts) -
         del settings["max_tokens"]
     elif options.workload in SCENARIOS:
         settings["long_tokens"] = make_sizes(options, size).long_tokens or None
-        settings |= {"scale": options.scale, "temperature": words.temperature}
+        settings |= {"scale": options.scale, "temperature": spec.temperature}
     elif options.workload != "questions":
         sizes = ("prompt_words", "shared_words", "temperature")
-        settings |= {name: getattr(words, name) for name in sizes}
+        settings |= {name: getattr(spec, name) for name in sizes}
     return {name: value for name, value in settings.items() if value is not None}
 
 
