@@ -138,7 +138,7 @@ def sections() -> Iterator[str]:
         yield f"| {names} | {first} | `{EXAMPLES[name]}` |\n"
     yield TALKING
     yield "| | |\n|---|---|\n"
-    yield from (f"| `{words}` | {text} |\n" for words, text in HELP)
+    yield from (f"| `{usage}` | {text} |\n" for usage, text in HELP)
     yield LAUNCHING
     yield "\n## Exit codes\n\n| Code | Meaning |\n|---|---|\n" + rows(EXIT_CODES)
     yield "\n## Environment\n\n| Variable | Meaning |\n|---|---|\n" + rows(ENVIRONMENT)

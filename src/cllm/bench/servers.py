@@ -57,7 +57,7 @@ def running(
     SIGTERM ends it afterwards. Raises StartupError if it does not start.
     """
     port = port or free_port()
-    words = [str(word).replace("PORT", str(port)) for word in command]
+    arguments = [str(word).replace("PORT", str(port)) for word in command]
     begun = time.perf_counter()
     # The user's settings would affect some of the compared servers and not the others.
     ours = {
@@ -67,7 +67,7 @@ def running(
     }
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            words,
+            arguments,
             env={**ours, **environment},
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -79,7 +79,7 @@ def running(
                 if process.poll() is not None or time.perf_counter() - begun > START_TIMEOUT:
                     errors.seek(0)
                     reason = last_line(errors.read(), "it says nothing")
-                    raise StartupError(f"{Path(words[0]).name} does not start: {reason}")
+                    raise StartupError(f"{Path(arguments[0]).name} does not start: {reason}")
                 time.sleep(0.01)
             start_s = time.perf_counter() - begun
             yield RunningServer(

@@ -49,9 +49,9 @@ class Work:
             max_tokens=size.num_tokens,
             ignore_eos=True,
         )
-        words = random.Random(f"{size.seed} {number}")
+        rng = random.Random(f"{size.seed} {number}")
         texts = [
-            "".join(words.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)
+            "".join(rng.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)
         ]
         starts = range(0, len(texts), size.prompt_words)
         prompts = [" ".join(texts[start : start + size.prompt_words]) for start in starts]

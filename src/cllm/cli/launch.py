@@ -30,11 +30,11 @@ class Launch:
     def __str__(self) -> str:
         """Return one line for a shell, without the API key."""
         key = os.environ.get("CLLM_API_KEY")
-        words = [
+        assignments = [
             f'{name}="$CLLM_API_KEY"' if key and value == key else f"{name}={shlex.quote(value)}"
             for name, value in self.variables.items()
         ]
-        return " ".join([*words, *map(shlex.quote, self.command)])
+        return " ".join([*assignments, *map(shlex.quote, self.command)])
 
 
 class ServerModel(NamedTuple):
@@ -88,8 +88,8 @@ def launch_codex(url: str, model: ServerModel, key: str) -> Launch:
     if model.context_length is not None:
         settings["model_context_window"] = model.context_length
     pairs = (("-c", f"{name}={json.dumps(value)}") for name, value in settings.items())
-    words = [word for pair in pairs for word in pair]
-    return Launch(["codex", *words, "-m", model.name], {"CLLM_API_KEY": key})
+    options = [argument for pair in pairs for argument in pair]
+    return Launch(["codex", *options, "-m", model.name], {"CLLM_API_KEY": key})
 
 
 def launch_aider(url: str, model: ServerModel, key: str) -> Launch:

@@ -192,7 +192,7 @@ def list_names(command: str) -> frozenset[str]:
 SHORT_FLAG = re.compile("-[A-Za-z]{2,}")
 
 
-def read_words(arguments: Sequence[str]) -> list[str]:
+def read_arguments(given: Sequence[str]) -> list[str]:
     """Return the arguments, with a value for --think, which may stand alone before a prompt.
 
     Flags of other servers that are not needed are left out, with a note on stderr. Raises
@@ -201,23 +201,25 @@ def read_words(arguments: Sequence[str]) -> list[str]:
     """
     from cllm.cli.peer_flags import COMMANDS_WITH_HINTS, FLAGS, accept_flags
 
-    words = list(arguments)
-    end = words.index("--") if "--" in words else len(words)
-    command = f"cllm {' '.join(words[:1])}"
+    arguments = list(given)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    command = f"cllm {' '.join(arguments[:1])}"
     if command in COMMANDS_WITH_HINTS:
-        if any(word.partition("=")[0] in FLAGS for word in words[1:end]):
-            accepted, notes = accept_flags(words[1:end], list_names(words[0]))
-            words[1:end], end = accepted, 1 + len(accepted)
+        if any(argument.partition("=")[0] in FLAGS for argument in arguments[1:end]):
+            accepted, notes = accept_flags(arguments[1:end], list_names(arguments[0]))
+            arguments[1:end], end = accepted, 1 + len(accepted)
             for note in notes:
                 print("cllm:", note, file=sys.stderr)
-        for flag in (word.partition("=")[0] for word in words[1:end]):
+        for flag in (argument.partition("=")[0] for argument in arguments[1:end]):
             is_short = SHORT_FLAG.fullmatch(flag) or (flag in FLAGS and not flag.startswith("--"))
-            if is_short and flag not in (names := list_names(words[0])):
+            if is_short and flag not in (names := list_names(arguments[0])):
                 raise StartupError(describe_unknown(command, flag, names))
-        for flag, value in pairwise("=".join(words[1:end]).split("=")):
+        for flag, value in pairwise("=".join(arguments[1:end]).split("=")):
             if flag in ("-a", "--alias") and "," in value:  # as llama-server allows
                 raise StartupError(f"{flag} takes one name; --model.aliases takes others")
-    return ["--think=true" if word == "--think" else word for word in words[:end]] + words[end:]
+    return [
+        "--think=true" if argument == "--think" else argument for argument in arguments[:end]
+    ] + arguments[end:]
 
 
 def install_signal_handlers() -> None:
@@ -245,9 +247,9 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
         set_error_handling()
     try:
         try:
-            words = read_words(sys.argv[1:] if arguments is None else arguments)
+            tokens = read_arguments(sys.argv[1:] if arguments is None else arguments)
             # imports the command
-            command, bound, given = app.parse_args(words, exit_on_error=False, print_error=False)
+            command, bound, given = app.parse_args(tokens, exit_on_error=False, print_error=False)
             if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             command(

@@ -227,18 +227,18 @@ VARIABLES = {
 COMMANDS_WITH_HINTS = ("cllm serve", "cllm chat", "cllm run", "cllm generate")
 
 
-def accept_flags(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line without the flags of peers that are not needed and with
-    cLLM's flags for others, and a note about each.
+def accept_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of a command without the flags of peers that are not needed and with
+    cLLM's flags in place of others, and a note about each.
 
     ``known`` are the names of the command's own options, which stay as they are.
     """
-    kept, notes, rest = [], [], list(words)
+    kept, notes, rest = [], [], list(arguments)
     while rest:
-        word = rest.pop(0)
-        flag, has_value, value = word.partition("=")
+        argument = rest.pop(0)
+        flag, has_value, value = argument.partition("=")
         if flag in known:
-            kept.append(word)
+            kept.append(argument)
             continue
         takes_value = flag in (*NOT_NEEDED_WITH_VALUE, *NOT_NEEDED_IF_ONE, *HUB)
         following = value if has_value else (rest[0] if rest and takes_value else "")
@@ -256,7 +256,7 @@ def accept_flags(words: Sequence[str], known: Collection[str]) -> tuple[list[str
         elif is_not_needed:
             notes.append(f"{flag} is not needed. {FLAGS[flag]}")
         else:
-            kept.append(word)
+            kept.append(argument)
             continue
         if takes_value and not has_value:
             rest.pop(0)

@@ -49,8 +49,8 @@ def _list_gpus(functions: ctypes.CDLL) -> Iterator[Device]:
         if kind(device) in GPU_TYPES:
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             measure(device, ctypes.byref(free), ctypes.byref(total))
-            words = (name(device).decode(), describe(device).decode())
-            yield Device(*words, free.value, total.value)
+            names = name(device).decode(), describe(device).decode()
+            yield Device(*names, free.value, total.value)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         by = abs(self.judged - self.target)
         distance = f"{by:.1f}{self.unit}" if self.unit else f"{by / self.target:.1%}"
-        words = f"{'met' if self.met else '**missed**'} by {distance}" if by else "met"
-        words += "" if self.certain else ", not certain"
-        return words + (", noisy" if self.noisy else "")
+        text = f"{'met' if self.met else '**missed**'} by {distance}" if by else "met"
+        text += "" if self.certain else ", not certain"
+        return text + (", noisy" if self.noisy else "")
 
 
 def find_figures(rounds: Rounds) -> list[Figure]:

@@ -216,10 +216,10 @@ def sized(job: Measure | Judge) -> EngineParams:
 
 
 def run(backend: Backend, work: SpeedWork) -> Speeds:
-    info, words = backend.info, random.Random(0)
+    info, rng = backend.info, random.Random(0)
     seqs = []
     for seq_id in range(work.num_seqs):
-        prompt = words.choices(range(info.vocabulary_size), k=work.prompt_tokens)
+        prompt = rng.choices(range(info.vocabulary_size), k=work.prompt_tokens)
         seqs.append(Sequence(Request("", prompt, SamplingParams()), 0, 0, info.context_length))
         seqs[-1].seq_id = seq_id
     begun = time.perf_counter()

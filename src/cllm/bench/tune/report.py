@@ -144,10 +144,10 @@ def new_table(title: str, *columns: str) -> Table:
 
     table = Table(title=title, box=None, padding=(0, 1, 0, 0))
     for column in columns:
-        words = column in ("setting", "form", "")
+        is_text = column in ("setting", "form", "")
         table.add_column(
             column.replace(" ", "\n"),
-            justify="left" if words else "right",
+            justify="left" if is_text else "right",
             no_wrap=column == "form",
         )
     return table

@@ -176,14 +176,14 @@ class Subject(NamedTuple):
 def find_subject(loaded: LoadedConfig, options: TuneOptions) -> Subject:
     """Find the model and read the text. Raises StartupError if one of them cannot be used."""
     settings = loaded.settings
-    words = TEXT if options.text is None else read_text(options.text)
+    text = TEXT if options.text is None else read_text(options.text)
     with hub.stderr_progress() as progress:
         path = catalog.resolve(settings.model.path, settings.model.quantization, progress)
     params, header = (
         fit_memory(make_engine_params(settings, path, check_tokens=True)),
         read_header(path),
     )
-    tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)
+    tokens = build_vocabulary(params).tokenize(text, add_special=True, parse_special=False)
     if len(tokens) < 2:
         raise StartupError(f"--text {options.text} is too short to measure quality")
     if options.requantize and header.split_count > 1:

@@ -21,7 +21,7 @@ SWITCHES = ("think", "nothink", "verbose", "quiet", "noformat")
 
 
 class Help(NamedTuple):
-    words: str
+    usage: str
     text: str
 
 
@@ -43,7 +43,7 @@ HELP = (
     Help("Alt-Enter", "begin a new line"),
     Help("Ctrl-C", "stop an answer; press it twice to leave"),
 )
-HELP_TEXT = "\n".join(f"  {words:<24}{text}" for words, text in HELP)
+HELP_TEXT = "\n".join(f"  {usage:<24}{text}" for usage, text in HELP)
 
 
 class SlashCommands:

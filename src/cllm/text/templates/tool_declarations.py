@@ -251,15 +251,15 @@ def write_calls_as_text(
 
 
 def write_call(calls: Calls, name: str, arguments: str) -> str:
-    words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
+    parts = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
     values = object_or_text(arguments)
     if "$keywords" in calls.write:
-        words["keywords"] = ", ".join(
+        parts["keywords"] = ", ".join(
             f"{key}={python_literal(value)}" for key, value in values.items()
         )
     if "$pairs" in calls.write:
-        words["pairs"] = "".join(write_pair(calls, key, value) for key, value in values.items())
-    return calls.begin + PLACE.sub(lambda match: words.get(match[1], ""), calls.write) + calls.end
+        parts["pairs"] = "".join(write_pair(calls, key, value) for key, value in values.items())
+    return calls.begin + PLACE.sub(lambda match: parts.get(match[1], ""), calls.write) + calls.end
 
 
 def python_literal(value: Any) -> str:
@@ -269,5 +269,5 @@ def python_literal(value: Any) -> str:
 
 def write_pair(calls: Calls, key: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    words = {"key": key, "string": json.dumps(isinstance(value, str)), "value": text}
-    return PLACE.sub(lambda match: words[match[1]], calls.pair)
+    parts = {"key": key, "string": json.dumps(isinstance(value, str)), "value": text}
+    return PLACE.sub(lambda match: parts[match[1]], calls.pair)
