@@ -11,7 +11,7 @@ from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.server.access import Access
 from cllm.server.call import Call, get_call
-from cllm.server.queueing import TermsBody
+from cllm.server.queueing import SchedulingBody
 
 
 def call(headers, priorities=None):
@@ -55,11 +55,11 @@ def test_request_of_a_batch_has_the_account_of_the_batch():
 
 def test_body_names_limits_and_user():
     """``metadata.user_id`` of Anthropic's requests counts if the body has no ``user``."""
-    body = TermsBody(user="ann", deadline_ms=1500, queue_timeout_ms=250, priority="batch")
+    body = SchedulingBody(user="ann", deadline_ms=1500, queue_timeout_ms=250, priority="batch")
     options = body.scheduling_options(call({}), "bob")
     assert options.account.name == "user-ann"
     assert (options.deadline, options.queue_timeout) == (1.5, 0.25)
     assert options.priority is Priority.BATCH
-    assert TermsBody().scheduling_options(call({}), "bob").account.name == "user-bob"
+    assert SchedulingBody().scheduling_options(call({}), "bob").account.name == "user-bob"
     keyed = call({"authorization": "Bearer secret"})
     assert body.scheduling_options(keyed, "bob").account.name == KEY

@@ -22,7 +22,7 @@ TICKET = "x-cllm-retry-ticket"
 Milliseconds = Annotated[int, Field(ge=1, le=604_800_000)]
 
 
-class TermsBody(Body):
+class SchedulingBody(Body):
     """Request fields for the account, the priority, the timeouts and the sharing of the cache."""
 
     user: Annotated[str, Field(max_length=256)] | None = Field(

@@ -23,7 +23,7 @@ from cllm.server.anthropic.conversation import (
 )
 from cllm.server.body import Body, example, rename_parameters
 from cllm.server.call import Call
-from cllm.server.queueing import TermsBody
+from cllm.server.queueing import SchedulingBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.serving.answer import SchedulingOptions
 from cllm.text.chat import Chat, Effort
@@ -255,7 +255,7 @@ class CountBody(Body):
 
 
 @add_sampling_fields("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")
-class MessagesBody(CountBody, TermsBody):
+class MessagesBody(CountBody, SchedulingBody):
     """POST /v1/messages."""
 
     model_config = example(

@@ -16,7 +16,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
-from cllm.server.queueing import TermsBody
+from cllm.server.queueing import SchedulingBody
 from cllm.server.resolve import service_for
 from cllm.serving.embedding import rank
 
@@ -32,7 +32,7 @@ class Document(Body):
     text: NotEmpty
 
 
-class RerankBody(TermsBody):
+class RerankBody(SchedulingBody):
     """A query, and the documents to rank."""
 
     ignored: ClassVar = {

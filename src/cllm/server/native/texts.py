@@ -20,7 +20,7 @@ from cllm.server.call import get_call
 from cllm.server.errors import error_event
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import off_loop
-from cllm.server.queueing import TermsBody, answer_headers
+from cllm.server.queueing import SchedulingBody, answer_headers
 from cllm.server.resolve import service_for
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.serving.answer import Answer, Generation
@@ -40,7 +40,7 @@ Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 @add_sampling_fields("native")
-class GenerateBody(TermsBody):
+class GenerateBody(SchedulingBody):
     """One or more plain prompts.
 
     Sampling parameters that are left out get the operator's defaults.

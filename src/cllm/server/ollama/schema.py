@@ -13,7 +13,7 @@ from cllm.config.settings import Sampling
 from cllm.core.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, rename_parameters
-from cllm.server.queueing import TermsBody
+from cllm.server.queueing import SchedulingBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.text.chat import Chat, Effort
 from cllm.text.grammar import Constraint
@@ -133,7 +133,7 @@ def parse_duration(value: float | str) -> float:
     return sign * sum(float(number) * UNITS[unit] for number, unit in re.findall(PART, text))
 
 
-class LoadingBody(TermsBody):
+class LoadingBody(SchedulingBody):
     """Fields of requests that load a model."""
 
     model: ModelName

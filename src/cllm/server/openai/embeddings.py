@@ -16,7 +16,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, get_call
 from cllm.server.http.sse import until_disconnect
-from cllm.server.queueing import TermsBody
+from cllm.server.queueing import SchedulingBody
 from cllm.server.resolve import service_for
 from cllm.server.vectors import encode_vectors
 from cllm.serving.embedding import embed, encode_texts, shorten
@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 MAX_INPUTS = 2048
 
 
-class EmbeddingsBody(TermsBody):
+class EmbeddingsBody(SchedulingBody):
     """Texts or their token ids, and the format of the embeddings."""
 
     model_config = example(

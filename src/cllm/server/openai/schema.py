@@ -30,7 +30,7 @@ from cllm.server.openai.conversation import (
     continue_chat,
     drop_nulls,
 )
-from cllm.server.queueing import TermsBody
+from cllm.server.queueing import SchedulingBody
 from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.structured import ConstrainedBody
 from cllm.serving.service import Service
@@ -93,7 +93,7 @@ class StreamOptions(Body):
 
 
 @add_sampling_fields("openai", temperature="Values above 2 are an extension of OpenAI's API.")
-class GenerationBody(TermsBody, ConstrainedBody):
+class GenerationBody(SchedulingBody, ConstrainedBody):
     """Fields that all generating routes of this dialect have in common."""
 
     refused: ClassVar[Mapping[str, str]] = {
