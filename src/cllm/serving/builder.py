@@ -114,11 +114,11 @@ class Builder:
 
     async def _open_service(self, source: Source, model: ServedModel) -> Service:
         """Return the service of a model, whose file is downloaded if necessary."""
-        params = await in_daemon(partial(source.read_params, self._check_going_on))
+        params = await run_in_daemon_thread(partial(source.read_params, self._check_going_on))
         most = self.registry.loaded.max_bytes or 0
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
         # in a thread, because it may ask another process for the GPUs
-        pool = await in_daemon(partial(self._engines.make_pool, source.settings, params))
+        pool = await run_in_daemon_thread(partial(self._engines.make_pool, source.settings, params))
         model.path = params.path
         model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
         return self._make_service(source, pool)
@@ -168,7 +168,7 @@ def make_adapted(parent: ServedModel, adapters: Mapping[str, Adapter]) -> list[S
 T = TypeVar("T")
 
 
-async def in_daemon(work: Callable[[], T]) -> T:
+async def run_in_daemon_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, computed in a daemon thread: it may wait for another server,
     which must not keep this process from ending.
     """
