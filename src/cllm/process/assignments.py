@@ -33,7 +33,7 @@ class Assignments:
         """Return the engines that are ready."""
         return [member for member in self._members if member.ready]
 
-    def _list_responding(self) -> list[Member]:
+    def _list_available(self) -> list[Member]:
         """Return the ready engines that can begin a request; all ready ones if none can."""
         ready = self.list_ready()
         return [one for one in ready if not (one.is_searching or one.seems_to_hang())] or ready
@@ -47,7 +47,7 @@ class Assignments:
         """
         member, booking = self._members[0], None
         if len(self._members) > 1:
-            members = members or self._list_responding() or self._members
+            members = members or self._list_available() or self._members
             # all engines compute equally fast, so a prompt token takes equally long everywhere
             candidates = [Candidate(one.number, max(1, one.stats.num_seq_ids)) for one in members]
             booking = self._router.choose(describe(request), candidates)
