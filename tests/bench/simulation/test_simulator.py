@@ -41,7 +41,7 @@ def entry(
 
 
 def run(entries: list[TraceEntry], **options) -> SimulationReport:
-    limits, keys = options.pop("limits", LatencyLimits()), options.pop("keys", ())
+    limits, accounts = options.pop("limits", LatencyLimits()), options.pop("accounts", ())
     setup = Setup(
         **{
             "context": 4096,
@@ -53,7 +53,7 @@ def run(entries: list[TraceEntry], **options) -> SimulationReport:
         }
     )
     courses, replicas = simulate(entries, setup)
-    return summarize(courses, replicas, trace="test", settings={}, limits=limits, keys=keys)
+    return summarize(courses, replicas, trace="test", settings={}, limits=limits, accounts=accounts)
 
 
 def ms(seconds: float):
@@ -140,9 +140,9 @@ def test_high_priority_runs_first() -> None:
     """An urgent request that arrives late overtakes the waiting ones."""
     entries = [entry(answer=50, blocks=[i], account="normal") for i in range(4)]
     entries.append(entry(at=0.05, answer=2, blocks=[9], account="urgent", priority="interactive"))
-    keys = run(entries, policy="priority", max_num_seqs=1).keys
-    assert keys["urgent"].mean_ttft_ms < 300 < keys["normal"].mean_ttft_ms
-    assert run(entries, policy="fair", max_num_seqs=1).keys["urgent"].mean_ttft_ms < 300
+    accounts = run(entries, policy="priority", max_num_seqs=1).accounts
+    assert accounts["urgent"].mean_ttft_ms < 300 < accounts["normal"].mean_ttft_ms
+    assert run(entries, policy="fair", max_num_seqs=1).accounts["urgent"].mean_ttft_ms < 300
 
 
 def test_context_length_limits_answers() -> None:
@@ -223,7 +223,7 @@ def test_least_loaded_replica_is_chosen() -> None:
 # --- fairness -----------------------------------------------------------------------------------
 
 
-def two_keys() -> list[TraceEntry]:
+def two_accounts() -> list[TraceEntry]:
     """Return 90 requests of one key, then 10 of another, which all arrive at the beginning."""
     return [
         entry(answer=20, blocks=[i], account="heavy" if i < 90 else "light") for i in range(100)
@@ -231,15 +231,15 @@ def two_keys() -> list[TraceEntry]:
 
 
 def test_fair_policy_differs_from_fcfs() -> None:
-    """With "fair", both keys wait equally long; with "fcfs", the light key waits for the heavy one."""
-    fair, fcfs = (run(two_keys(), policy=policy, max_num_seqs=2) for policy in ("fair", "fcfs"))
+    """With "fair", both accounts wait equally long; with "fcfs", light waits for heavy."""
+    fair, fcfs = (run(two_accounts(), policy=policy, max_num_seqs=2) for policy in ("fair", "fcfs"))
     assert fair.fairness.jain_index > 0.98
     assert fcfs.fairness.jain_index < 0.7
-    assert fair.keys["light"].mean_ttft_ms < fcfs.keys["light"].mean_ttft_ms / 3
-    assert fair.keys["heavy"].mean_e2e_ms > fcfs.keys["heavy"].mean_e2e_ms
+    assert fair.accounts["light"].mean_ttft_ms < fcfs.accounts["light"].mean_ttft_ms / 3
+    assert fair.accounts["heavy"].mean_e2e_ms > fcfs.accounts["heavy"].mean_e2e_ms
     assert fair.wall_s == pytest.approx(fcfs.wall_s, rel=0.02)
     for report in (fair, fcfs):
-        assert {key: of_key.served for key, of_key in report.keys.items()} == {
+        assert {name: own.served for name, own in report.accounts.items()} == {
             "heavy": 90 * 140,
             "light": 10 * 140,
         }
@@ -250,9 +250,9 @@ def test_comparison_uses_selected_accounts() -> None:
     """Only the given accounts are compared. Accounts that never wait at the same time cannot be
     compared.
     """
-    entries = [*two_keys(), entry(at=1000, account="late")]
+    entries = [*two_accounts(), entry(at=1000, account="late")]
     assert run(entries, max_num_seqs=2).fairness.jain_index is None
-    assert run(entries, max_num_seqs=2, keys=["heavy", "light"]).fairness.jain_index > 0.98
+    assert run(entries, max_num_seqs=2, accounts=["heavy", "light"]).fairness.jain_index > 0.98
 
 
 def test_overlap_of_intervals_is_computed() -> None:
@@ -410,7 +410,7 @@ def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def trace(cllm, tmp_path: Path) -> Path:
-    """Return a trace of 40 requests with two keys, made by the command line."""
+    """Return a trace of 40 requests with two accounts, made by the command line."""
     file = tmp_path / "trace.jsonl"
     code, out, err = cllm(
         "simulate", "synth", file, "--workload", "two-keys", "--requests", 40, "--rate", 20

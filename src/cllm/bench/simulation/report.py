@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-MOST_KEYS = 20  # rows of the table that people read
+MOST_ACCOUNTS = 20  # rows of the table that people read
 
 
-class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one key. ``served`` counts as the policy fair does: the prompt tokens computed for
-    the key, plus OUTPUT_WEIGHT times the tokens of its answers.
+class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of one account. ``served`` is its service as the policy fair counts it: the prompt
+    tokens computed for the account, plus OUTPUT_WEIGHT times the tokens of its answers.
     """
 
     num_requests: int
@@ -40,11 +40,11 @@ class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fairness(msgspec.Struct, frozen=True, kw_only=True):
-    """The service that the compared keys got while each of them had a request without a first
+    """The service that the compared accounts got while each of them had a request without a first
     token.
 
-    jain_index: 1 if all got the same, 1 / (number of keys) if one got everything, None if none got
-    anything.
+    ``jain_index`` is 1 if all got the same, 1 / (number of accounts) if one got everything, and
+    None if none got anything.
     """
 
     seconds: float
@@ -52,14 +52,17 @@ class Fairness(msgspec.Struct, frozen=True, kw_only=True):
     jain_index: float | None
 
 
-class SimulationReport(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
+class SimulationReport(
+    HasLatencies, msgspec.Struct, frozen=True, kw_only=True, rename={"accounts": "keys"}
+):
     """The object that ``--json`` prints.
 
     Latencies are those of successful requests, as in bench/load/report.py.
 
-    num_cut: answers cut short by the context length. prefill_tokens: prompt tokens computed in all,
-    including what parked sequences computed again. Rates are over ``wall_s``, simulated seconds
-    from the first arrival to the last end. Good requests are those within the limits.
+    ``num_cut`` answers were cut short by the context length. ``prefill_tokens`` counts all prompt
+    tokens that were computed, including those that parked sequences computed again. Rates are over
+    ``wall_s``, the simulated seconds from the first arrival to the last end. Good requests are
+    those within the limits.
     """
 
     trace: str
@@ -86,7 +89,7 @@ class SimulationReport(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
     num_parked: int
     requests_per_replica: list[int]
     num_loads: int
-    keys: dict[str, KeyReport]
+    accounts: dict[str, AccountReport]
     fairness: Fairness | None
 
 
@@ -110,22 +113,22 @@ def summarize(
     trace: str,
     settings: dict[str, Any],
     limits: LatencyLimits = LatencyLimits(),  # noqa: B008  # immutable
-    keys: Sequence[str] = (),
+    accounts: Sequence[str] = (),
 ) -> SimulationReport:
     """Return the report.
 
-    ``keys`` are the keys of the trace whose fairness is compared: by default all, if there are
-    several.
+    ``accounts`` are the accounts of the trace whose fairness is compared: by default all, if there
+    are several.
     """
     good = [course for course in courses if not course.failure]
     bad = [course for course in courses if course.failure]
     wall = max(max(course.ended for course in courses) - courses[0].entry.arrived, 1e-9)
     num_tokens = sum(len(course.times) for course in good)
     num_kept = sum(limits.allow(ttft(course), tpot(course)) for course in good)
-    by_key: dict[str, list[Course]] = {}
+    by_account: dict[str, list[Course]] = {}
     for course in courses:
-        by_key.setdefault(course.entry.account, []).append(course)
-    compared = {key: by_key[key] for key in keys or by_key}
+        by_account.setdefault(course.entry.account, []).append(course)
+    compared = {account: by_account[account] for account in accounts or by_account}
     schedulers = [replica.scheduler for replica in replicas]
     return SimulationReport(
         trace=trace,
@@ -156,14 +159,14 @@ def summarize(
             sum(course.replica == i for course in courses) for i in range(len(replicas))
         ],
         num_loads=len(replicas) // settings.get("replicas", 1),
-        keys={key: key_report(of_key) for key, of_key in sorted(by_key.items())},
+        accounts={account: summarize_account(own) for account, own in sorted(by_account.items())},
         fairness=fairness(compared) if len(compared) > 1 else None,
     )
 
 
-def key_report(courses: list[Course]) -> KeyReport:
+def summarize_account(courses: list[Course]) -> AccountReport:
     good = [course for course in courses if not course.failure]
-    return KeyReport(
+    return AccountReport(
         num_requests=len(courses),
         num_succeeded=len(good),
         served=served(courses, [(-math.inf, math.inf)]),
@@ -182,7 +185,7 @@ def fairness(compared: dict[str, list[Course]]) -> Fairness:
     common = [(-math.inf, math.inf)]
     for courses in compared.values():
         common = overlap(common, backlog(courses))
-    amounts = {key: served(courses, common) for key, courses in compared.items()}
+    amounts = {account: served(courses, common) for account, courses in compared.items()}
     index = jain_index([*amounts.values()])
     return Fairness(
         seconds=round(sum(end - begin for begin, end in common), 4),
@@ -221,7 +224,7 @@ def overlap(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def served(courses: list[Course], intervals: list[Interval]) -> int:
-    """Return what was served in these intervals, as in KeyReport.
+    """Return what was served in these intervals, as in AccountReport.
 
     A prompt counts at the time of the first token.
     """
@@ -249,19 +252,21 @@ def print_report(report: SimulationReport, console: Console) -> None:
     shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
     print_lines(console, [report.trace, shown, "", *results(report)])
     tables = [latency_table(report.latencies)]
-    if len(report.keys) > 1:
-        tables.append(key_table(report.keys))
+    if len(report.accounts) > 1:
+        tables.append(account_table(report.accounts))
     for table in tables:
         if table.row_count:
             console.print(table)
     print_lines(console, remarks(report))
 
 
-def key_table(keys: dict[str, KeyReport]) -> Table:
-    table = number_table("key", "requests", "succeeded", "served", "mean TTFT ms", "mean E2E ms")
-    for key, of_key in islice(keys.items(), MOST_KEYS):
-        cells = msgspec.structs.astuple(of_key)
-        table.add_row(key, *("" if cell is None else f"{cell:,}" for cell in cells))
+def account_table(accounts: dict[str, AccountReport]) -> Table:
+    table = number_table(
+        "account", "requests", "succeeded", "served", "mean TTFT ms", "mean E2E ms"
+    )
+    for account, own in islice(accounts.items(), MOST_ACCOUNTS):
+        cells = msgspec.structs.astuple(own)
+        table.add_row(account, *("" if cell is None else f"{cell:,}" for cell in cells))
     return table
 
 
@@ -305,15 +310,14 @@ def results(report: SimulationReport) -> list[str]:
 
 def remarks(report: SimulationReport) -> list[str]:
     lines = []
-    if len(report.keys) > MOST_KEYS:
-        lines.append(f"{len(report.keys) - MOST_KEYS} more keys: see --json")
+    if len(report.accounts) > MOST_ACCOUNTS:
+        lines.append(f"{len(report.accounts) - MOST_ACCOUNTS} more accounts: see --json")
     fairness = report.fairness
     if fairness is not None and fairness.jain_index is not None:
         lines.append(
-            f"Jain index {fairness.jain_index:.3f} of what {len(fairness.served)} keys were "
-            f"served in the "
-            f"{fairness.seconds:,.1f} s in which all of them waited"
+            f"Jain index {fairness.jain_index:.3f} of the service that {len(fairness.served)} "
+            f"accounts got in the {fairness.seconds:,.1f} s in which all of them waited"
         )
     elif fairness is not None:
-        lines.append("no Jain index: the compared keys never waited all at the same time")
+        lines.append("no Jain index: the compared accounts never waited all at the same time")
     return lines

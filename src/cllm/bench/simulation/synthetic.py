@@ -96,10 +96,10 @@ def long_prefill(source: EntrySource) -> Iterator[TraceEntry]:
         yield source.entry(at, source.blocks(source.lognormal(question)), source.lognormal(answer))
 
 
-def two_keys(source: EntrySource) -> Iterator[TraceEntry]:
+def two_accounts(source: EntrySource) -> Iterator[TraceEntry]:
     for at in source.arrivals():
-        key = "heavy" if source.rng.random() < 0.9 else "light"
-        yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), key)
+        account = "heavy" if source.rng.random() < 0.9 else "light"
+        yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), account)
 
 
 def models(source: EntrySource) -> Iterator[TraceEntry]:
@@ -121,7 +121,10 @@ WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[TraceEntry]], str]] 
     ),
     "long-prefill": (long_prefill, "chat, but every fifth prompt has about 8,000 tokens"),
     "models": (models, "chat with three models, wanted in the proportions of 6, 3 and 2"),
-    "two-keys": (two_keys, "chat, nine of ten requests from the key heavy and one from light"),
+    "two-keys": (
+        two_accounts,
+        "chat with two accounts: heavy sends nine of ten requests, light one",
+    ),
 }
 
 

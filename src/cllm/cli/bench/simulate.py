@@ -210,7 +210,7 @@ def run(
         trace=str(trace),
         settings=msgspec.to_builtins(setup) | msgspec.to_builtins(limits),
         limits=limits,
-        keys=options.key,
+        accounts=options.key,
     )
 
 
