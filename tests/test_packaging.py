@@ -38,6 +38,20 @@ def test_minor_version_of_uvicorn_is_fixed() -> None:
     assert f"{version.major}.{version.minor + 1}.0" not in uvicorn.specifier
 
 
+@pytest.mark.llama
+def test_requirements_of_llama_cpp_python_are_those_of_the_package() -> None:
+    """uv takes them from pyproject.toml, and ignores them there if the version is another one."""
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    (package,) = uv["dependency-metadata"]
+    assert package["version"] == metadata.version(package["name"])
+    without_extras = [
+        requirement
+        for requirement in map(Requirement, metadata.requires(package["name"]) or [])
+        if requirement.marker is None
+    ]
+    assert set(map(Requirement, package["requires-dist"])) == set(without_extras)
+
+
 def read_dockerfile() -> list[tuple[str, str]]:
     """Return the instructions of the Dockerfile with their arguments."""
     text = (ROOT / "Dockerfile").read_text()

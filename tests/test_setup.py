@@ -90,6 +90,34 @@ def test_nothing_is_compiled_or_fetched_if_the_cache_has_all(run, tmp_path: Path
     assert "uv sync" not in calls
 
 
+def test_sources_in_the_cache_are_compiled_without_asking_the_index(run):
+    """Its answer may make uv fetch them again, and forget what it compiled from the old ones."""
+    uv = UV.replace(
+        "*--offline*) [ -e cached ]",
+        """*--offline*)
+    [ "$CXX" != false ] || { echo "  cause: The build backend returned an error" >&2; exit 1; }""",
+    )
+    done, calls = run({"uv": uv, **COMPILER}, "echo", "hello")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "compiling llama.cpp" in done.stderr
+    assert [call for call in calls if call.startswith("uv sync") and "--check" not in call] == [
+        "uv sync --offline --quiet",
+        "uv sync --offline",
+    ]
+
+
+def test_compilation_that_fails_is_not_retried(run):
+    uv = UV.replace(
+        "*--offline*) [ -e cached ]",
+        '*--offline*) echo "  cause: The build backend returned an error, $CXX" >&2; exit 1',
+    )
+    done, calls = run({"uv": uv, **COMPILER}, "echo", "hello")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "returned an error, " in done.stderr
+    assert "returned an error, false" not in done.stderr
+    assert "uv sync" not in calls
+
+
 def test_other_failures_are_not_retried(run):
     uv = UV.replace("invalid peer certificate: $FAULT", "no space left on device")
     done, calls = run({"uv": uv, **COMPILER}, "echo", "hello")

@@ -70,7 +70,9 @@ ready() { uv sync $without --check --offline --quiet >/dev/null 2>&1; }
 
 install() {
   uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
-  ! install_from_cache || return 0
+  ! answer=$(install_from_cache) || return 0
+  # Only the compilation was missing then; asking the index would lose what was compiled with other settings.
+  case $answer in *'build backend returned an error'*) offline=--offline ;; *) offline= ;; esac
   mkdir -p .tools/tmp
   find .tools/tmp -mindepth 1 -maxdepth 1 -type d -mmin +60 -exec rm -rf {} + # left by compilations that were killed
   log=.tools/setup.log begun=$(date +%s)
@@ -108,11 +110,11 @@ install() {
   [ "$(seconds)" -lt 5 ] || say "ready after $(elapsed)"
 }
 
-# Comes before the index is asked, whose answer may make uv fetch llama.cpp again and compile what its cache has.
-# These compilers fail, so that nothing is compiled twice where the cache has the sources only.
-install_from_cache() { CC=false CXX=false uv sync $without --offline --quiet </dev/null >/dev/null 2>&1; }
+# Comes before the index is asked: if its answer has no ETag, uv fetches the sources of llama.cpp again, and then no
+# longer finds what it compiled from the old ones. These compilers fail, so that nothing is compiled out of sight.
+install_from_cache() { CC=false CXX=false uv sync $without --offline --quiet </dev/null 2>&1; }
 
-sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $without </dev/null; }
+sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $without $offline </dev/null; }
 
 clean_up() {
   kill "$reporter" 2>/dev/null || :
