@@ -70,8 +70,8 @@ class Stopwatch:
 
 
 def step_parts(engine: Engine, work: Work) -> dict[str, float]:
-    """Return the microseconds of a decoding step by part: the mean over the steps of one run in
-    which all decode.
+    """Return the mean microseconds of each part of a decoding step, over the steps of one run in
+    which all sequences decode.
 
     "decode" is the backend's forward without the filling of its arrays. "send" is what the engine
     process does in addition: it encodes the message about the step and writes it, here to the null

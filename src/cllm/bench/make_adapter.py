@@ -20,9 +20,9 @@ def write_adapter(
     strength: float = 1.0,
     invocation: Sequence[int] = (),
 ) -> Path:
-    """Write an adapter that changes some matrices of all layers of ``model``; ``strength`` 1 is
-    enough to change its answers, 0 changes nothing. invocation: the tokens that activate it, if it
-    is an activated LoRA.
+    """Write an adapter that changes some matrices of all layers of ``model``. A ``strength`` of 1
+    is enough to change the answers; 0 changes nothing. An activated LoRA is activated by the tokens
+    ``invocation``.
     """
     reader, random = gguf.GGUFReader(model), np.random.default_rng(seed)
     architecture = str(reader.fields["general.architecture"].contents())

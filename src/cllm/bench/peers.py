@@ -1,10 +1,10 @@
 """The programs that cLLM is compared with: where they are, and how they are built.
 
-Two questions need two builds of one source, the llama.cpp tree in the llama-cpp-python sdist that
-uv.lock names. What does the server add? This needs the compiler switches of pyproject.toml, with
-which cLLM's own llama.cpp is built. SKBUILD_CMAKE_ARGS from the environment is added, as when uv
-builds llama-cpp-python: -DGGML_CUDA=ON;-D... What does a user gain over llama-server as it is
-usually built? This needs the default build, without any switches.
+There are two builds of one source, the llama.cpp tree in the llama-cpp-python sdist that uv.lock
+names. One has the compiler switches of pyproject.toml, like cLLM's own llama.cpp, and shows what
+the servers add to the same kernels. SKBUILD_CMAKE_ARGS from the environment is added, as when uv
+builds llama-cpp-python: -DGGML_CUDA=ON;-D... The other one is the default build, without any
+switches. It shows what a user gains over llama-server as it is usually built.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ Progress = Callable[[float, str], None]
 
 
 class StageResult(msgspec.Struct, frozen=True):
-    """The speed of one stage. tokens_per_s: one value for each round."""
+    """The speed of one stage. ``tokens_per_s`` has one value for each round."""
 
     stage: str
     tokens_per_s: list[float]
@@ -75,7 +75,7 @@ class StageResult(msgspec.Struct, frozen=True):
 class SizeResult(msgspec.Struct, frozen=True):
     """All stages of one size.
 
-    step_us: microseconds of a decoding step of the engine in this process, by part.
+    ``step_us`` has the microseconds of each part of a decoding step of the engine in this process.
     """
 
     num_seqs: int
@@ -216,7 +216,7 @@ def print_stages(results: list[SizeResult], console: Console) -> None:
         parts = ", ".join(f"{part} {us:,.0f}" for part, us in result.step_us.items())
         host = sum(us for part, us in result.step_us.items() if part != "decode")
         console.print(
-            f"a decoding step in microseconds: {parts}; {host:,.0f} beside the decode",
+            f"a decoding step in microseconds: {parts}; {host:,.0f} outside the decode",
             highlight=False,
         )
 

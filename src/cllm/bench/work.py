@@ -38,7 +38,7 @@ class Work:
     """The prompts of one size: as messages, as request bodies and as token ids."""
 
     def __init__(self, size: WorkSize, vocabulary: Vocabulary, number: int = 0) -> None:
-        """Works with different numbers share no prompt."""
+        """Two works with different ``number`` have no prompt in common."""
         self.size = size
         self.number = number
         self._vocabulary = vocabulary

@@ -518,7 +518,7 @@ def test_rejections_with_retry_after_are_expected(
     with serving(handler) as url:
         report = measure(url, tasks)
     assert (report.num_succeeded, report.num_refused, report.failures) == (2, 2, failures)
-    assert any("2 were refused with Retry-After" in line for line in results(report)) == (
+    assert any("2 were rejected with Retry-After" in line for line in results(report)) == (
         not failures
     )
     assert report.e2e_ms.p50 > 0

@@ -106,7 +106,7 @@ def test_early_stop_is_a_success(server: OllamaServer) -> None:
     server.answer = [*TEXT[:2], last("stop", 3)]
     report = measure(server)
     assert (report.num_succeeded, report.num_short, report.output_tokens) == (4, 4, 12)
-    assert "  4 of them ended before the tokens asked for; 3.0 tokens on average" in results(report)
+    assert "  4 of them ended before the requested length; 3.0 tokens on average" in results(report)
 
 
 def test_rejected_requests_are_failures(server: OllamaServer) -> None:

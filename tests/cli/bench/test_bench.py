@@ -286,7 +286,7 @@ def test_stages_tells_what_every_stage_loses(
     assert code == 0
     assert "share of the backend" in (tmp_path / "stages.svg").read_text()
     assert all(stage in out for stage in STAGES)
-    assert "beside the decode" in out
+    assert "outside the decode" in out
     code, out, _ = cllm("bench", "stages", *options, "--json")
     assert code == 0
     assert [stage["stage"] for stage in json.loads(out)[0]["stages"]] == list(STAGES)

@@ -43,7 +43,7 @@ def test_yaml_is_a_valid_settings_file(tmp_path: Path) -> None:
     loaded = settings_from_flags(None, given, "some model: #1.gguf")
     chosen: Choice = {BATCH_THREADS: 8, THREADS: 4, LAYOUT: "unified", KV_TYPE: "q8_0"}
     text = format_yaml(loaded, report(chosen))
-    assert "prompt 100 -> 120, decode 1 10.0 -> 12.3; +20.0% in the mean, noise 5.0%" in text
+    assert "prompt 100 -> 120, decode 1 10.0 -> 12.3; +20.0% on average, noise 5.0%" in text
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
     read = load_settings(tmp_path / "c.yaml", {}, {})
     tuned = {**given, "model.path": "some model: #1.gguf", **chosen}

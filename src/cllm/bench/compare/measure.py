@@ -1,5 +1,5 @@
-"""Compare cLLM, as users start it, with its peers on one machine: the same model and requests, in
-turn.
+"""Compares cLLM, as users start it, with its peers on one machine. All get the same model and the
+same requests, in turn.
 
 Each run starts its own server and stops it afterwards. So no other model is loaded during a run,
 and every start is timed. Every second round runs in reverse order. No prompt is sent twice to a
@@ -109,8 +109,8 @@ class Comparison:
         progress(1.0, "done")
 
     def _missing(self, row: ComparisonRow, i: int) -> Iterator[StoredRun]:
-        """Yield the runs of a round that are not stored, without their results; a noisy one again,
-        up to a limit.
+        """Yield the runs of a round that are not stored yet, without results. A noisy run is
+        repeated, up to a limit.
         """
         systems, work = row.systems, self._work(row)
         for system in systems if i % 2 == 0 else reversed(systems):
@@ -132,9 +132,9 @@ class Comparison:
         return not quiet and len(attempts) <= REPEATS
 
     def _settings(self, row: ComparisonRow, system: str, i: int, work: str) -> list[str]:
-        """Return the settings to measure: all in the first round, and then those that may be the
-        best ones; for llama-server's default build, in some rounds, the best ones of the other
-        build.
+        """Return the settings to measure: all in the first round, then those that may be the best.
+        llama-server's default build is measured in some rounds only, with the settings that are
+        best for the other build.
         """
         if row.kind == "context":
             return [str(context) for context in CONTEXTS if self._model(row).fits(context, row)]
@@ -218,7 +218,7 @@ def is_served(row: ComparisonRow, system: str) -> bool:
 
 
 def fingerprint(stages: list[Stage]) -> str:
-    """Return a hash of what is sent; of long groups, of their beginning."""
+    """Return a hash of the requests. Only the first ones of a long group count."""
     digest = hashlib.sha256()
     for group in (group for stage in stages for group in stage):
         digest.update(f"{group.clients} {group.start_after} {group.tail}".encode())

@@ -31,9 +31,9 @@ MOST_OTHERS = 0.02  # share of the CPU that other processes may take
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """One system with one setting on one row in one round.
 
-    work: everything that is sent, and the model; only runs with the same work are compared. at: the
-    time in ISO format. values: by name and unit. others: share of the CPU that other processes took
-    meanwhile.
+    ``work`` identifies the model and everything that is sent. Only runs with the same work are
+    compared. ``at`` is the time in ISO format. ``values`` are by name and unit. ``others`` is the
+    share of the CPU that other processes took meanwhile.
     """
 
     row: str
@@ -94,7 +94,7 @@ class Rounds:
         return self._runs.get(run.key, [])
 
     def of(self, row: str, work: str | None = None) -> list[StoredRun]:
-        """Return the runs of a row in order of rounds, of several attempts the quietest one.
+        """Return the runs of a row in order of rounds. Of several attempts, the quietest counts.
 
         ``work`` None means the work of the last run.
         """

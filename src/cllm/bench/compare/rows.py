@@ -59,7 +59,7 @@ CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 HOST_SEQS = (1, 8, 32)
 
 Kind = Literal["load", "engine", "context", "host", "llama-bench", "bound", "queue", "restart"]
-"""How those systems of a row are measured that are no servers."""
+"""How a row is measured: "load" sends requests to servers."""
 
 
 class Target(NamedTuple):
@@ -96,9 +96,7 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     clients: int = 1
     slots: int = 0
     rounds: int = FEW
-    kind: Literal[
-        "load", "engine", "context", "host", "llama-bench", "bound", "queue", "restart"
-    ] = "load"
+    kind: Kind = "load"
     make: Callable[[RequestSpec, float], list[Stage]] | None = None
     systems: tuple[str, ...] = (CLLM, LLAMA_SERVER, DEFAULT_SERVER)
     targets: list[Target] = []
@@ -231,7 +229,7 @@ CHANGING = [
 ]
 
 WITHOUT_SPECULATION = "--scheduler.speculation off"
-"""For random weights, which repeat themselves, so that speculation would gain too much."""
+"""Models with random weights repeat themselves, so speculation would gain too much."""
 DISK_CACHE = "--kv.disk-cache FOLDER"
 SMALL_POOL = "--kv.layout unified --kv.max-memory-mb 1 --context 256"
 SLOTS = f"-np {LONG_ANSWERS} -kvu -t {os.cpu_count() or 1} --jinja"

@@ -154,8 +154,8 @@ class Runner:
                 return RunResult({name: rates[0] for name, rates in measured.items()})
 
     def measure_server(self, row: ComparisonRow, run: StoredRun, opener: Opener) -> RunResult:
-        """Start a server and send it the requests of a row; to RESTARTED, the first time before its
-        restart.
+        """Start a server and send it the requests of a row. The system RESTARTED gets them before
+        its restart, too.
 
         Raises StartupError if it does not start.
         """
@@ -288,8 +288,8 @@ def round_up(context: int) -> int:
 
 
 def accept_without_usage(outcome: Outcome) -> None:
-    """Let answers succeed that reached their length at a server that does not report usage: they
-    have all their tokens.
+    """Accept answers that ended at their maximal length from a server that does not report usage:
+    they have all their tokens.
     """
     for answer in outcome.answers:
         if answer.failure == "no usage" and answer.finish_reason == "length":
@@ -324,7 +324,7 @@ def read_metrics(server: RunningServer) -> dict[str, float]:
 
 @contextmanager
 def pinned() -> Iterator[None]:
-    """Keep this thread on the last CPU, so that the client does not wander between a server's."""
+    """Keep this thread on the last CPU, so that the client keeps off the server's."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

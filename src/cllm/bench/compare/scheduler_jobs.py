@@ -33,8 +33,9 @@ STEPS, WARM_UP_STEPS = 500, 50
 
 
 class SharedPrefixJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The least work for ``prompts``, which begin alike: the beginning once, then the rest of
-    ``num_seqs`` prompts in one batch, ``num_tokens`` tokens of each, and so on.
+    """The least work for ``prompts`` with the same beginning. The beginning is computed once. Then
+    the rest of ``num_seqs`` prompts is computed in one batch, they are continued by ``num_tokens``
+    tokens each, and the next prompts follow.
     """
 
     model: str
@@ -175,7 +176,7 @@ def greedy(prompt: list[int]) -> Request:
 
 
 def count_shared(prompts: list[list[int]]) -> int:
-    """Return with how many equal tokens all prompts begin; less than the shortest one has."""
+    """Return how many tokens at their beginning all prompts share: fewer than the shortest has."""
     shortest = min(map(len, prompts))
     columns = np.array([prompt[:shortest] for prompt in prompts])
     return int((columns == columns[0]).all(axis=0).argmin())

@@ -61,7 +61,7 @@ class Purpose(NamedTuple):
 
 
 def cllm_openers(purpose: Purpose) -> Openers:
-    """Start it as users do, without any option, unless the row has settings."""
+    """Start cLLM as users do, without any option, unless the row has settings."""
     openers: Openers = {}
     for settings in purpose.settings or ("",):
         flags = (word.replace("FOLDER", str(purpose.folder)) for word in settings.split())
@@ -88,8 +88,8 @@ def default_build_openers(purpose: Purpose) -> Openers:
 
 
 def llama_server_openers(purpose: Purpose, program: Path | None = None) -> Openers:
-    """Start it by default, with a slot for each client, and the same with one pool of cells, unless
-    the row has settings.
+    """Start llama-server with its default settings, with a slot for each client, and with one pool
+    of cells for these slots, unless the row has settings.
 
     Raises StartupError if it is not built.
     """

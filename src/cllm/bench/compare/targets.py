@@ -11,7 +11,7 @@ from cllm.bench.compare.intervals import Median
 from cllm.bench.compare.rounds import CLLM, DEFAULT_SERVER, LLAMA_SERVER, Rounds, StoredRun
 from cllm.bench.compare.rows import ROWS, SUCCEEDED, ComparisonRow, Target
 
-CLOSE = 0.1  # settings that were worse by less in the first round may be the best ones
+CLOSE = 0.1  # settings that were worse by less than this in the first round may be the best ones
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def default_met(self) -> bool | None:
-        """The same for the default build."""
+        """Whether the target against the default build is met; None without one."""
         if self.default_target is None or not self.default_values:
             return None
         return self._meets(statistics.median(self.default_values), self.default_target)
@@ -181,8 +181,8 @@ def close_settings(runs: Sequence[StoredRun], row: ComparisonRow) -> set[str]:
 def by_settings(
     runs: Iterable[StoredRun], row: ComparisonRow, target: Target
 ) -> dict[str, list[float]]:
-    """Return settings -> the values that say which ones are best, of settings that served every
-    request.
+    """Return, for all settings that served every request, the values by which the best one is
+    chosen.
     """
     value = row.primary[0] or target.value
     share = f"{target.part}: {SUCCEEDED}" if target.part and not row.primary[0] else SUCCEEDED

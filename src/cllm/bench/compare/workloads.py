@@ -51,7 +51,7 @@ def one_prompt(tokens: float, spec: RequestSpec, scale: float) -> list[Stage]:
 
 
 def long_answers(spec: RequestSpec, _: float) -> list[Stage]:
-    """Questions for the built-in model, all at once. Each answer is checked."""
+    """Return questions for the built-in model, sent all at once. Each answer is checked."""
     tasks = question_tasks(
         LONG_ANSWERS,
         model=spec.model,
@@ -64,7 +64,7 @@ def long_answers(spec: RequestSpec, _: float) -> list[Stage]:
 
 
 def edits_by_clients(spec: RequestSpec, _: float) -> list[Stage]:
-    """Texts that the built-in model repeats with a change, for one client and for many."""
+    """Return texts that the built-in model repeats with a change, for one client and for many."""
     ((group,),) = edits(spec, Sizes(requests=EDITS * len(EDITORS), clients=1))
     tasks = iter(group.tasks)
     return [
@@ -74,8 +74,8 @@ def edits_by_clients(spec: RequestSpec, _: float) -> list[Stage]:
 
 
 def accounts(spec: RequestSpec, scale: float) -> list[Stage]:
-    """A small account alone, then next to a large one; then two accounts that send equally many
-    requests.
+    """Return requests of a small account alone and then next to a large one, and of two accounts
+    that send equally many requests.
     """
     writer = Writer(spec, Sizes(requests=0, clients=0, scale=scale))
 

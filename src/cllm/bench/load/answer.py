@@ -32,8 +32,8 @@ class TimedAnswer:
         self.cancelled = False
         """The client disconnected, as the task required."""
         self.refused = False
-        """The server rejected the request because of overload (429 or 503). A failure unless
-        the task allows it.
+        """The server rejected the request because of overload (429 or 503). This is a
+        failure unless the task allows it.
         """
         self.failure = ""
         """Why the request did not succeed, in a few words that all failures of the kind share.

@@ -82,7 +82,7 @@ class HTTPClient:
             or not parts.hostname
             or not parts.hostname.isprintable()
         ):
-            raise ValueError("it is no URL of HTTP")
+            raise ValueError("it is not an HTTP URL")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname.encode("idna").decode()
         self._port = parts.port or (443 if self._tls else 80)
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._ended is None:
-            raise BrokenHTTP("an answer to nothing")
+            raise BrokenHTTP("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._response.headers[name.lower()] = value

@@ -21,13 +21,11 @@ svg { width: 100%; height: auto }
 @media print { body { margin: 0; max-width: none } }
 """
 CAPTION = (
-    "Of successful requests: which share took at most so long. TTFT: from sending to the first "
-    "text. ITL: from one "
-    "chunk to the next. TPOT: per token after the first. E2E: from sending to the last byte. "
-    "Then the tokens of "
-    "successful requests, and all requests that had been sent and had not ended, over time. "
-    "Dotted: the limits of "
-    "the goodput, where there are any."
+    "The first four plots show the share of successful requests within a time. TTFT is the time from "
+    "sending a request to its first text, ITL from one chunk to the next, TPOT per token after the "
+    "first, and E2E from sending to the last byte. The last two plots show the tokens of successful "
+    "requests, and the requests that had been sent and had not ended, over time. Dotted lines are "
+    "the goodput limits, if there are any."
 )
 
 

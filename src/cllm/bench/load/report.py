@@ -141,7 +141,7 @@ class Report(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]
     """Reason -> number of failures."""
     examples: dict[str, str]
-    """Reason -> detail of the first of these failures, such as the server's message."""
+    """Reason -> a detail of its first failure, such as the server's message."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -164,7 +164,7 @@ class Report(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
     server_cpu_s: float | None = None
     """CPU time of the server's processes. None if they are unknown."""
     output_tokens_per_cpu_s: float | None = None
-    """Output tokens for each second of it."""
+    """Output tokens for each second of the server's CPU time."""
     parts: dict[str, PartReport] = {}
     """The parts of the workload, such as the first turns of conversations."""
     workload_figures: dict[str, float] = {}
@@ -285,7 +285,7 @@ def read_report(path: Path) -> Report:
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} is no report of cllm bench load: {error}") from None
+        raise StartupError(f"{path} is not a report of cllm bench load: {error}") from None
 
 
 def print_diff(before: Report, after: Report, console: Console) -> None:
@@ -352,16 +352,16 @@ def results(report: Report) -> list[str]:
         example = f", such as: {report.examples[reason]}" if reason in report.examples else ""
         lines.append(f"  {count} failed: {reason}{example}")
     if report.num_cancelled:
-        lines.append(f"  {report.num_cancelled} were cancelled, as the workload wants")
+        lines.append(f"  {report.num_cancelled} were cancelled, as the workload intends")
     rightly_refused = (
         report.num_requests - report.num_succeeded - report.num_cancelled - report.num_failed
     )
     if rightly_refused:
-        lines.append(f"  {rightly_refused} were refused with Retry-After, as the workload allows")
+        lines.append(f"  {rightly_refused} were rejected with Retry-After, as the workload allows")
     if report.num_short:
         mean = report.output_tokens / report.num_succeeded
         lines.append(
-            f"  {report.num_short} of them ended before the tokens asked for; {mean:,.1f} tokens "
+            f"  {report.num_short} of them ended before the requested length; {mean:,.1f} tokens "
             f"on average"
         )
     rates = (
@@ -395,8 +395,10 @@ def remarks(report: Report) -> list[str]:
     lines += [f"{name}: {value:,.3f}" for name, value in report.workload_figures.items()]
     if report.client_cpu_share > BUSY:
         lines.append(
-            "The client was busy nearly all the time: this may be its speed and not the server's."
+            "The client was busy nearly all the time, so its own speed may be what was measured."
         )
     if report.settings.get("workload") == "overload" and not report.num_refused:
-        lines.append("Nothing was refused: the server took it all, so this was no overload.")
+        lines.append(
+            "No request was rejected, so this load did not exceed what the server accepts."
+        )
     return lines

@@ -26,8 +26,8 @@ def find_figures(workload: str | None, outcome: Outcome) -> dict[str, float]:
 
 
 def long_beside_short(parts: dict[str, list[TimedAnswer]], _: Outcome) -> dict[str, float]:
-    """The gaps between the tokens of the streams, before the long prompt is sent and from then to
-    its first token, and its time to first token with the streams and alone.
+    """Return the gaps between the tokens of the streams, before the long prompt is sent and from
+    then to its first token, and the long prompt's time to first token beside the streams and alone.
     """
     (long,), streams, alone = parts[LONG], parts.get(STREAMS, []), parts.get(ALONE, [])
     began = max((answer.first for answer in streams if answer.sent < long.sent), default=0.0)
@@ -54,8 +54,8 @@ def percentile(seconds: Sequence[float], share: int) -> float:
 
 
 def long_context(parts: dict[str, list[TimedAnswer]], outcome: Outcome) -> dict[str, float]:
-    """What the chats receive before, during and after the long request, and the longest time in
-    which the server did not advance it.
+    """Return the rate at which the chats receive chunks before, during and after the long request,
+    and the longest time in which the server did not advance that request.
     """
     (long,), chats = parts[LONG], parts.get(CHATS, [])
     firsts = sorted(answer.ended for answer in chats if answer.ended < long.sent)

@@ -33,8 +33,8 @@ LEAD = 32  # chunks that each stream receives before the long prompt is sent
 STREAM_TOKENS = 512
 BATCH = 48  # requests and clients of the batch work
 SHARERS = 8
-FEWEST_TOKENS, MOST_TOKENS = 20, 8000  # of the prompts of mixed lengths
-ZIPF = 1.5  # their density falls with this power of the length
+FEWEST_TOKENS, MOST_TOKENS = 20, 8000  # the range of mixed prompt lengths
+ZIPF = 1.5  # the density of mixed lengths falls with this power of the length
 WAVES = 2  # requests of each client
 
 ALONE, LONG, STREAMS, CHATS, BATCHES = "alone", "long", "streams", "chats", "batch"
@@ -82,7 +82,7 @@ class Writer(WordSource):
 
 
 def agents(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """All agents have the same system prompt, tools included, and take turns of their own."""
+    """Return conversations of agents with the same system prompt, which is long, as with tools."""
     writer = Writer(spec, sizes)
     system = [{"role": "system", "content": writer.tokens(2000)}]
     tasks = conversations(spec, sizes.requests, AGENT_TURNS, system, lambda: writer.tokens(60))
@@ -90,7 +90,7 @@ def agents(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
 
 
 def documents(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """Each request has the same instructions, one of the documents and a question of its own."""
+    """Return requests with the same instructions, one of the documents, and different questions."""
     writer = Writer(spec, sizes)
     system = {"role": "system", "content": writer.tokens(500)}
     texts = [writer.tokens(1500) for _ in range(DOCUMENTS)]
@@ -102,7 +102,7 @@ def documents(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
 
 
 def edits(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """The built-in model repeats a story for another name. Each answer is checked."""
+    """Return requests to repeat a story with another name. The answers are checked."""
     make_body, options = DIALECTS[spec.api].body, {"max_tokens": 320, "temperature": 0}
     rng, bodies = random.Random(spec.seed), dict[bytes, str]()
     while len(bodies) < sizes.requests:
@@ -126,7 +126,7 @@ def renamed(text: str, name: str, other: str) -> str:
 
 
 def long_beside_short(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """A long prompt alone; then another one, sent while streams are decoding."""
+    """Return a long prompt alone, then another one that is sent while streams decode."""
     writer = Writer(spec, sizes)
     lone, other = (writer.ask(writer.tokens(sizes.long_tokens), part) for part in (ALONE, LONG))
     streams = writer.chats(STREAMS, max_tokens=STREAM_TOKENS)
@@ -140,7 +140,7 @@ def long_beside_short(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
 
 
 def batch_beside_chat(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """Chats of a few clients while batch work with low priority fills the server."""
+    """Return chats of a few clients, while batch work with low priority fills the server."""
     writer = Writer(spec, sizes)
     low, high = (spec.options | {"priority": name} for name in ("batch", "interactive"))
     work = [*islice(writer.chats(BATCHES, 200, options=low), BATCH)]
@@ -154,7 +154,7 @@ def batch_beside_chat(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
 
 
 def phases(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """A load that changes without notice."""
+    """Return a load that changes without notice."""
     writer, clients = Writer(spec, sizes), sizes.clients
 
     def short(part: str) -> Group:
@@ -182,7 +182,7 @@ def mixed_lengths(count: int) -> list[float]:
 
 
 def long_context(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
-    """A very long prompt beside chats that go on before, during and after it."""
+    """Return a very long prompt, with chats before, during and after it."""
     writer, clients = Writer(spec, sizes), sizes.clients
     wave = clients * spec.max_tokens
     long = writer.ask(writer.tokens(sizes.long_tokens), LONG)
@@ -221,7 +221,7 @@ SCENARIOS = {
     ),
     "long-beside-short": Scenario(
         long_beside_short,
-        "a prompt of --long-tokens beside streams, and alone",
+        "a prompt of --long-tokens tokens, alone and then beside streams",
         Sizes(requests=2, clients=7, long_tokens=3000),
     ),
     "batch-beside-chat": Scenario(
@@ -232,13 +232,13 @@ SCENARIOS = {
     ),
     "phases": Scenario(
         phases,
-        "short prompts; one of --long-tokens among them; prompts that share 2,000 tokens; prompts "
-        f"of {FEWEST_TOKENS} to {MOST_TOKENS:,} tokens",
+        "short prompts; the same and one of --long-tokens tokens; prompts that share 2,000 tokens; "
+        f"prompts of {FEWEST_TOKENS} to {MOST_TOKENS:,} tokens",
         Sizes(requests=64, clients=32, long_tokens=3000),
     ),
     "long-context": Scenario(
         long_context,
-        "a prompt of --long-tokens beside chats",
+        "a prompt of --long-tokens tokens beside chats",
         Sizes(requests=1, clients=31, long_tokens=30_000),
     ),
 }

@@ -162,7 +162,7 @@ def conversations(
 ) -> list[Task]:
     """Return conversations of ``num_turns`` turns, ``count`` turns in all.
 
-    messages: those before the first turn. text: returns the next message of a user.
+    They begin with ``messages``, and ``text`` returns the next message of a user.
     """
     talks = [[text() for _ in range(num_turns)] for _ in range(-(-count // num_turns))]
     talks[-1] = talks[-1][: (count - 1) % num_turns + 1]
@@ -183,25 +183,25 @@ def turn(spec: RequestSpec, messages: Messages, texts: list[str], part: str) -> 
 
 WORKLOADS: dict[str, tuple[Callable[[int, RequestSpec], list[Task]], str]] = {
     "words": (word_tasks, "random words, all of one size"),
-    "chat": (chat_tasks, "the same with lognormal lengths around the given ones"),
+    "chat": (chat_tasks, "random words, with lognormal lengths around the given ones"),
     "shared-prefix": (
         word_tasks,
-        "words that begin alike, by three quarters of a prompt or --shared-words",
+        "random words, of which prompts share the first three quarters, or --shared-words",
     ),
     "multi-turn": (
         multi_turn_tasks,
-        f"talks of {TURNS} turns, each of which sends all that was said",
+        f"conversations of {TURNS} turns, in which each turn sends all earlier ones",
     ),
     "long-prefill": (
         long_prefill_tasks,
         f"words, but every fifth prompt is {LONG_TIMES} times as long",
     ),
-    "cancel-storm": (cancel_tasks, "words, but every second client goes away before the end"),
+    "cancel-storm": (cancel_tasks, "words, but every second client disconnects before the end"),
     "overload": (
         overload_tasks,
         (
-            "words, by default all at once: to refuse (429, 503) is right with Retry-After, all "
-            "others must succeed"
+            "words, by default all at once: a rejection (429, 503) is correct if it has "
+            "Retry-After, and all other requests must succeed"
         ),
     ),
 }
@@ -223,8 +223,8 @@ def num_requests(tasks: Iterable[Task]) -> int:
 def question_tasks(
     count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai", least: int = 0
 ) -> list[Task]:
-    """Return questions that the built-in model was not trained on but can answer, the kinds in
-    turn, without those whose answer has fewer than ``least`` characters.
+    """Return questions that the built-in model can answer although it was not trained on them, of
+    all kinds in turn. Each answer has at least ``least`` characters.
     """
     options = {"max_tokens": max_tokens, "temperature": 0}
     body = DIALECTS[api].body
@@ -250,7 +250,7 @@ def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[fl
 
 
 class WordSource:
-    """A source of words and sizes."""
+    """A source of random prompts and lengths."""
 
     def __init__(self, spec: RequestSpec) -> None:
         """Raises StartupError if ``shared_words`` is more than ``prompt_words``."""

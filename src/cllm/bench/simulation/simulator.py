@@ -257,8 +257,8 @@ def simulate(
 
 
 class EventQueue:
-    """What happens next, in the order of times and then of numbers: the end of a replica's step or
-    of a model's load, or None for a look at what may be unloaded.
+    """The coming events, in the order of times and then of numbers. An event is a replica whose
+    step ends, a model whose load ends, or None for a time at which a model may be unloaded.
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class SimulatedModels:
     """
 
     def __init__(self, entries: list[TraceEntry], setup: Setup, events: EventQueue) -> None:
-        self.replicas: list[Replica] = []  # of all times
+        self.replicas: list[Replica] = []  # those of unloaded models too
         self._setup = setup
         self._events = events
         self._block_size = entries[0].block_size
@@ -315,13 +315,13 @@ class SimulatedModels:
         self._max_loaded = setup.models or len(self._models)
         self._wanted: list[SimulatedModel] = []  # in the order in which they are loaded
         self._drained: SimulatedModel | None = None
-        self._next_look = 0.0  # when a model may be unloaded that must stay now
+        self._next_look = 0.0  # when a model that must stay now may be unloaded
         if self._max_loaded >= len(self._models):
             for model in self._models.values():
                 self._start(model)
 
     def take(self, name: str, course: Course) -> None:
-        """Give a request that arrives to a replica of its model, or let it wait for that."""
+        """Give an arriving request to a replica of its model, or let it wait until there is one."""
         model, now = self._models[course.entry.model], course.entry.arrived
         model.last_used = now
         if model.replicas and not model.is_draining:
@@ -333,7 +333,7 @@ class SimulatedModels:
         self.make_room(now)
 
     def make_room(self, now: float) -> None:
-        """Begin to load the next model, once another one has left if there are too many."""
+        """Begin to load the next model. If there is no room, unload another one first, or wait."""
         if not self._wanted or self._wanted[0].is_loading:
             return
         loaded = [model for model in self._models.values() if model.replicas]

@@ -117,10 +117,10 @@ WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[TraceEntry]], str]] 
     ),
     "multi-turn": (
         multi_turn,
-        "talks of about 5 turns, 20 s apart; each prompt holds all that was said",
+        "conversations of about 5 turns, 20 s apart; each prompt contains all earlier turns",
     ),
     "long-prefill": (long_prefill, "chat, but every fifth prompt has about 8,000 tokens"),
-    "models": (models, "chat with three models, wanted in the proportions of 6, 3 and 2"),
+    "models": (models, "chat with three models, requested in the proportions of 6, 3 and 2"),
     "two-keys": (
         two_accounts,
         "chat with two accounts: heavy sends nine of ten requests, light one",

@@ -27,7 +27,7 @@ WORKLOADS = ("chat", *SCENARIOS)
 
 
 class Served(NamedTuple):
-    """The speed at which a server served a workload: output tokens/s, or ``compute_rate``'s."""
+    """The speed at which a server served a workload, as ``compute_rate`` returns it."""
 
     rate: float
 
@@ -77,8 +77,8 @@ def make_stages(traffic: Traffic, spec: RequestSpec, tokens_per_word: float) -> 
 
 
 def compute_rate(report: Report) -> float:
-    """Return output tokens/s; where streams run until a long prompt has ended, the geometric mean
-    of 1 / its TTFT and the speed of the streams beside it.
+    """Return output tokens/s. For streams beside a long prompt, return the geometric mean of 1 /
+    the prompt's TTFT and the streams' speed meanwhile.
     """
     figures = report.workload_figures
     if "TTFT of the long prompt ms" not in figures:

@@ -1,5 +1,5 @@
-"""Measures the speed and quality of a model with given parameters, in a child process that they may
-crash.
+"""Measures the speed and quality of a model with given parameters, in a child process, because
+parameters may crash it.
 
 The child keeps the weights loaded and opens a context for each job. A candidate that crashes,
 exhausts the memory or never ends is ruled out, and the next job gets a new child. The child reads
@@ -168,7 +168,7 @@ class Bench:
         if timeout is not None:
             return f"it did not end within {timeout:.0f} s"
         if code < 0:
-            memory = ", maybe for want of memory" if -code == signal.SIGKILL else ""
+            memory = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
             return f"it died of {signal.Signals(-code).name}{memory}"
         return last_line(stderr, f"it ended with exit code {code}")
 
@@ -275,7 +275,7 @@ def judge(backend: Backend, job: Judge) -> Quality | None:
 
 
 def compute_logits(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits]]:
-    """Yield a position and the logits after the tokens from there on, shape (some, vocabulary)."""
+    """Yield positions, each with the logits after the tokens from there on, a row for each."""
     space = backend.info.max_num_samples
     for window in range(0, len(tokens), WINDOW):
         text = tokens[window : window + WINDOW]

@@ -87,7 +87,7 @@ def verdict(tuned: Tuned) -> list[str]:
         f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}"
         for figure in tuned.before.speeds
     ]
-    noise = f"{tuned.after.gain:+.1%} in the mean, noise {tuned.after.noise:.1%}"
+    noise = f"{tuned.after.gain:+.1%} on average, noise {tuned.after.noise:.1%}"
     return [", ".join(lines), f"tokens/s: {', '.join(gains)}; {noise}"]
 
 

@@ -36,7 +36,7 @@ from cllm.models.gguf import TENSOR_TYPES, GgufHeader, format_size, read_header
 HEADS = ("Q4_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 BODIES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
 """llama.cpp's file type -> the tensor type of most of its weights."""
-SIZE_LIMIT = 1.1  # times the original's size; a larger one would pay for speed with memory
+SIZE_LIMIT = 1.1  # times the original's size; a larger copy would trade memory for speed
 KL_LIMIT = 0.03  # nats; one above it is not recommended, but --write-as accepts it
 SHARE_OF_ROOM = 1.2  # free space that is needed, as a multiple of the bytes to write
 
@@ -57,7 +57,7 @@ class Quantization(msgspec.Struct, frozen=True):
 
 
 class Requantized(msgspec.Struct, frozen=True):
-    """One quantization compared with the original. quality is None if it could not be measured."""
+    """A quantization compared with the original. ``quality`` is None if it was not measured."""
 
     form: str
     num_bytes: int

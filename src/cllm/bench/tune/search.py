@@ -44,10 +44,9 @@ MEASUREMENTS = 60
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """The result of one candidate. speeds: figure -> tokens/s of each round. gain, noise: shares of
-    the speed of the candidate that it was compared with.
-
-    failure: why it could not be measured; "" if it could.
+    """The result of one candidate. ``speeds`` has the tokens/s of each round, by figure. ``gain``
+    and ``noise`` are shares of the speed of the candidate that it was compared with. ``failure``
+    says why it could not be measured; "" if it could.
     """
 
     speeds: dict[str, list[float]]
@@ -60,7 +59,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """A measured value of a setting. note: why it was not chosen although it was faster."""
+    """A measured value of a setting. ``note`` says why it was not chosen although it was faster."""
 
     key: str
     value: object
@@ -143,10 +142,10 @@ def race(
 ) -> dict[str, Trial]:
     """Measure all runners in turn, round after round. The others are compared with the first one.
 
-    measure: returns tokens/s by figure; a CandidateError removes the runner. ``going_on`` is called
-    with the number of rounds after each of them. A runner's value in a round is the geometric mean
-    of its figures' ratios to those of the first runner. Raises StartupError if the first runner
-    fails.
+    ``measure`` returns tokens/s by figure. A CandidateError removes the runner. ``going_on`` is
+    called with the number of rounds after each of them. A runner's value in a round is the
+    geometric mean of its figures' ratios to those of the first runner. Raises StartupError if the
+    first runner fails.
     """
     first, *others = runners
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
@@ -207,9 +206,9 @@ def search(
 ) -> Tuned:
     """Coordinate descent: settle one setting after the other, beginning with ``start``.
 
-    refuse: returns why a faster choice must not be taken, or "" if it may. Each setting gets time
-    in proportion to the measurements it needs, but at least MIN_ROUNDS once it has begun. Raises
-    StartupError if ``start`` fails.
+    ``refuse`` returns why a faster choice must not be taken, or "" if it may. Each setting gets
+    time in proportion to the measurements it needs, but at least MIN_ROUNDS once it has begun.
+    Raises StartupError if ``start`` fails.
     """
     end = clock() + seconds
     sizes = [
