@@ -149,7 +149,7 @@ def test_help_describes_option(cllm) -> None:
         (
             ["chat", "--port", "8000"],
             (
-                "cllm: Unknown option: --port. A running server is named by --url "
+                "cllm: Unknown option: --port. To use a running server, give --url "
                 "http://127.0.0.1:8000."
             ),
         ),

@@ -51,7 +51,7 @@ def test_generate_helps_beginners(cllm, monkeypatch, stub):
     monkeypatch.setattr(OpenAIStub, "pieces", [""])
     done = cllm("generate", "What is 27 plus 45?", "--url", stub.url)
     assert (done.code, done.out) == (0, "\n")
-    assert "--chat asks it a question" in done.err
+    assert "use --chat to ask it a question" in done.err
     assert cllm("generate", "What?", "--url", stub.url, "--chat").err == ""
     monkeypatch.setattr(io, "StringIO", Terminal)
     assert "Ctrl-D ends it" in cllm("generate", "--url", stub.url, text="a").err

@@ -37,7 +37,7 @@ class AnswerOptions:
 
     @property
     def response_format(self) -> dict[str, Any] | None:
-        """The form of the answer as in OpenAI's API."""
+        """The field response_format of OpenAI's API."""
         if self.schema is None:
             return None
         if self.schema is True:

@@ -124,7 +124,7 @@ server:
 `cllm config show` prints the effective values and where each one came from. An unknown key, a value of the wrong type
 or a value out of range stops the start with one line that names its source. An unknown environment variable that
 begins with `CLLM_` is ignored with a warning. The variables that Kubernetes sets for a service named `cllm` or
-`cllm-...` (`CLLM_SERVICE_HOST`, `CLLM_PORT=tcp://...`, also `CLLM_SERVER_PORT=tcp://...`) are ignored without one. An
+`cllm-...` (`CLLM_SERVICE_HOST`, `CLLM_PORT=tcp://...`, also `CLLM_SERVER_PORT=tcp://...`) are ignored silently. An
 empty variable counts as unset.
 
 In the file, the sections `models` and `adapters` also have a mapping for each model and each LoRA adapter, by the name

@@ -58,7 +58,7 @@ def generate(
     if not join_text(parts):
         print()
         if not chat:
-            message = "cllm: the model ended the text at once; --chat asks it a question"
+            message = "cllm: the model ended the text at once; use --chat to ask it a question"
             print(message, file=sys.stderr)
 
 

@@ -143,7 +143,7 @@ def rotate(
     file: FileFlag = None,
     config: ConfigFlag = None,
 ) -> None:
-    """Give an account a new API key and print it. The old keys end, after --keep seconds."""
+    """Give an account a new API key and print it. The old keys expire after --keep seconds."""
     with edit(file, config, "rotate", name) as accounts:
         record = find(accounts, name)
         key, end = make_key(), int(time.time()) + keep
@@ -158,7 +158,7 @@ def rotate(
 
 @app.command
 def revoke(name: Name, /, *, file: FileFlag = None, config: ConfigFlag = None) -> None:
-    """End all keys of an account. A running server follows within a second."""
+    """Revoke all keys of an account. A running server notices within a second."""
     with edit(file, config, "revoke", name) as accounts:
         accounts[name] = msgspec.structs.replace(find(accounts, name), keys=())
     print(f"cllm: {name} has no valid key", file=sys.stderr)
@@ -263,8 +263,8 @@ def confirm_lock(path: Path) -> None:
         print(f"cllm: servers that use {path} need a key from now on", file=sys.stderr)
         return
     print(
-        f"cllm: every request to {', '.join(urls)} will need a key, within a second: until now, "
-        f"{path} does not exist",
+        f"cllm: {path} is new, so every request to {', '.join(urls)} will need a key within a "
+        "second",
         file=sys.stderr,
     )
     if sys.stdin.isatty() and sys.stderr.isatty():

@@ -45,10 +45,11 @@ class ServerModel(NamedTuple):
 
 
 def launch_claude(url: str, model: ServerModel, key: str) -> Launch:
-    """Claude Code, with Anthropic's API. The variables of all sizes name the one model.
+    """Return how to start Claude Code, with Anthropic's API. The variables for models of all sizes
+    name the same model.
 
-    It assumes 200,000 tokens of context for a model that it does not know. The reminder of how many
-    tokens are left would change the prompt in every turn.
+    Claude Code assumes 200,000 tokens of context for a model that it does not know. Its reminder of
+    how many tokens are left would change the prompt in every turn.
     """
     names = (
         "ANTHROPIC_MODEL",
@@ -76,7 +77,9 @@ def launch_claude(url: str, model: ServerModel, key: str) -> Launch:
 
 
 def launch_codex(url: str, model: ServerModel, key: str) -> Launch:
-    """Codex CLI, with the Responses API. The values of -c are TOML, whose strings are JSON's."""
+    """Return how to start Codex CLI, with the Responses API. The values of -c are TOML, in which
+    strings are written as in JSON.
+    """
     provider = "model_providers.cllm"
     settings: dict[str, Any] = {
         "model_provider": "cllm",
@@ -93,13 +96,13 @@ def launch_codex(url: str, model: ServerModel, key: str) -> Launch:
 
 
 def launch_aider(url: str, model: ServerModel, key: str) -> Launch:
-    """Aider, with chat completions."""
+    """Return how to start Aider, with chat completions."""
     variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
     return Launch(["aider", "--model", f"openai/{model.name}"], variables)
 
 
 def launch_opencode(url: str, model: ServerModel, key: str) -> Launch:
-    """OpenCode, with chat completions. Its other settings stay as they are."""
+    """Return how to start OpenCode, with chat completions. Its other settings stay as they are."""
     about: dict[str, Any] = {"name": model.name}
     if model.context_length is not None:
         output = model.context_length // 4  # opencode reserves it; the rest is for the prompt

@@ -35,7 +35,7 @@ class Local:
         chats: bool = True,
     ) -> None:
         """Load the model, with a progress bar on stderr. ``load_other`` returns the settings for
-        another model. If it ``chats``, a remark on a base model is printed before it is loaded.
+        another model. With ``chats``, a remark is printed before a base model is loaded.
 
         Raises StartupError.
         """

@@ -162,7 +162,7 @@ def describe_unknown(command: str, word: str, names: Collection[str]) -> str:
 
     message = f"Unknown option: {word}."
     if command in TALKS and word in ("--host", "--port"):
-        return f"{message} A running server is named by --url http://127.0.0.1:8000."
+        return f"{message} To use a running server, give --url http://127.0.0.1:8000."
     if command in COMMANDS_WITH_HINTS and word in FLAGS:
         where = "" if flags_in(FLAGS[word]) <= set(names) else "With cllm serve: "
         return f"{message} {where}{FLAGS[word]}"

@@ -84,7 +84,8 @@ def list_models(
     *, folder: FolderFlag = None, config: ConfigFlag = None, as_json: Json = False
 ) -> None:
     """List the models on this machine: the built-in one, those in the Hugging Face cache, and
-    those of the settings or of a folder. What a running server has is on its page, and in cllm ps.
+    those of the settings or of a folder. A running server shows its models on its page; see also
+    cllm ps.
     """
     loaded = read_settings(folder, config)
     entries = list_installed(loaded)
@@ -172,8 +173,8 @@ def cp(
     folder: FolderFlag = None,
     config: ConfigFlag = None,
 ) -> None:
-    """Give a model another name, under which servers with the same storage.folder serve it from
-    their next start on.
+    """Give a model another name. Servers with the same storage.folder serve it under that name
+    after their next start.
     """
     loaded = read_settings(folder, config)
     entries = list_installed(loaded)

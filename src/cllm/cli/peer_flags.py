@@ -110,7 +110,7 @@ HINTS = {
     ),
     ("--n_ctx", "--n-ctx", "--num_ctx", "--num-ctx"): "Use --context.",
     ("--list-devices",): "Use cllm doctor, which lists them.",
-    ("--rope-freq-scale",): "Use --rope-scale, whose value is 1 divided by it.",
+    ("--rope-freq-scale",): "Use --rope-scale with 1 divided by this value.",
     ("--chat-template-kwargs",): "Requests set it: chat_template_kwargs.",
     ("--seed", "--repeat-penalty", "--presence-penalty", "--frequency-penalty"): (
         "Requests set it."
@@ -196,7 +196,7 @@ NOT_NEEDED_IF_ONE = (
     *("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp"),
     "--data-parallel-size",
 )
-# Flags whose meaning a flag of cLLM has, with another form of the value.
+# Flags that a flag of cLLM replaces, with the value in another form.
 REWRITTEN = {
     "--no-mmap": "--backend.llama-cpp.use-mmap=false",
     "--mmap": "--backend.llama-cpp.use-mmap=true",

@@ -49,9 +49,9 @@ def run(
 ) -> None:
     """Ask a model, or talk with it, as ``ollama run`` does.
 
-    A running server answers, which loads the model if necessary. Without a server, or if the server
-    at the default address does not have the model, it is loaded here, and downloaded before if it
-    is on the hub.
+    A running server answers, and loads the model if necessary. If there is no server, or the server
+    at the default address does not have the model, the model is loaded here. It is downloaded first
+    if it is on the hub.
     """
     options = AnswerOptions(dict(sampling or {}), read_schema(schema), think)
     question = " ".join(filter(None, (*prompt, prompt_flag)))

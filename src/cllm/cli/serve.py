@@ -69,7 +69,7 @@ def serve(
     def read_again() -> tuple[Settings, list[Source]]:
         again = settings_from_flags(config, settings, model)
         if names_models(loaded) and not names_models(again):
-            raise StartupError("the settings name no model any more")
+            raise StartupError("the settings no longer name a model")
         return again.settings, list_sources(again, again=True)
 
     keys_file = Path(tree.server.keys_file).expanduser()

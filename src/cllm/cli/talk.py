@@ -33,7 +33,7 @@ SystemFlag = Annotated[
 FormatFlag = Annotated[
     str | None,
     Parameter(
-        name="--format", help="json, a JSON schema, or a file with one: the form of the answers."
+        name="--format", help="The form of the answers: json, a JSON schema, or a file with one."
     ),
 ]
 ThinkFlag = Annotated[
@@ -85,7 +85,7 @@ def make_talker(
     chats: bool = True,
 ) -> Talker:
     """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a
-    model here with these settings. ``chats`` has the meaning that it has for ``Local``.
+    model here with these settings. ``Local`` explains ``chats``.
 
     Raises StartupError.
     """

@@ -529,7 +529,7 @@ def test_rejections_with_retry_after_are_expected(
 def test_report_remarks_on_missing_overload() -> None:
     outcome = Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.1)
     report = summarize(outcome, url="u", model="m", settings={"workload": "overload"})
-    assert "no overload" in remarks(report)[-1]
+    assert "not overloaded" in remarks(report)[-1]
 
 
 def test_conversation_ends_after_failure() -> None:

@@ -398,7 +398,5 @@ def remarks(report: Report) -> list[str]:
             "The client was busy nearly all the time, so its own speed may be what was measured."
         )
     if report.settings.get("workload") == "overload" and not report.num_refused:
-        lines.append(
-            "No request was rejected, so this load did not exceed what the server accepts."
-        )
+        lines.append("No request was rejected, so the server was not overloaded.")
     return lines

@@ -161,8 +161,8 @@ def measure(model: Path | None, options: CompareOptions, rounds: Rounds) -> dict
 
 
 def machine() -> dict[str, str]:
-    """Return what readers of the results need to know about the machine. Rounds are combined if
-    those of MACHINE are the same.
+    """Return facts about the machine for readers of the results. Rounds are combined only if the
+    facts named in MACHINE are equal.
     """
     host = hashlib.sha256(f"{platform.node()} {uuid.getnode()}".encode()).hexdigest()
     return {

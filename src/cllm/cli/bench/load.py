@@ -32,7 +32,7 @@ from cllm.cli.progress import open_bar
 from cllm.cli.remote import server_url
 from cllm.errors import StartupError
 
-# (requests, concurrency, tokens of an answer), as the project's seed was measured
+# (requests, concurrency, tokens of an answer), as in the project's first measurements
 PRESETS = {"seed-40x8x50": (40, 8, 50), "seed-160x5x50": (160, 5, 50)}
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class LoadOptions:
         int | None,
         Parameter(
             validator=Positive,
-            help="Requests to measure. [default: 100, 500 overload; a number of their own from "
-            "agents to long-context]",
+            help="Requests to measure. [default: 100; overload: 500; agents to long-context: each "
+            "its own number]",
         ),
     ] = None
     concurrency: Annotated[
@@ -84,7 +84,7 @@ class LoadOptions:
         Parameter(
             validator=Positive,
             help="Concurrent requests; when one ends, the next one starts. [default: 8; "
-            "overload: all; a number of their own from agents to long-context]",
+            "overload: all; agents to long-context: each its own number]",
         ),
     ] = None
     rate: Annotated[
@@ -103,8 +103,8 @@ class LoadOptions:
         int | None,
         Parameter(
             validator=Positive,
-            help="Tokens of an answer. [default: 64, 320 questions, 32 from agents to "
-            "long-context]",
+            help="Tokens of an answer. [default: 64; questions: 320; agents to long-context: 32 "
+            "or 64]",
         ),
     ] = None
     prompt_words: PromptWords = 64

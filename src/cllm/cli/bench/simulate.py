@@ -215,7 +215,7 @@ def run(
 
 
 def make_setup(options: ReplayOptions, entries: list[TraceEntry]) -> Setup:
-    """Return the setup that the options describe. Those with its names are used as they are."""
+    """Return the setup that the options describe. Options named like its fields are copied."""
     same = {name: one for name, one in vars(options).items() if name in Setup.__struct_fields__}
     longest = max(entry.input_length + entry.output_length for entry in entries)
     others = {

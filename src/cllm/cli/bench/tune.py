@@ -281,7 +281,7 @@ class Tuning:
         )
 
     def requantize(self, form: Quantization | None) -> None:
-        """Measure ``quantization``, or those worth trying, with the chosen settings."""
+        """Measure ``form``, or the quantizations worth trying, with the chosen settings."""
         params = applied(self.params, self.start | self.tuned.recommended)
         figures, forms = final_figures(self.works), None if form is None else [form]
 

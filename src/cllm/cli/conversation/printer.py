@@ -41,7 +41,7 @@ def open_printer(*, hides_reasoning: bool = False, is_markdown: bool = True) -> 
 def print_answer(parts: Parts, printer: Printer, collected: list[AnswerPart]) -> None:
     """Print the parts as they arrive, and add them to ``collected``.
 
-    In any case, the generation has ended and the last line is complete afterwards.
+    Whatever happens, the generation has ended and the last line is complete afterwards.
     """
     try:
         with silence_keyboard(), closing(parts):
@@ -198,7 +198,7 @@ class MarkdownPrinter:
         if not text.strip():
             return
         if self._live.is_started:
-            self._live.refresh()  # so that the text is not shown below itself as still growing
+            self._live.refresh()  # so that the block below no longer shows this text
         if self._num_printed:
             self._console.print()
         self._num_printed += 1
@@ -212,7 +212,7 @@ class MarkdownPrinter:
         return Text(text, style="dim") if self._is_reasoning else AnswerMarkdown(text)
 
     def _preview(self) -> RenderableType:
-        """Return the incomplete block, or its last lines as plain text if it is high.
+        """Return the incomplete block, or its last lines as plain text if it is long.
 
         Drawing all of it again and again would be slow, and lines above the screen cannot be
         redrawn.

@@ -30,14 +30,14 @@ HELP = (
     Help("/new, /clear", "start a new conversation"),
     Help("/system [TEXT]", "show or set the system message"),
     Help("/set NAME VALUE", "set a sampling parameter, such as temperature"),
-    Help("/set format json", "answer with JSON, a schema or that of a file"),
-    Help("/set noformat", "answer freely again"),
-    Help("/set think, nothink", "let the model reason, or not"),
+    Help("/set format json", "answer with JSON; also a schema, or a file with one"),
+    Help("/set noformat", "answer without a format again"),
+    Help("/set think, nothink", "let the model reason before it answers, or not"),
     Help("/set think low", "choose the effort: low, medium or high"),
     Help("/set verbose, quiet", "show timings after each answer, or not"),
     Help("/show", "show the model and the settings"),
     Help("/model [NAME]", "list the models, or use another one"),
-    Help("/save NAME, /load NAME", "keep a conversation in a file, and go on with it"),
+    Help("/save NAME, /load NAME", "save the conversation, or continue a saved one"),
     Help("/bye, /exit, Ctrl-D", "leave"),
     Help('"""', "begin and end a message of several lines"),
     Help("Alt-Enter", "begin a new line"),
@@ -76,7 +76,7 @@ class SlashCommands:
         }
 
     def run(self, text: str) -> str | None:
-        """Run the command that ``text`` is, and return what to print; None if it is a message.
+        """Run the command in ``text`` and return what to print, or None if ``text`` is a message.
 
         Raises CLLMError.
         """

@@ -1,4 +1,4 @@
-"""Wraps the text that is typed at the prompt between words."""
+"""Wraps the text typed at the prompt, between words."""
 
 from __future__ import annotations
 
