@@ -383,7 +383,7 @@ def test_busy_client_gives_warning() -> None:
     report = summarize(
         Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.9), url="u", model="m", settings={}
     )
-    assert "may be its speed" in remarks(report)[1]
+    assert "its own speed" in remarks(report)[1]
 
 
 # What is asked for.

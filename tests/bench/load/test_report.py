@@ -93,5 +93,5 @@ def test_old_reports_can_be_read(tmp_path: Path) -> None:
 def test_invalid_report_raises(tmp_path: Path, wrong: dict) -> None:
     content = msgspec.to_builtins(report_of([answered(0, [1, 1], 4)])) | wrong
     (tmp_path / "wrong").write_bytes(msgspec.json.encode(content))
-    with pytest.raises(StartupError, match="no report"):
+    with pytest.raises(StartupError, match="not a report"):
         read_report(tmp_path / "wrong")

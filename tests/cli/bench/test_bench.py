@@ -127,7 +127,7 @@ def test_diff_compares_two_reports(cllm, server: str, tmp_path: Path) -> None:
     assert "rate: None before, 50.0 after" in out
     assert all(word in out for word in ("good requests/s", "TTFT p99 ms", "after / before"))
     (tmp_path / "c").write_text("{}")
-    for wrong, word in (("c", "no report"), ("d", "cannot be read")):
+    for wrong, word in (("c", "not a report"), ("d", "cannot be read")):
         code, out, err = cllm("bench", "diff", tmp_path / "a", tmp_path / wrong)
         assert (code, out) == (2, "")
         assert word in err
