@@ -5,11 +5,11 @@ import { streamAnswer } from "./server.js";
 const MAX_RETRIES = 10;
 
 /**
- * Fill message with the answer to a request. It gets content, reasoning, calls, finish and stats;
- * status says what it waits for before the first token. onChange is called after each change.
+ * Fill message with the answer to a request: its content, reasoning, calls, finish and stats. Until
+ * the first token, status says what the answer waits for. onChange is called after each change.
  *
- * While the server is full, the request is repeated when the server says so. Throws ServerError,
- * and AbortError after signal.
+ * If the server is full, the request is repeated at the time that the server names. Throws
+ * ServerError, and AbortError after signal.
  */
 export async function fillAnswer(message, body, signal, onChange) {
   const sent = performance.now();
@@ -75,7 +75,10 @@ function addDelta(message, { content, reasoning_content: reasoning, tool_calls: 
   return Boolean(content || reasoning || calls);
 }
 
-/** seconds: until the first token, as the user saw it. rate: tokens per second, 0 if unknown. */
+/**
+ * Return the figures of an answer. seconds is the time until the user saw the first token, and rate
+ * the tokens per second, 0 if unknown.
+ */
 function makeStats({ usage, timings }, sent, first) {
   const details = usage.prompt_tokens_details ?? {};
   const elapsed = (performance.now() - first) / 1000;

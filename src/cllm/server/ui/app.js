@@ -1,4 +1,4 @@
-// The page: its views, the open conversation, and what all parts share.
+// The page: its views, the open conversation, and the state that all parts share.
 
 import { Chat, isRunning, stop } from "./chat.js";
 import { addMissing, makeConversation } from "./conversation.js";
@@ -9,8 +9,8 @@ import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
 import { html, render, useEffect, useReducer, useRef, useState } from "./view.js";
 
-const SETTINGS = "cllm-settings"; // those of the next conversation
-const MODELS = "#models"; // the address of that view; all others are ids of conversations
+const SETTINGS = "cllm-settings"; // the settings for the next conversation
+const MODELS = "#models"; // the address of the models view; all others are ids of conversations
 
 function readSettings() {
   try {
@@ -28,7 +28,7 @@ function App() {
   const [models, setModels] = useState([]);
   const [defaults, setDefaults] = useState({});
   const [dialog, setDialog] = useState("");
-  const [notice, setNotice] = useState(null); // text and, with undo, a function
+  const [notice, setNotice] = useState(null); // has a text, and perhaps undo, a function
   const [isListOpen, setListOpen] = useState(false);
   const conversations = useRef(all);
   conversations.current = all;
@@ -54,7 +54,7 @@ function App() {
   }
 
   async function save(conversation) {
-    if (conversation.isRemoved) return; // while its answer was generated
+    if (conversation.isRemoved) return; // it was deleted while its answer was generated
     if (!location.hash && conversation === shown.current) {
       history.replaceState(null, "", `#${conversation.id}`);
     }
@@ -76,7 +76,7 @@ function App() {
     if (name === MODELS) return;
     const found = conversations.current.find(({ id }) => `#${id}` === name);
     if (!found) history.replaceState(null, "", location.pathname + location.search);
-    // one without messages is not stored
+    // a conversation without messages is not stored
     if (found) setCurrent(found);
     else if (shown.current.messages.length) setCurrent(makeConversation(readSettings()));
   }
@@ -118,7 +118,7 @@ function App() {
   useEffect(() => {
     store.loadAll().then(
       (stored) => {
-        // a message may have been sent before they were read
+        // the user may have sent a message before the stored conversations were read
         const made = conversations.current;
         const others = stored.filter(({ id }) => !made.some((one) => one.id === id));
         setAll((conversations.current = [...made, ...others]));
@@ -158,7 +158,7 @@ function App() {
     onSave: save,
     onLoad: readModels,
     onError(error, message) {
-      if (!message || error.status === 401) report(error); // others are shown in their message
+      if (!message || error.status === 401) report(error); // others are shown in the message
     },
   };
   useEffect(() => {

@@ -16,7 +16,7 @@ import {
 } from "./view.js";
 
 const SAVE_INTERVAL = 2000; // milliseconds, while an answer is generated
-const WINDOW = 200; // messages that are drawn at first, and more with each click
+const WINDOW = 200; // messages that are drawn at first, and added by each click on the button
 const NEAR = 80; // pixels from the end within which the view follows an answer
 const BUILTIN = "cllm-builtin";
 const BUILTIN_EXAMPLES = [
@@ -40,9 +40,9 @@ export function stop(conversation) {
 }
 
 /**
- * Generate the answer to the last message of the path to ``parent``, as a new message, or continue
- * ``message``. model: as in /v1/models, undefined if there is none. onChange draws the page, onSave
- * also keeps the conversation, onLoad is called when the server had to load the model.
+ * Generate the answer to the last message of the path to parent, as a new message, or continue
+ * message. model is an entry of /v1/models, or undefined if there is none. onChange draws the page,
+ * onSave also stores the conversation, and onLoad is called when the server had to load the model.
  */
 async function generate(conversation, model, parent, events, message) {
   const { onChange, onSave, onError, onLoad } = events;
@@ -92,11 +92,11 @@ async function generate(conversation, model, parent, events, message) {
   }
 }
 
-/** model, events: see generate. */
+/** The view of a conversation. generate explains model and events. */
 export function Chat({ conversation, model, events }) {
   const log = useRef();
   const isAtEnd = useRef(true);
-  const fromEnd = useRef(0); // pixels from the view's top to the end, to be kept
+  const fromEnd = useRef(0); // pixels from the view's top to the end, to be restored
   const path = listPath(conversation);
   const [begin, setBegin] = useState(path.length - WINDOW);
   const numHidden = Math.max(0, Math.min(begin, path.length - WINDOW));
@@ -115,7 +115,7 @@ export function Chat({ conversation, model, events }) {
     const { scrollTop, clientHeight, scrollHeight } = log.current;
     isAtEnd.current = scrollHeight - scrollTop - clientHeight < NEAR;
   };
-  /** Return whether the settings can be used; if not, say which one is wrong. */
+  /** Return whether the settings can be used. If not, report which one is wrong. */
   const checkSettings = () => {
     try {
       return Boolean(toFields(conversation.settings));
@@ -202,7 +202,7 @@ export function Chat({ conversation, model, events }) {
   `;
 }
 
-/** Return what a screen reader says: not each token, but the whole answer. */
+/** Return what a screen reader says: the whole answer when it is complete, not each token. */
 function describeState(message, isBusy) {
   if (message?.role !== "assistant") return "";
   return isBusy ? "Answering" : `Answer: ${message.content}`;

@@ -21,7 +21,7 @@ function makeMessage(role, content) {
   return { id: makeId(), parent: null, role, content, reasoning: "", calls: [], callId: "" };
 }
 
-/** Add a message below another one (null: at the beginning), show it, and return it. */
+/** Add a message below parent (null: as the first one), show it, and return it. */
 export function addMessage(conversation, parent, role, content = "") {
   const message = makeMessage(role, content);
   message.parent = parent;
@@ -34,7 +34,7 @@ export function addMessage(conversation, parent, role, content = "") {
 
 const makeTitle = (text) => text.trim().replace(/\s+/g, " ").slice(0, 60);
 
-/** Return the messages that are shown, or those down to a message. */
+/** Return the messages from the first one down to leaf, by default those that are shown. */
 export function listPath(conversation, leaf = conversation.leaf) {
   const found = new Map(conversation.messages.map((message) => [message.id, message]));
   const path = [];
@@ -45,7 +45,7 @@ export function listPath(conversation, leaf = conversation.leaf) {
 const listChildren = (conversation, id) =>
   conversation.messages.filter((message) => message.parent === id);
 
-/** Return a message and the other versions of it. */
+/** Return all versions of a message, including itself. */
 export const listVersions = (conversation, message) => listChildren(conversation, message.parent);
 
 /** Show the path through a message down to its latest answer. */
@@ -55,7 +55,7 @@ export function showVersion(conversation, message) {
   conversation.leaf = leaf;
 }
 
-/** Return the path down to a message as the API takes it. Empty answers are left out. */
+/** Return the path down to a message as messages of the API, without empty answers. */
 export function toApi(conversation, leaf) {
   const messages = [];
   const { system } = conversation.settings;
@@ -69,7 +69,7 @@ export function toApi(conversation, leaf) {
   return messages;
 }
 
-/** Return the path down to a message as one text, which a base model continues. */
+/** Return the path down to a message as one text that a base model can continue. */
 export const toText = (conversation, leaf) =>
   listPath(conversation, leaf)
     .map(({ content }) => content)
@@ -89,7 +89,7 @@ export function addMissing(conversation, other) {
 
 export const exportAll = (conversations) => ({ format: FORMAT, version: 1, conversations });
 
-/** Return the conversations of an exported file, with new ids. Throws if it is not one. */
+/** Return the conversations of an exported file, with new ids. Throws for any other file. */
 export function importAll(value) {
   if (value?.format !== FORMAT || !Array.isArray(value.conversations)) {
     throw new Error("The file contains no cLLM conversations.");
@@ -101,7 +101,7 @@ const text = (value) => (typeof value === "string" ? value : "");
 const number = (value) => (Number.isFinite(value) ? value : 0);
 const list = (value) => (Array.isArray(value) ? value : []);
 
-/** Return a stored conversation without anything that does not belong into one. */
+/** Return a stored conversation, without anything that does not belong in it. */
 export function restore(value) {
   const messages = [];
   const known = new Set([null]);

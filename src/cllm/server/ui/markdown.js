@@ -65,7 +65,7 @@ const FORMULA =
 const FORMULA_LINES = /^ {0,3}(\$\$|\\\[|\\begin\{\w+\*?\})(?:[^\n]*\n)*?/;
 const CLOSING = { "$$": "$$", "\\[": "\\]" };
 
-/** A formula in lines of its own, which ends with its mark or before an empty line. */
+/** A formula on lines of its own. It ends with its mark or before an empty line. */
 const formulaLines = {
   name: "formulaLines",
   level: "block",
@@ -108,7 +108,7 @@ function keepPipes(row, columns) {
   );
 }
 
-/** Read a table, none of whose cells are dropped. */
+/** Read a table without dropping any of its cells. */
 function readTable(src) {
   const head = src.slice(0, src.search(/\n[ \t]*(?:\n|$)|$/));
   const columns = /^[^\n]*\n([ |:-]+)(?:\n|$)/.exec(head)?.[1].match(/-+/g)?.length;
@@ -121,7 +121,7 @@ function readTable(src) {
   return token;
 }
 
-// false: as usual; undefined: this is not one
+// false: parse as usual; undefined: this is not such a token
 const tokenizer = {
   autolink: (src) => (/^<(?:https?:|mailto:)/i.test(src) ? false : undefined),
   escape: (src) => (/^\\[*_`~<$#]/.test(src) ? false : undefined),
@@ -179,9 +179,9 @@ const renderBlock = (token) => ({
 });
 
 /**
- * Text as Markdown. While it grows (isBusy), blocks that have not changed are not rendered again;
- * links whose targets come later are right when it is complete. Text that is too long, or nested
- * too deeply for the parser, is shown as it is.
+ * Shows a text as Markdown. While the text grows (isBusy), unchanged blocks are not rendered again,
+ * so links whose targets come later become right when the text is complete. Text that is too long,
+ * or nested too deeply for the parser, is shown as it is.
  */
 export function Markdown({ text, isBusy }) {
   const rendered = useRef(new Map());

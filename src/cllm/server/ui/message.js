@@ -1,4 +1,4 @@
-// One message of a conversation with what can be done with it.
+// One message of a conversation, and the buttons for it.
 
 import { Markdown } from "./markdown.js";
 import {
@@ -15,8 +15,9 @@ const MIN_TOKENS = 8; // the rate of a shorter answer says nothing
 const AUTHORS = { user: "You", assistant: "Answer", tool: "Tool result" };
 
 /**
- * versions: the message and its siblings. isBusy: it is being generated. actions: functions by
- * name (edit, regenerate, resume, show, sendResults); those that are missing are not offered.
+ * Shows a message. versions are the message and its siblings, isBusy is true while the message is
+ * generated, and actions are functions by name (edit, regenerate, resume, show, sendResults). The
+ * message offers only the actions that are given.
  */
 export function Message({ message, versions, isBusy, actions }) {
   const { role, content, model } = message;
@@ -74,7 +75,7 @@ function fenceJson(text) {
   try {
     shown = JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    // it is not complete yet
+    // the JSON is not complete yet
   }
   return "```json\n" + shown + "\n```";
 }
@@ -86,7 +87,7 @@ function Call({ call }) {
   </div>`;
 }
 
-/** Lets the user say what the called tools have returned. */
+/** Lets the user enter what the called tools have returned. */
 function Results({ message, actions }) {
   const [texts, setTexts] = useState(() => message.calls.map(() => ""));
   const send = (event) => {

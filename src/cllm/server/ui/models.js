@@ -1,9 +1,9 @@
-// What the server knows about its models.
+// The models view: what the server knows about its models.
 
 import { getJson } from "./server.js";
 import { html, useEffect, useState } from "./view.js";
 
-/** models: as in /v1/models. onChat: starts to chat with one. */
+/** Shows models, which are entries of /v1/models. onChat starts a chat with the named one. */
 export function Models({ models, onChat }) {
   const [running, setRunning] = useState([]);
   useEffect(() => {
@@ -28,7 +28,7 @@ export function Models({ models, onChat }) {
   </div>`;
 }
 
-/** Whether a model only continues texts. */
+/** Return whether a model only continues texts. */
 export const isBase = (model) => model?.task === "completion";
 
 export const isLoaded = ({ loaded }) => loaded !== false;
@@ -56,7 +56,10 @@ function Model({ model, running, isFirst, onChat }) {
   </details>`;
 }
 
-/** Details of a model that is not loaded come from its file: the other routes would load it. */
+/**
+ * Return the details of a model. If the model is not loaded, they come from its file only, because
+ * the other routes would load it.
+ */
 async function readDetails(model) {
   const query = `?model=${encodeURIComponent(model.id)}`;
   const isUsable = isLoaded(model);

@@ -6,8 +6,8 @@ const CUT_OFF = "The connection ended before the answer was complete.";
 
 export class ServerError extends Error {
   /**
-   * status: the HTTP status, 0 if there was no answer. retryAfter: in seconds, 0 if another try
-   * would fail too. ticket: claims the place in the queue that the server has reserved.
+   * status is the HTTP status, 0 if there was no answer. retryAfter is in seconds, 0 if another try
+   * would fail too. ticket claims the place in the queue that the server has reserved.
    */
   constructor(message, { status = 0, code = "", retryAfter = 0, ticket = "" } = {}) {
     super(message);
@@ -33,7 +33,7 @@ export function isKeyRemembered() {
   }
 }
 
-/** Keep the API key until the tab is closed, or with remembers until it is removed. */
+/** Keep the API key until the tab is closed, or, with remembers, until the user removes it. */
 export function keepKey(key, remembers) {
   unstored = "";
   try {
@@ -41,11 +41,11 @@ export function keepKey(key, remembers) {
     localStorage.removeItem(KEY);
     if (key) (remembers ? localStorage : sessionStorage).setItem(KEY, key);
   } catch {
-    unstored = key; // until the page is closed
+    unstored = key; // lost when the page is closed
   }
 }
 
-/** Return the server's response; with a body, of a POST. Throws ServerError. */
+/** GET a path, or POST a body to it, and return the response. Throws ServerError. */
 async function request(path, { body, signal, ticket } = {}) {
   const headers = {};
   const key = readKey();
@@ -77,7 +77,7 @@ async function readError(response) {
   });
 }
 
-/** Return the JSON at a path; with a body, of a POST. Throws ServerError. */
+/** GET a path, or POST a body to it, and return the JSON of the answer. Throws ServerError. */
 export async function getJson(path, body) {
   const response = await request(path, { body });
   return response.json();
@@ -88,9 +88,9 @@ export async function listModels() {
 }
 
 /**
- * Start a streamed chat completion, or with a prompt the continuation of a text. Return its place
- * in the queue (position 0: none) and its chunks. Throws ServerError, also while the chunks are
- * read.
+ * Start a streamed chat completion or, if the body has a prompt, the continuation of a text. Return
+ * the queue position (0: it does not wait), the estimated seconds to the first token, and the
+ * chunks. Throws ServerError, also while the chunks are read.
  */
 export async function streamAnswer(body, signal, ticket) {
   const path = "prompt" in body ? "v1/completions" : "v1/chat/completions";

@@ -1,5 +1,5 @@
-// The settings of a conversation: system prompt, sampling, form of the answers, tools. All values
-// are texts as the user has typed them; "" means the server's default.
+// The settings of a conversation: system prompt, sampling, answer format and tools. All values are
+// texts as the user has typed them; "" means the server's default.
 
 import { html, useEffect, useRef } from "./view.js";
 
@@ -20,7 +20,7 @@ const EFFORTS = {
 };
 const FORMATS = { "": "Text", json_object: "JSON", json_schema: "JSON with this schema" };
 
-/** Return the fields for sampling. Throws an Error that names the wrong setting. */
+/** Return the sampling fields of a request. Throws an Error that names the wrong setting. */
 export function toSampling(settings) {
   const fields = {};
   for (const { name, label, step } of NUMBERS) {
@@ -77,7 +77,7 @@ export function Dialog({ title, onClose, children }) {
   </dialog>`;
 }
 
-/** defaults: the server's sampling parameters by name. */
+/** The dialog of settings. defaults are the server's sampling parameters by name. */
 export function Settings({ settings, defaults, onChange, onClose }) {
   const set = (name) => (event) => onChange({ ...settings, [name]: event.target.value });
   const text = (name, label, hint, rows, fault = "") =>

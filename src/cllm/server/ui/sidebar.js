@@ -1,10 +1,13 @@
-// The list of conversations, and what can be done with the open one.
+// The list of conversations, and the buttons for the open one.
 
 import { isRunning } from "./chat.js";
 import { exportAll, importAll } from "./conversation.js";
 import { classes, download, html, useRef, useState } from "./view.js";
 
-/** actions: functions by name: open, startNew, rename, remove, add (of imported ones), report. */
+/**
+ * Lists conversations. actions are functions by name: open, startNew, rename, remove, add (for
+ * imported conversations) and report.
+ */
 export function Sidebar({ conversations, current, isOpen, actions }) {
   const [filter, setFilter] = useState("");
   const file = useRef();

@@ -1,4 +1,4 @@
-// The conversations in this browser's IndexedDB. Other tabs are told what changes.
+// The conversations in this browser's IndexedDB. Other tabs are notified of changes.
 
 import { restore } from "./conversation.js";
 import { createStore, del, get, promisifyRequest, values } from "./vendor/idb-keyval.js";
@@ -13,11 +13,11 @@ export async function loadAll() {
 }
 
 export async function save(conversation) {
-  // an answer of a model may be added to it meanwhile
+  // the conversation may get a model's answer while it is stored
   const copy = structuredClone(conversation);
   await store("readwrite", (stored) => {
     stored.put(copy, conversation.id);
-    stored.transaction.commit(); // also if the page is left now
+    stored.transaction.commit(); // otherwise, leaving the page now would lose the conversation
     return promisifyRequest(stored.transaction);
   });
   channel.postMessage(conversation.id);
@@ -28,8 +28,10 @@ export async function remove(id) {
   channel.postMessage(id);
 }
 
-/** Call onChange with the id of a conversation that another tab has changed, and its new state
- * (undefined: it was removed). Return a function that ends this. */
+/**
+ * Call onChange whenever another tab has changed a conversation, with its id and its new state
+ * (undefined: it was removed). Return a function that stops this.
+ */
 export function watch(onChange) {
   channel.onmessage = async ({ data: id }) => {
     const stored = await get(id, store);

@@ -1,5 +1,5 @@
-// The colours: those of the system, light or dark. Not a module, so that it runs before the page
-// is shown.
+// The colours: those of the system, light, or dark. This is not a module, so that it runs before
+// the page is shown.
 (() => {
   const KEY = "cllm-theme";
   const NAMES = ["system", "light", "dark"];
@@ -8,7 +8,7 @@
   try {
     current = localStorage.getItem(KEY);
   } catch {
-    // the browser keeps nothing; the choice lasts until the page is closed
+    // the browser stores nothing, so the choice lasts until the page is closed
   }
 
   const read = () => (NAMES.includes(current) ? current : "system");

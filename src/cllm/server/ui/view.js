@@ -1,4 +1,4 @@
-// What the components of the page are made of.
+// The functions with which the components of the page are built.
 
 import htm from "./vendor/htm.js";
 import { h } from "./vendor/preact.js";
@@ -17,9 +17,9 @@ const FRAME = 16; // milliseconds
 
 export const html = htm.bind(h);
 
-/** Return whether a key sends a text: Enter, except to choose a word in an input method. */
+/** Return whether a key sends a text: Enter does, except to choose a word in an input method. */
 export const isSendKey = ({ key, shiftKey, isComposing, keyCode }) =>
-  key === "Enter" && !shiftKey && !isComposing && keyCode !== 229; // Safari's only sign of it
+  key === "Enter" && !shiftKey && !isComposing && keyCode !== 229; // Safari's only sign of one
 
 /** Join the names of classes that are not false or empty. */
 export const classes = (...names) => names.filter(Boolean).join(" ");
@@ -36,8 +36,8 @@ export async function copyText(text) {
 }
 
 /**
- * Return a function that calls paint soon, however often it is called itself. While painting takes
- * long, there are pauses three times as long, so that the page stays responsive.
+ * Return a function that makes paint run soon, and only once for many calls. If painting takes
+ * long, it pauses three times as long between two runs, so that the page stays responsive.
  */
 export function makePainter(paint) {
   let isPlanned = false;
