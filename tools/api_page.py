@@ -21,9 +21,9 @@ from cllm.server.queueing import TICKET
 INTRODUCTION = f"""\
 # API
 
-`make docs` generates this page from the code, with `tools/api_page.py`.
+This page lists all routes and parameters, by dialect. `make docs` generates it from the code, with `tools/api_page.py`.
 
-It lists all routes and parameters, by dialect. A parameter is
+A parameter is
 
 * **done**: it works as in its dialect,
 * **ignored**: it is accepted and has no effect, for the given reason,

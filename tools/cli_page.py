@@ -68,7 +68,7 @@ PATHS = {
 INTRODUCTION = """\
 # Commands
 
-`make docs` generates this page from the code, with `tools/cli_page.py`.
+This page lists all commands. `make docs` generates it from the code, with `tools/cli_page.py`.
 
 `cllm COMMAND --help` describes all options of a command. Results are printed on stdout, and everything else on stderr.
 With `--json`, a command prints JSON for scripts, whose fields [stay stable](public_api.md).

@@ -105,7 +105,7 @@ def visible_value(loaded: LoadedConfig, key: str) -> Any:
 INTRODUCTION = """\
 # Configuration
 
-`cllm config docs` generates this page from `src/cllm/config/settings.py`.
+This page lists all options. `cllm config docs` generates it from `src/cllm/config/settings.py`.
 
 You can set every option in a YAML file, in the environment or as a flag. Later sources override earlier ones:
 
