@@ -117,6 +117,7 @@ class Words:
         self.special_token_ids = range(256, self.eos_token_id + 1)
         self._split = re.compile("(" + one_of_texts(set(special)) + ")")
         self.tokenizer = LLTokenizer(TokenizerWrapper(self))
+        self._compiled: dict[str, LLMatcher] = {}
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())
@@ -135,9 +136,10 @@ class Words:
         )
 
     def matcher(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
+        if grammar not in self._compiled:
+            self._compiled[grammar] = LLMatcher(self.tokenizer, grammar, log_level=0)
+            assert not self._compiled[grammar].is_error(), self._compiled[grammar].get_error()
+        return self._compiled[grammar].deep_copy()
 
     def follows(self, grammar: str, text: str) -> bool:
         """Return whether the text is exactly what the grammar asks for."""

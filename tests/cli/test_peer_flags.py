@@ -37,6 +37,7 @@ def test_other_names_set_the_same_options(cllm) -> None:
             assert shown["origins"][key] == OPTIONS[key].flag, name
 
 
+@pytest.mark.slow
 def test_values_that_mean_the_default_of_a_peer_mean_the_default(cllm) -> None:
     """Such as -c 0, -np -1 and -ngl all."""
     for key, values in DEFAULT_VALUES.items():
@@ -78,6 +79,7 @@ def test_several_names_are_not_read_as_one(cllm) -> None:
         assert (done.code, "--model.aliases takes others" in done.err) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", sorted(FLAGS.keys() - ACCEPTED))
 def test_unknown_flag_of_a_peer_gives_a_hint(cllm, flag: str) -> None:
     """One line, and exit code 2. A short run tries each form with half of the flags."""
@@ -167,6 +169,7 @@ def test_verbose_of_run_stays_its_own() -> None:
     assert accept_flags(["m", "--verbose"], list_names("run")) == (["m", "--verbose"], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEER_KEYS)
 def test_keys_of_other_servers_name_the_setting(cllm, tmp_path, name: str) -> None:
     """At the top of the file, and in a section."""

@@ -20,6 +20,7 @@ FAKE = ("--backend.name", "fake")
 GREEDY = ("--temperature", "0")
 
 
+@pytest.mark.slow
 def test_generate_runs_as_process():
     """stdout has the text and nothing else."""
     command = [sys.executable, "-m", "cllm", "generate", "a", *FAKE, *GREEDY, "--max-tokens", "3"]
@@ -130,6 +131,7 @@ def test_local_chat_separates_reasoning_and_changes_models(builtin_path, cllm):
     assert "Unknown model 'nothing'" in missing.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["--help", "list"])
 def test_commands_that_talk_to_nobody_start_without_terminal_libraries(command):
     script = """

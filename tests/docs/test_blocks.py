@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def test_block_that_is_not_run_says_why(block):
     assert len(block.reason) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist_with_their_options(page):
     blocks = [block.text for block in BLOCKS if block.page == page and block.language == "sh"]
@@ -97,10 +99,11 @@ def test_commands_exist_with_their_options(page):
     inline = [code for code in inline_code(page) if re.match("cllm [a-z-]", code)]
     for text in [*blocks, *units, *inline]:
         for command in split_commands(text):
-            check_command(command[1:])
+            check_command(*command[1:])
 
 
-def check_command(words: list[str]) -> None:
+@cache  # many pages have the same commands
+def check_command(*words: str) -> None:
     """Fail if ``cllm`` does not know one of these words. In prose, arguments may be left out."""
     try:
         app.parse_args(words, exit_on_error=False, print_error=False)

@@ -52,6 +52,7 @@ def list_commands(group: App, name: str = "") -> Iterator[str]:
             yield from list_commands(group[word], f"{name} {word}".strip())
 
 
+@pytest.mark.slow
 def test_help_explains_each_option_and_names_one_default() -> None:
     """Every line of a help page has a name, what it means, and at most one default."""
     for command in list_commands(app):

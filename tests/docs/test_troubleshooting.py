@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
 from doc_pages import ROOT
 
 
@@ -25,6 +26,7 @@ def texts_of_the_code() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_messages_occur_in_the_code():
     page = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| (?:\d+ )?`([^`]+)`", page, re.MULTILINE)

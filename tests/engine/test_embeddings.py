@@ -90,6 +90,7 @@ def test_higher_class_is_embedded_first(fake_engine) -> None:
     assert order == ["urgent"] * 10 + ["batch"] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [0, 6])
 def test_decoding_keeps_its_target_and_embeddings_progress(fake_engine, prompts) -> None:
     """Prompts that could use the rest of each step do not stop the embeddings."""

@@ -46,6 +46,7 @@ def step(process):
     return int(process.stdout.readline())
 
 
+@pytest.mark.slow
 def test_engines_that_compute_are_counted(path, monkeypatch):
     """Each has a slot of its own; one that has ended leaves its slot to the next one.
 

@@ -116,6 +116,7 @@ def test_tensor_types_match_the_gguf_package() -> None:
             assert TENSOR_TYPES[kind.value] == (kind.name, block, num_bytes)
 
 
+@pytest.mark.slow
 def test_large_vocabulary_is_skipped_without_decoding(tmp_path: Path) -> None:
     """Skipping 152,000 strings takes an eighth of the CPU time of reading them. The minimum of
     three runs counts.
@@ -177,6 +178,7 @@ def test_file_truncated_anywhere_is_rejected(file: Path) -> None:
         assert length < 24 or "incomplete" in message
 
 
+@pytest.mark.slow
 def test_flipped_bits_raise_only_startup_errors(file: Path) -> None:
     content, end = file.read_bytes(), read_header(file).data_offset
     rng = random.Random(5)

@@ -14,10 +14,11 @@ from native.kernels import ROOT, Case, Kernels, reference, store
 
 from native import kernels as native
 
-pytestmark = pytest.mark.skipif(
+NEEDS_HEADERS = pytest.mark.skipif(
     not native.is_buildable(),
     reason="the headers of ggml are not here: uv's cache has no source package of llama.cpp",
 )
+pytestmark = [pytest.mark.slow, NEEDS_HEADERS]  # compiling takes half a minute
 ROUNDING = 4e-6  # of the largest value: what float32 costs whatever the order of its sums
 
 

@@ -9,7 +9,8 @@ from native.kernels import Kernels, build, is_buildable
 
 Q4_K, Q5_K, Q6_K = 12, 13, 14  # of ggml_type
 
-pytestmark = pytest.mark.skipif(not is_buildable(), reason="the headers of ggml are not here")
+NEEDS_HEADERS = pytest.mark.skipif(not is_buildable(), reason="the headers of ggml are not here")
+pytestmark = [pytest.mark.slow, NEEDS_HEADERS]  # compiling takes half a minute
 
 
 def has_plain_avx2() -> bool:

@@ -188,6 +188,7 @@ def test_client_gets_vocabulary_and_tokens():
     run(test)
 
 
+@pytest.mark.slow
 def test_next_engine_tokenizes_what_a_dead_one_has_not():
     """Also texts that arrive while there is none, and from the beginning."""
 

@@ -261,6 +261,7 @@ def test_token_does_not_depend_on_other_rows(seed, others, place):
     assert sample(seqs, list(together))[place] == alone[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.999999}, {"temperature": 2.0}])
 def test_tokens_are_drawn_as_often_as_they_are_probable(params):
     """20,000 draws of six tokens follow their probabilities.

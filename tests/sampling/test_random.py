@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def test_numbers_of_different_positions_and_seeds_differ():
         assert len(set(draws.tolist())) == len(draws)
 
 
+@pytest.mark.slow
 def test_numbers_are_uniform():
     """100,000 numbers over 100 bins, over positions and over seeds.
 
@@ -62,6 +64,7 @@ def test_numbers_are_uniform():
         assert ((counts - 1000.0) ** 2 / 1000).sum() < 200
 
 
+@pytest.mark.slow
 def test_neighbouring_numbers_are_uncorrelated():
     """Consecutive positions, and the same position of consecutive seeds.
 

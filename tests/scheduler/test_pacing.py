@@ -197,6 +197,7 @@ def test_short_prompts_do_not_wait_for_a_long_one(fake_engine):
     run(engine, lambda: bool(engine.tokens("long")))
 
 
+@pytest.mark.slow
 def test_short_prompts_do_not_wait_for_a_whole_step_of_a_long_one(fake_engine):
     """Although nobody decodes, because those that did have ended at the same time."""
     costs = Costs(step=0.03, row=0.01, token=0.008)
@@ -311,6 +312,7 @@ def test_long_sequence_decodes_beside_endless_short_prompts(fake_engine, share):
     assert max([engine.now - last, *pauses]) < 5
 
 
+@pytest.mark.slow
 def test_streams_are_steady_beside_a_prompt_of_another_adapter(fake_engine):
     costs = Costs(step=0.03, row=0.01, token=0.01)
     engine = make_engine(fake_engine, costs=costs, target=0.6)
@@ -499,6 +501,7 @@ def test_prompts_that_are_cached_do_not_stop_streams(fake_engine):
     assert len(engine.tokens("stream0")) - tokens >= 8
 
 
+@pytest.mark.slow
 def test_old_prompt_gets_one_of_eight_turns_beside_streams(fake_engine):
     """Also if steps with and without prompts alternate."""
     engine = make_engine(fake_engine, layout="paged")

@@ -981,6 +981,7 @@ def test_turn_is_kept(fake_engine):
     assert engine.scheduler.statistics.num_parked == 1
 
 
+@pytest.mark.slow
 def test_shared_cells_are_not_counted_as_freed(fake_engine):
     """Parking streams with a common prompt frees little, so they are not parked for a long one."""
     engine = fake_engine(
@@ -1002,6 +1003,7 @@ def test_shared_cells_are_not_counted_as_freed(fake_engine):
     engine.finish()
 
 
+@pytest.mark.slow
 def test_cells_of_several_accounts_are_freed_for_one(fake_engine):
     """Each keeps a stream."""
     engine = fake_engine(

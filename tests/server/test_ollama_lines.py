@@ -19,6 +19,8 @@ from cllm.serving.answer import Generation
 from cllm.text.output_reader import Delta
 from cllm.text.tools.parser import Channel
 
+pytestmark = pytest.mark.slow  # loading the client takes seconds
+
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)
 CALLS = st.lists(ARGUMENTS, max_size=3)
 

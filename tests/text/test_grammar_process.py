@@ -21,6 +21,8 @@ from cllm.text.grammar_process import GrammarProcess
 from cllm.text.tools.call_grammar import BoundMessage, CallableTool
 from cllm.text.tools.model_family import load_families
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 NUMBER = Constraint("json_schema", {"type": "integer"})
 
 

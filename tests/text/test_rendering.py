@@ -21,6 +21,8 @@ from cllm.text import rendering, workers
 from cllm.text.rendering import Renderer
 from cllm.text.templates.chat_template import MAX_LENGTH, ChatTemplate
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 MESSAGES = [{"role": "user", "content": "gr\u00fcn <|im_start|> \U0001f600"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": [1, 2.5, None, True]}}}]
 

@@ -28,6 +28,8 @@ with contextlib.suppress(ImportError):
 
     LOOPS.append(uvloop.new_event_loop)
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 Use = Callable[[Workers], Awaitable]
 

@@ -231,6 +231,7 @@ def test_rewriting_page_keeps_notes(tmp_path: Path) -> None:
         assert "notes: results" not in path.read_text()
 
 
+@pytest.mark.slow
 def test_unwritable_page_raises(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be written"):
         write_page(made_up(), tmp_path / "none" / "performance.md", {})

@@ -77,6 +77,7 @@ def test_message_text_never_becomes_a_control_token(content):
     assert encode(None, content) == [START, *b"user\n", *plain, END, START, *b"assistant\n"]
 
 
+@pytest.mark.slow
 @given(contents, contents)
 def test_other_client_texts_never_become_control_tokens(one, other):
     """Tools, roles, nested values and keys."""
@@ -334,6 +335,7 @@ def test_keywords_that_are_no_lists_do_not_fail_templates_that_need_types(odd):
     assert text in ("STRING", "OBJECT")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "printed",
     [

@@ -66,6 +66,7 @@ def enclose_slowly(tokens: list[str], text: str) -> str:
     return re.sub(pattern, f"{OPEN}\\g<0>{CLOSE}", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_long_text_is_fenced_in_milliseconds(vocabulary: list[str], text: str) -> None:

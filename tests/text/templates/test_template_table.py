@@ -168,6 +168,7 @@ def load(family: str) -> tuple[ChatTemplate, ChatFormat]:
     return ChatTemplate(vocabulary), chat_format_of(vocabulary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_text_is_shown_once_and_in_order(family: str, dialect: str) -> None:

@@ -371,6 +371,7 @@ def test_family_is_chosen_by_the_template(
     assert begin in family.calls.write + family.calls.pair if begin else family.calls is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLING)
 @pytest.mark.parametrize("kind", ["text", "argument", "openers", "space"])
 def test_cost_per_token_is_constant(name: str, kind: str) -> None:
