@@ -52,6 +52,7 @@ GROUND = {
 UPWARD = {
     ("cllm.config.settings", "cllm.backends.registry"),
     ("cllm.config.settings", "cllm.core.params"),
+    ("cllm.config.settings", "cllm.core.request"),
 }
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 

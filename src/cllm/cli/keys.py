@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
@@ -22,6 +22,7 @@ from cllm.cli.settings_flags import ConfigFlag
 from cllm.cli.table import format_table
 from cllm.config.settings import Settings
 from cllm.config.sources import load_settings
+from cllm.core.request import PriorityName
 from cllm.errors import StartupError
 from cllm.store.audit import write_audit
 from cllm.store.keys import (
@@ -67,7 +68,7 @@ class AccountOptions:
         ),
     ] = None
     priority: Annotated[
-        Literal["interactive", "normal", "batch"] | None,
+        PriorityName | None,
         Parameter(help="The highest class of its requests. [default: any]"),
     ] = None
     weight: Annotated[

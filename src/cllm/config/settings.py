@@ -15,6 +15,7 @@ from cllm.backends.registry import BACKENDS, import_options
 from cllm.config.file import read_auto, split_names, strip_brackets
 from cllm.config.options import SECRET, list_options
 from cllm.core.params import PARAMETERS
+from cllm.core.request import PriorityName
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
@@ -23,7 +24,6 @@ Names = Annotated[list[Name], BeforeValidator(split_names)]
 Secret = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[!-~]+$"), SECRET]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
-PriorityName = Literal["interactive", "normal", "batch"]
 if TYPE_CHECKING:
     BackendName = str
 else:

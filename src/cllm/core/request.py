@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,9 @@ class Priority(enum.IntEnum):
     NORMAL = 1
     BATCH = 2
 
+
+PriorityName = Literal["interactive", "normal", "batch"]
+"""A class as users write it: in requests, options and files."""
 
 Adapters = tuple[tuple[str, float], ...]
 """LoRA adapters, by name, each with the scale of its change to the model."""

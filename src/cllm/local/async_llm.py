@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary, ref
 from cllm.backends.base import Vectors
 from cllm.config.settings import Settings
 from cllm.core.model_info import ModelInfo
+from cllm.core.request import PriorityName
 from cllm.local.completion import Completion, Piece, Ranked
 from cllm.local.model import (
     NOT_COPIED,
     Conversations,
     LocalModel,
     Params,
-    PriorityName,
     Prompts,
     check_top_n,
     list_of_texts,

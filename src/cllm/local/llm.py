@@ -15,12 +15,12 @@ from typing import Any, Self, overload
 
 from cllm.backends.base import Vectors
 from cllm.config.settings import Settings
+from cllm.core.request import PriorityName
 from cllm.local.completion import Completion, Piece, Ranked
 from cllm.local.model import (
     Conversations,
     LocalModel,
     Params,
-    PriorityName,
     Progress,
     Prompts,
     check_top_n,

@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property, lru_cache, partial
 from itertools import count
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from cllm.backends.registry import import_loader
 from cllm.config.settings import OPTIONS, Settings
 from cllm.config.sources import load_settings
 from cllm.core.params import MAX_LEXER_STATES, SamplingParams
-from cllm.core.request import EmbeddingRequest, Priority, Request, check_generates, check_prompt
+from cllm.core.request import (
+    EmbeddingRequest,
+    Priority,
+    PriorityName,
+    Request,
+    check_generates,
+    check_prompt,
+)
 from cllm.core.segments import tokenize_segments
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.settings import make_engine_params
@@ -40,7 +47,6 @@ Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """Params for all prompts, or one for each; None means the params from the settings."""
 Conversations = Messages | list[Messages]
-PriorityName = Literal["interactive", "normal", "batch"]
 Progress = Callable[[float], None]
 """Called with the loaded share of the model, 0 to 1."""
 

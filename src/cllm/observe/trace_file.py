@@ -20,13 +20,13 @@ import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from cllm.core.params import LARGEST
-from cllm.core.request import Priority, Request
+from cllm.core.request import Priority, PriorityName, Request
 from cllm.errors import StartupError
 from cllm.input_files import read_input
 from cllm.private_files import open_private
@@ -51,7 +51,7 @@ class TraceEntry(
     output_length: Length
     hash_ids: list[BlockId]
     account: str = ""
-    priority: Literal["interactive", "normal", "batch"] = "normal"
+    priority: PriorityName = "normal"
     block_size: Annotated[int, Meta(ge=ID_BYTES)] = 512
     deadline_ms: Annotated[float, Meta(gt=0)] | None = None
     model: str = ""

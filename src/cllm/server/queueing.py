@@ -9,8 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cllm.config.settings import PriorityName
-from cllm.core.request import Priority
+from cllm.core.request import Priority, PriorityName
 from cllm.process.reservations import Claim
 from cllm.server.body import Body
 from cllm.server.call import Call

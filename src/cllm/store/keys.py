@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from cllm.core.account import Account, AccountLimits
-from cllm.core.request import Priority
+from cllm.core.request import Priority, PriorityName
 from cllm.errors import StartupError
 from cllm.input_files import read_input
 from cllm.private_files import lock, open_private, replace_private
@@ -49,7 +49,7 @@ class AccountRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
     keys: tuple[Key, ...] = ()
     tenant: Text | None = None
-    priority: Literal["interactive", "normal", "batch"] | None = None
+    priority: PriorityName | None = None
     weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
     models: tuple[Text, ...] = ()
     routes: tuple[Text, ...] = ()
