@@ -48,7 +48,7 @@ class LLM(LocalModel):
     """
 
     def __init__(self, model: str | None = None, **settings: object) -> None:
-        """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in model.
+        """Load a model: a path, hf:owner/repo[:quantization], or by default the built-in one.
 
         ``settings`` are options of docs/configuration.md with their sections, written with
         underscores, such as ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``.

@@ -1,8 +1,8 @@
-"""The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and
-stdout.
+"""The messages between the processes. Each is a 4-byte length and MessagePack, over the child's
+stdin and stdout.
 
-To the child: Start once, then commands (engine/commands.py), Tokenize, Abandon and Ping. From the
-child: the other structs below, and an engine's replies (engine/commands.py).
+The parent sends Start once, then commands (engine/commands.py), Tokenize, Abandon and Ping. The
+child sends the other structs below, and an engine's replies (engine/commands.py).
 """
 
 from __future__ import annotations
