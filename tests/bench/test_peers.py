@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cllm.bench import peers
-from cllm.bench.peers import EXAMPLE_SERVER, build, find, find_example_server, needed
+from cllm.bench.peers import EXAMPLE_SERVER, build, find, find_example_server, find_required
 from cllm.errors import StartupError
 
 
@@ -28,11 +28,11 @@ def test_given_folder_precedes_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         StartupError, match=r"llama-server is neither in .*folder nor on PATH; .*--build builds it"
     ):
-        needed("llama-server", folder)
+        find_required("llama-server", folder)
     on_path = program(tmp_path / "path", "llama-server")
     assert find("llama-server", folder) == on_path
     there = program(folder, "llama-server")
-    assert needed("llama-server", folder) == there
+    assert find_required("llama-server", folder) == there
     there.chmod(0o644)
     assert find("llama-server", folder) == on_path
 

@@ -56,7 +56,7 @@ def find(program: str, folder: Path = FOLDER) -> Path | None:
     return Path(there).absolute() if there else None
 
 
-def needed(program: str, folder: Path = FOLDER) -> Path:
+def find_required(program: str, folder: Path = FOLDER) -> Path:
     """Return the path of the program. Raises StartupError if it is not found."""
     if path := find(program, folder):
         return path

@@ -25,7 +25,7 @@ from cllm.backends.base import Backend, Vocabulary
 from cllm.bench.bare_engine import forget, make_sequences, prefill, step_parts
 from cllm.bench.console import number_table
 from cllm.bench.load.answer import printable
-from cllm.bench.load.client import Endpoint, connections
+from cllm.bench.load.client import Endpoint, open_connections
 from cllm.bench.load.workload import Task
 from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.work import Work, WorkSize
@@ -94,10 +94,10 @@ def run_stages(
     results = []
     for i, size in enumerate(sizes):
 
-        def told(share: float, i: int = i, size: WorkSize = size) -> None:
+        def report_share(share: float, i: int = i, size: WorkSize = size) -> None:
             progress((i + share) / len(sizes), sequences(size.num_seqs))
 
-        results.append(run_size(path, size, vocabulary, rounds, told))
+        results.append(run_size(path, size, vocabulary, rounds, report_share))
     return results
 
 
@@ -154,7 +154,7 @@ def open_stages(
     stack.callback(backend.close)
     engine = build_engine(backend, params)
     runner = stack.enter_context(asyncio.Runner())
-    pool = runner.run(started(params))
+    pool = runner.run(start_pool(params))
     stack.callback(lambda: runner.run(pool.close()))
     service = Service(ModelTexts(pool, Metrics(MODEL)), MODEL)
     flags = ("--max-num-seqs", num_seqs, "--context", work.context, "--kv.layout", "partitioned")
@@ -170,7 +170,7 @@ def open_stages(
     }, engine
 
 
-async def started(params: EngineParams) -> Pool:
+async def start_pool(params: EngineParams) -> Pool:
     pool = Pool(params)
     await pool.start()
     return pool
@@ -284,7 +284,7 @@ async def read_answers(service: Service, work: Work) -> None:
 
 
 async def post_all(target: Endpoint, work: Work) -> None:
-    with closing(connections(target)) as server:
+    with closing(open_connections(target)) as server:
 
         async def post(task: Task) -> None:
             body = msgspec.json.decode(task.body) | {"stream": False}

@@ -73,7 +73,7 @@ def doctor(
         "threads": describe_threads(),
         "cpu": describe_cpu(),
         "memory available": format_size(available),
-        "llama-cpp-python": installed("llama-cpp-python"),
+        "llama-cpp-python": find_version("llama-cpp-python"),
         "CPU kernels": f"{probed.variant}, chosen for this CPU"
         if probed.variant
         else "one set, as compiled",
@@ -128,7 +128,7 @@ def shorten_switches(switches: str) -> str:
     return " ".join([*named, f"and {left} more (--json)"]) if left > 3 else switches
 
 
-def installed(package: str) -> str:
+def find_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -151,7 +151,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         "_openers",
         lambda self, row, system: dict.fromkeys([""] if system == CLLM else SETTINGS),
     )
-    monkeypatch.setattr(module, "needed", lambda program, folder: Path(program))
+    monkeypatch.setattr(module, "find_required", lambda program, folder: Path(program))
     monkeypatch.setattr(Comparison, "_work", lambda self, row: "")
     monkeypatch.setattr(Comparison, "_model", lambda self, row: None)
     return made

@@ -32,7 +32,7 @@ from cllm.bench.compare.rows import (
     UNUSUAL,
     Target,
 )
-from cllm.bench.compare.targets import Figure, compared, find_figures
+from cllm.bench.compare.targets import Figure, compare_rounds, find_figures
 from cllm.bench.load.scenarios import PHASES, SCENARIOS
 from cllm.errors import StartupError
 
@@ -177,7 +177,7 @@ def test_ratios_use_values_of_one_round(speeds: list[tuple[float, float]]) -> No
         for i, (_, b) in reversed(list(enumerate(speeds)))
     }
     ours[len(speeds)] = run("shared", CLLM, 0, **{OUTPUT: 7.0})
-    assert [*compared(ours, theirs, Target("", OUTPUT))] == [a / b for a, b in speeds]
+    assert [*compare_rounds(ours, theirs, Target("", OUTPUT))] == [a / b for a, b in speeds]
 
 
 def test_spread_is_computed() -> None:

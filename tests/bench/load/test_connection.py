@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.bench.load.answer import TimedAnswer
-from cllm.bench.load.client import Client, Endpoint, connections, find_model
+from cllm.bench.load.client import Client, Endpoint, find_model, open_connections
 from cllm.bench.load.connection import Connection, HTTPClient, Response
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
@@ -119,7 +119,7 @@ def sends(*pieces: bytes, then: float = 0.0) -> Script:
 
 async def ask(url: str, task: Task | None = None, **options: float) -> TimedAnswer:
     target = Endpoint(url, **options)
-    with closing(connections(target)) as server:
+    with closing(open_connections(target)) as server:
         answer = TimedAnswer(task or Task(b"{}", 2, "ab"), 0.0)
         await Client(server, target).read(answer)
         return answer
@@ -413,7 +413,7 @@ def test_request_has_expected_bytes(runner: asyncio.Runner) -> None:
 
     async def test() -> Response:
         async with serving(script) as url:
-            with closing(connections(Endpoint(f"{url}/a b/", "kéy"))) as server:
+            with closing(open_connections(Endpoint(f"{url}/a b/", "kéy"))) as server:
                 await server.request("/v1/models")
                 return await server.request("/v1/chat", b"{}")
 

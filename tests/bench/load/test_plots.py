@@ -16,7 +16,7 @@ from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
 from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.page import diff_page, report_page
-from cllm.bench.load.plots import bars, checked_picture, curves, load_figure, picture
+from cllm.bench.load.plots import bars, check_picture, curves, load_figure, picture
 from cllm.bench.load.report import Report, summarize
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
@@ -173,9 +173,9 @@ def test_diff_page_shows_difference() -> None:
 
 @pytest.mark.parametrize("name", ["a.jpg", "png", "a.png.gz"])
 def test_other_formats_are_rejected(name: str) -> None:
-    assert checked_picture(Path("a.PNG")) == Path("a.PNG")
+    assert check_picture(Path("a.PNG")) == Path("a.PNG")
     with pytest.raises(StartupError, match="a picture's name ends in"):
-        checked_picture(Path(name))
+        check_picture(Path(name))
 
 
 def test_missing_bench_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from cllm.bench.tune.search import (
     Traffic,
     Tuned,
     Works,
-    applied,
+    apply_choice,
     final_figures,
     knobs,
     search,
@@ -225,7 +225,7 @@ def test_chosen_settings_reach_engine_parameters() -> None:
         THREADS: 2,
         UBATCH: 100,
     }
-    assert starting_choice(applied(PARAMS, start | {THREADS: 3}), 1) == start | {THREADS: 3}
+    assert starting_choice(apply_choice(PARAMS, start | {THREADS: 3}), 1) == start | {THREADS: 3}
 
 
 @pytest.mark.parametrize("cores", [1, 2, 6, 64])

@@ -35,7 +35,7 @@ from cllm.bench.compare.runs import CONTEXTS, ComparedModel, Runner, RunResult, 
 from cllm.bench.compare.systems import OPENERS, Openers, Purpose
 from cllm.bench.compare.targets import best_settings, close_settings
 from cllm.bench.load.workload import Stage
-from cllm.bench.peers import DEFAULT_FOLDER, needed
+from cllm.bench.peers import DEFAULT_FOLDER, find_required
 from cllm.errors import StartupError
 from cllm.models.catalog import BUILTIN
 
@@ -89,7 +89,7 @@ class Comparison:
                 (BOUND, "llama-batched-bench"),
             ):
                 if system in row.systems:
-                    needed(program, options.peers)
+                    find_required(program, options.peers)
 
     def run(self, progress: Progress) -> None:
         begun, options = time.monotonic(), self.options

@@ -164,7 +164,7 @@ def row_section(row: ComparisonRow, runs: Sequence[StoredRun]) -> Iterator[str]:
         return
     yield f"### {row.name}"
     yield row.text[0].upper() + row.text[1:] + "."
-    groups = grouped(runs)
+    groups = group_runs(runs)
     columns = {
         value: title for value, title in COLUMNS.items() if any(value in run.values for run in runs)
     }
@@ -208,7 +208,7 @@ def row_section(row: ComparisonRow, runs: Sequence[StoredRun]) -> Iterator[str]:
         yield table(("", "failures"), [*dict.fromkeys(failures)], "ll")
 
 
-def grouped(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
+def group_runs(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
     """Return system and settings -> runs, in the order of the systems."""
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:

@@ -34,7 +34,7 @@ from cllm.bench.load.client import Outcome, find_model, run_stages
 from cllm.bench.load.dialects import TokenCounts
 from cllm.bench.load.report import Report, figures, summarize
 from cllm.bench.load.workload import Group, RequestSpec, Stage, WordSource, word_tasks
-from cllm.bench.peers import needed
+from cllm.bench.peers import find_required
 from cllm.bench.servers import RunningServer, cllm, load, memory_mb
 from cllm.bench.work import Work, WorkSize
 from cllm.engine.build import build_vocabulary
@@ -147,7 +147,7 @@ class Runner:
                 return RunResult(measure(RestoreJob(model=str(self._model.path))))
             case _:
                 folder = self._peers if run.system == BUILD else self._default_peers
-                program = needed("llama-bench", folder)
+                program = find_required("llama-bench", folder)
                 measured = llama_bench(
                     program, self._model.path, threads=self._threads, num_tokens=64
                 )
@@ -279,7 +279,7 @@ class Runner:
         )
 
     def _batched_bench(self, **sizes: Any) -> list[dict[str, Any]]:
-        program = needed("llama-batched-bench", self._peers)
+        program = find_required("llama-batched-bench", self._peers)
         return batched_bench(program, self._model.path, threads=self._threads, **sizes)
 
 

@@ -19,7 +19,7 @@ from cllm.bench.compare.rounds import (
     PLAIN,
     RESTARTED,
 )
-from cllm.bench.peers import find, find_example_server, needed
+from cllm.bench.peers import find, find_example_server, find_required
 from cllm.bench.servers import RunningServer, cllm, example_server, llama_server, ollama
 from cllm.errors import StartupError
 from cllm.models.catalog import BUILTIN
@@ -76,7 +76,9 @@ def fixed_openers(purpose: Purpose) -> Openers:
         context = purpose.num_cells // count
         sizes = ("--context", context, "--max-num-seqs", count)
         layouts += [("--kv.layout", "partitioned", *sizes)]
-    return {named(flags): partial(cllm, purpose.model, *flags, name=None) for flags in layouts}
+    return {
+        name_setting(flags): partial(cllm, purpose.model, *flags, name=None) for flags in layouts
+    }
 
 
 def default_build_openers(purpose: Purpose) -> Openers:
@@ -93,7 +95,7 @@ def llama_server_openers(purpose: Purpose, program: Path | None = None) -> Opene
 
     Raises StartupError if it is not built.
     """
-    program = program or needed("llama-server", purpose.peers)
+    program = program or find_required("llama-server", purpose.peers)
     sizes = ("-np", purpose.clients, "-c", purpose.num_cells, "-t", os.cpu_count() or 1)
     settings: list[tuple[object, ...]] = [(), sizes]
     if purpose.clients > 1:
@@ -101,7 +103,7 @@ def llama_server_openers(purpose: Purpose, program: Path | None = None) -> Opene
     if purpose.settings:
         settings = [tuple(flags.split()) for flags in purpose.settings]
     return {
-        named(flags): partial(llama_server, purpose.file, *flags, program=program)
+        name_setting(flags): partial(llama_server, purpose.file, *flags, program=program)
         for flags in settings
     }
 
@@ -128,7 +130,7 @@ def example_openers(purpose: Purpose) -> Openers:
     }
 
 
-def named(flags: tuple[object, ...]) -> str:
+def name_setting(flags: tuple[object, ...]) -> str:
     return " ".join(map(str, flags)) or "default"
 
 

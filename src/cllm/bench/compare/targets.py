@@ -105,12 +105,12 @@ def make_figure(runs: Sequence[StoredRun], row: ComparisonRow, target: Target) -
         used += default.values()
     return Figure(
         name=name_figure(row, target),
-        values=[*compared(own, theirs if target.against else None, target)],
+        values=[*compare_rounds(own, theirs if target.against else None, target)],
         target=target.limit,
         at_least=target.at_least,
         unit=target.unit,
         settings=settings or "",
-        default_values=[*compared(own, default, target)],
+        default_values=[*compare_rounds(own, default, target)],
         default_target=target.default_limit,
         noisy=any(run.noisy for run in used if target.value in run.values),
     )
@@ -122,7 +122,7 @@ def name_figure(row: ComparisonRow, target: Target) -> str:
     return f"{row.name}: {target.name}{systems}"
 
 
-def compared(
+def compare_rounds(
     own: dict[int, StoredRun], theirs: dict[int, StoredRun] | None, target: Target
 ) -> Iterator[float]:
     """Yield the ratio, or the difference, of the values of each round in which both have one;

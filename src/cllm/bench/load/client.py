@@ -130,7 +130,7 @@ def run_stages(
 async def _run_stages(
     target: Endpoint, stages: Sequence[Stage], warmup: Group, progress: Progress
 ) -> Outcome:
-    with closing(connections(target)) as server:
+    with closing(open_connections(target)) as server:
         client = Client(server, target, progress)
         await client.run_stage([warmup])
         answers: list[TimedAnswer] = []
@@ -186,13 +186,13 @@ class Client:
                     if not group.background:
                         others.create_task(self._run_group(group, running))
             wanted = running.num_chunks + max((group.tail for group in stage), default=0)
-            await received(running, wanted)
+            await wait_for_chunks(running, wanted)
             for task in background:
                 task.cancel()
         return running.ended
 
     async def _run_group(self, group: Group, running: StageAnswers) -> None:
-        await received(running, group.start_after)
+        await wait_for_chunks(running, group.start_after)
         running.num_groups += 1
         watcher = asyncio.ensure_future(self._watch()) if group.watched else None
         try:
@@ -290,7 +290,7 @@ class Client:
             answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
 
 
-async def received(running: StageAnswers, num_chunks: int) -> None:
+async def wait_for_chunks(running: StageAnswers, num_chunks: int) -> None:
     """Wait until a stage has received ``num_chunks`` chunks, or none of its groups is running."""
     # an event would cost time at every chunk
     while running.num_chunks < num_chunks and running.num_groups:  # noqa: ASYNC110
@@ -318,7 +318,7 @@ def says_when(retry_after: str) -> bool:
 async def _find_model(target: Endpoint, wanted: str | None) -> str:
     path = target.dialect.models_path
     try:
-        with closing(connections(target)) as server:
+        with closing(open_connections(target)) as server:
             async with asyncio.timeout(FIRST_TIMEOUT):
                 response = await server.request(path)
     except BrokenHTTP as error:
@@ -342,7 +342,7 @@ def _refuse(target: Endpoint, reason: str) -> NoReturn:
     raise StartupError(f"{printable(target.url)} cannot be measured: {printable(reason)}")
 
 
-def connections(target: Endpoint) -> HTTPClient:
+def open_connections(target: Endpoint) -> HTTPClient:
     """Return connections, which the caller closes.
 
     Raises StartupError if the target's URL is not an HTTP URL.

@@ -8,7 +8,7 @@ from html import escape
 import msgspec
 
 from cllm.bench.load.plots import load_figure, picture
-from cllm.bench.load.report import Report, compared, differences, remarks, results
+from cllm.bench.load.report import Report, compare_figures, differences, remarks, results
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -40,7 +40,7 @@ def diff_page(before: Report, after: Report) -> str:
     both = {"before": before, "after": after}
     parts = [
         lines(differences(before, after)),
-        table(["", "before", "after", "after / before"], compared(before, after)),
+        table(["", "before", "after", "after / before"], compare_figures(before, after)),
     ]
     parts.append(draw_picture(both))
     for name, report in both.items():

@@ -63,7 +63,7 @@ LATENCIES = ("ttft", "itl", "tpot", "e2e")
 Measured = Mapping[str, Mapping[float, Sequence[float]]]
 
 
-def checked_picture(path: Path) -> Path:
+def check_picture(path: Path) -> Path:
     """Return ``path``. Raises StartupError if its suffix is not one of SUFFIXES."""
     if path.suffix.lower() not in SUFFIXES:
         raise StartupError(f"{path}: a picture's name ends in {' or '.join(SUFFIXES)}")
@@ -97,7 +97,9 @@ def curves(lines: Measured, *, x: str, y: str) -> Figure:
     with style():
         figure = Figure(figsize=(6.4, 4))
         axes = figure.subplots()
-        for (color, line, marker), points in zip(looks(len(lines)), lines.values(), strict=True):
+        for (color, line, marker), points in zip(
+            choose_styles(len(lines)), lines.values(), strict=True
+        ):
             middles, spread = medians_and_spread(points.values())
             axes.errorbar(
                 list(points),
@@ -175,7 +177,7 @@ def load_figure(reports: Mapping[str, Report]) -> Figure:
 
 def draw_shares(axes: Axes, name: str, reports: list[Report]) -> None:
     series = [report.percentiles_ms.get(name, []) for report in reports]
-    for (color, line, _), percentiles in zip(looks(len(series)), series, strict=True):
+    for (color, line, _), percentiles in zip(choose_styles(len(series)), series, strict=True):
         axes.plot(percentiles, range(len(percentiles)), color=color, linestyle=line)
     for limit in {
         limit for report in reports if isinstance(limit := report.settings.get(name), (int, float))
@@ -194,7 +196,7 @@ def draw_shares(axes: Axes, name: str, reports: list[Report]) -> None:
 
 
 def draw_over_time(axes: Axes, what: str, timelines: list[Timeline | None], field: str) -> None:
-    for (color, line, _), timeline in zip(looks(len(timelines)), timelines, strict=True):
+    for (color, line, _), timeline in zip(choose_styles(len(timelines)), timelines, strict=True):
         values = [*getattr(timeline, field), 0] if timeline else []
         edges = [i * timeline.bin_s for i in range(len(values))] if timeline else []
         axes.plot(edges, values, color=color, linestyle=line, drawstyle="steps-post", linewidth=1.2)
@@ -216,7 +218,7 @@ def medians_and_spread(
     return [middle for _, middle, _ in values], [below, above]
 
 
-def looks(count: int) -> list[tuple[str, LineStyle, str]]:
+def choose_styles(count: int) -> list[tuple[str, LineStyle, str]]:
     return list(islice(cycle(LOOKS), count))
 
 

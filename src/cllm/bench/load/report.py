@@ -76,17 +76,19 @@ class Timeline(msgspec.Struct, frozen=True):
             np.full(len(at), answer.output_tokens / len(at))
             for at, answer in zip(times, good, strict=True)
         ]
-        tokens = np.histogram(concatenated(times), edges, weights=concatenated(shares))[0]
+        tokens = np.histogram(concatenate(times), edges, weights=concatenate(shares))[0]
         # request-seconds until edge
         waited = np.array([(np.clip(edge, sent, ended) - sent).sum() for edge in edges])
-        return cls(float(bin_s), rounded(tokens / bin_s), rounded(np.diff(waited) / bin_s))
+        return cls(
+            float(bin_s), round_values(tokens / bin_s), round_values(np.diff(waited) / bin_s)
+        )
 
 
-def concatenated(parts: Sequence[Sequence[float] | np.ndarray]) -> np.ndarray:
+def concatenate(parts: Sequence[Sequence[float] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0), *parts])
 
 
-def rounded(values: np.ndarray) -> list[float]:
+def round_values(values: np.ndarray) -> list[float]:
     return [round(float(value), 3) for value in values]
 
 
@@ -216,7 +218,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         parts={name: PartReport.of(part) for name, part in parts.items() if name},
         workload_figures=find_figures(settings.get("workload"), outcome),
         percentiles_ms={
-            name: rounded(1e3 * np.percentile(values, range(101)))
+            name: round_values(1e3 * np.percentile(values, range(101)))
             for name, values in latencies.items()
             if len(values)
         },
@@ -292,7 +294,7 @@ def print_diff(before: Report, after: Report, console: Console) -> None:
     """Print the settings that differ, and a table of both reports' figures and their ratios."""
     print_lines(console, differences(before, after))
     table = number_table("", "before", "after", "after / before")
-    for row in compared(before, after):
+    for row in compare_figures(before, after):
         table.add_row(*row)
     console.print(table)
 
@@ -310,7 +312,7 @@ def differences(before: Report, after: Report) -> list[str]:
     ]
 
 
-def compared(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
+def compare_figures(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
     """Return name, before, after and their ratio for each figure of the first report."""
     rows, news = [], figures(after)
     for name, old in figures(before).items():

@@ -114,14 +114,16 @@ def edits(spec: RequestSpec, sizes: Sizes) -> list[Stage]:
         messages = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": story.answer},
-            {"role": "user", "content": renamed(question, named[1], name)},
+            {"role": "user", "content": replace_name(question, named[1], name)},
         ]
-        bodies[make_body(spec.model, messages, options)] = renamed(story.answer, named[1], name)
+        bodies[make_body(spec.model, messages, options)] = replace_name(
+            story.answer, named[1], name
+        )
     tasks = [Task(body, answer=answer) for body, answer in bodies.items()]
     return [[Group(tasks=tasks, clients=sizes.clients)]]
 
 
-def renamed(text: str, name: str, other: str) -> str:
+def replace_name(text: str, name: str, other: str) -> str:
     return re.sub(rf"\b{name}\b", other, text)
 
 

@@ -169,7 +169,7 @@ def summarize_account(courses: list[Course]) -> AccountReport:
     return AccountReport(
         num_requests=len(courses),
         num_succeeded=len(good),
-        served=served(courses, [(-math.inf, math.inf)]),
+        served=measure_service(courses, [(-math.inf, math.inf)]),
         mean_ttft_ms=round(fmean(map(ttft, good)) * 1000, 3) if good else None,
         mean_e2e_ms=round(fmean(map(e2e, good)) * 1000, 3) if good else None,
     )
@@ -185,7 +185,7 @@ def fairness(compared: dict[str, list[Course]]) -> Fairness:
     common = [(-math.inf, math.inf)]
     for courses in compared.values():
         common = overlap(common, backlog(courses))
-    amounts = {account: served(courses, common) for account, courses in compared.items()}
+    amounts = {account: measure_service(courses, common) for account, courses in compared.items()}
     index = jain_index([*amounts.values()])
     return Fairness(
         seconds=round(sum(end - begin for begin, end in common), 4),
@@ -223,7 +223,7 @@ def overlap(a: list[Interval], b: list[Interval]) -> list[Interval]:
     return common
 
 
-def served(courses: list[Course], intervals: list[Interval]) -> int:
+def measure_service(courses: list[Course], intervals: list[Interval]) -> int:
     """Return what was served in these intervals, as in AccountReport.
 
     A prompt counts at the time of the first token.

@@ -191,7 +191,7 @@ def main() -> None:
     backend: LlamaCppBackend | None = None
     for line in sys.stdin.buffer:
         job = msgspec.json.decode(line, type=Measure | Judge)
-        params = sized(job)
+        params = fit_job(job)
         if backend is None:
             backend = build_backend(params)  # type: ignore[assignment]
         else:
@@ -204,7 +204,7 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def sized(job: Measure | Judge) -> EngineParams:
+def fit_job(job: Measure | Judge) -> EngineParams:
     """Return the job's parameters with cells for this job and no more."""
     if isinstance(job, Measure):
         num_seqs, context = job.work.num_seqs, job.work.prompt_tokens + job.work.steps + 1

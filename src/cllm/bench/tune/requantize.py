@@ -203,7 +203,7 @@ def try_quantizations(
     except CandidateError as error:
         raise StartupError(f"cannot measure the original's quality: {error}") from None
 
-    def tried(form: Quantization) -> Requantized:
+    def try_one(form: Quantization) -> Requantized:
         file = folder / "candidate.gguf"
         try:
             try:
@@ -233,15 +233,15 @@ def try_quantizations(
             file.unlink(missing_ok=True)
 
     if forms is not None:
-        return [tried(form) for form in forms]
-    requantized = [tried(form) for form in heads_to_try(header)]
+        return [try_one(form) for form in forms]
+    requantized = [try_one(form) for form in heads_to_try(header)]
     best = find_best(requantized)
     head = (
         original_quantization(header).head
         if best is None
         else read_quantization(best.form, header).head
     )
-    return requantized + [tried(form) for form in bodies_to_try(header, head)]
+    return requantized + [try_one(form) for form in bodies_to_try(header, head)]
 
 
 def find_best(requantized: list[Requantized]) -> Requantized | None:

@@ -217,7 +217,7 @@ def search(
     sizes.append(2 * len({figure.work for figure in final}))
     choice, tried, skipped = dict(start), list[Tried](), list[str]()
 
-    def raced(
+    def race_choices(
         runners: dict[str, Choice], figures: list[SpeedFigure], until: float
     ) -> dict[str, Trial]:
         def going_on(num_rounds: int) -> bool:
@@ -234,7 +234,7 @@ def search(
         candidates = {"the present settings": choice}
         candidates |= {str(value): choice | {knob.key: value} for value in knob.values}
         until = clock() + (end - clock()) * sizes[i] / sum(sizes[i:])
-        outcomes = raced(candidates, knob.figures, until)
+        outcomes = race_choices(candidates, knob.figures, until)
         best, notes = pick(candidates, outcomes, knob, refuse)
         for name, outcome in outcomes.items():
             value = candidates[name][knob.key]
@@ -242,9 +242,9 @@ def search(
         choice = candidates[best]
     if choice == start:
         return Tuned(tried, skipped, {})
-    outcomes = raced({"the present settings": start, "what was chosen": choice}, final, end)
+    outcomes = race_choices({"the present settings": start, "what was chosen": choice}, final, end)
     before, after = outcomes.values()
-    return Tuned(tried, skipped, changed(start, choice), before, after)
+    return Tuned(tried, skipped, list_changes(start, choice), before, after)
 
 
 def pick(
@@ -267,7 +267,7 @@ def pick(
     return present, notes
 
 
-def changed(start: Choice, choice: Choice) -> Choice:
+def list_changes(start: Choice, choice: Choice) -> Choice:
     """Return the settings that differ. If one of the two thread counts does, return both, because
     an unset one follows the other.
     """
@@ -293,7 +293,7 @@ def starting_choice(params: EngineParams, cores: int) -> Choice:
     }
 
 
-def applied(params: EngineParams, choice: Choice) -> EngineParams:
+def apply_choice(params: EngineParams, choice: Choice) -> EngineParams:
     """Return ``params`` with the chosen settings."""
     options = {
         key.removeprefix(OPTION_PREFIX): value

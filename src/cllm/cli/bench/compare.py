@@ -23,7 +23,7 @@ from cllm.bench.compare.rows import ROWS, UNUSUAL
 from cllm.bench.peers import BUILT, DEFAULT_FOLDER, FOLDER
 from cllm.bench.peers import build as build_peers
 from cllm.cli.bench.pictures import check_files
-from cllm.cli.doctor import describe_cpu, installed
+from cllm.cli.doctor import describe_cpu, find_version
 from cllm.cli.options import AboveZero, ModelFile, Positive
 from cllm.cli.progress import open_bar
 from cllm.errors import StartupError
@@ -170,7 +170,7 @@ def machine() -> dict[str, str]:
         "CPU": f"{describe_cpu()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cLLM": __version__ + commit(),
-        "llama.cpp": f"of llama-cpp-python {installed('llama-cpp-python')}",
+        "llama.cpp": f"of llama-cpp-python {find_version('llama-cpp-python')}",
         "build": hash_build(),
     }
 

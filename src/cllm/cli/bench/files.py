@@ -35,12 +35,12 @@ def write_file(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` to a file as JSON. Raises StartupError if that fails."""
-    write_file(path, indented(value) + b"\n")
+    write_file(path, format_json(value) + b"\n")
 
 
 def print_json(value: object) -> None:
-    print(indented(value).decode())
+    print(format_json(value).decode())
 
 
-def indented(value: object) -> bytes:
+def format_json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value))

@@ -228,7 +228,7 @@ def load(
     size = LoadSize.of(options)
     target = Endpoint(
         server_url(url),
-        checked_key(options.api_key),
+        check_key(options.api_key),
         options.timeout,
         options.keep_alive,
         options.api,
@@ -246,7 +246,7 @@ def load(
         sys.exit(1)
 
 
-def checked_key(key: str | None) -> str | None:
+def check_key(key: str | None) -> str | None:
     """Return the API key. Raises StartupError if no header can contain it."""
     if key and not (key.isascii() and key.isprintable()):
         raise StartupError("the API key contains characters that HTTP headers do not allow")

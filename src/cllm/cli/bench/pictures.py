@@ -29,10 +29,10 @@ def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
     Raises StartupError if one cannot be written.
     """
     if plot is not None or html is not None:
-        from cllm.bench.load.plots import checked_picture
+        from cllm.bench.load.plots import check_picture
 
         if plot is not None:
-            checked_picture(plot)
+            check_picture(plot)
     check_writable(out, plot, html)
 
 

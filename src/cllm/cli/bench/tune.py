@@ -36,7 +36,7 @@ from cllm.bench.tune.search import (
     KV_TYPE,
     Choice,
     Traffic,
-    applied,
+    apply_choice,
     final_figures,
     knobs,
     search,
@@ -244,13 +244,13 @@ class Tuning:
             raise CandidateError(str(error)) from None
         if isinstance(work, Traffic):
             return self.servers.measure(choice, work)
-        return self.bench.measure(applied(self.params, choice), work)
+        return self.bench.measure(apply_choice(self.params, choice), work)
 
     def tune(self) -> None:
         """Measure the settings. Raises StartupError if the unchanged model cannot be measured."""
         try:
             self.works = works(
-                partial(self.bench.measure, applied(self.params, self.start)),
+                partial(self.bench.measure, apply_choice(self.params, self.start)),
                 self.params.max_num_seqs,
                 self.seconds,
             )
@@ -271,8 +271,8 @@ class Tuning:
             return ""
         logits = self.folder / "logits"
         try:
-            self.bench.write_logits(applied(self.params, self.start), self.tokens, logits)
-            quality = self.bench.quality(applied(self.params, choice), self.tokens, logits)
+            self.bench.write_logits(apply_choice(self.params, self.start), self.tokens, logits)
+            quality = self.bench.quality(apply_choice(self.params, choice), self.tokens, logits)
         except CandidateError as error:
             return f"cannot measure its quality: {error}"
         self.kv_quality[str(choice[key])] = quality
@@ -282,7 +282,7 @@ class Tuning:
 
     def requantize(self, form: Quantization | None) -> None:
         """Measure ``form``, or the quantizations worth trying, with the chosen settings."""
-        params = applied(self.params, self.start | self.tuned.recommended)
+        params = apply_choice(self.params, self.start | self.tuned.recommended)
         figures, forms = final_figures(self.works), None if form is None else [form]
 
         def progress(text: str, share: float) -> None:
