@@ -238,6 +238,16 @@ def test_gap_that_ends_after_first_token_counts() -> None:
     assert found["TTFT of the long prompt / alone"] == pytest.approx(7.99 / 4)
 
 
+def test_chunks_that_are_read_together_have_no_gap_to_compare_with() -> None:
+    """A client that is late reads several at once: most gaps before the long prompt are 0."""
+    times = [1.0, 1.0, 1.0, 1.2, 1.2, 1.2, 9.3, 9.4]
+    answers = [answer(ALONE, -9.0, [-5.0]), answer(STREAMS, 0.0, times), answer(LONG, 1.3, [9.35])]
+    found = find_figures("long-beside-short", Outcome(answers, wall=9.0, cpu=0.1))
+    assert found["ITL p50 before it ms"] == 0
+    assert found["ITL p90 beside the long prompt ms"] > 100
+    assert "ITL p50, beside the long prompt / before" not in found
+
+
 def test_rates_of_chats_are_those_of_their_time() -> None:
     """Two chats with 10 chunks a second each, 5 while the long request runs, from 10 s to 20 s."""
     chats = [answer(CHATS, 0.0, [i / 10 for i in range(1, 11)]) for _ in range(2)]

@@ -38,6 +38,7 @@ def test_rate_counts_long_prompt_and_streams() -> None:
     ttft, gap = "TTFT of the long prompt ms", "ITL p50 beside the long prompt ms"
     slow, fast = report(**{ttft: 4000.0, gap: 200.0}), report(**{ttft: 2000.0, gap: 100.0})
     assert compute_rate(fast) == pytest.approx(2 * compute_rate(slow))
+    assert compute_rate(report(**{ttft: 2000.0, gap: 0.0})) > compute_rate(fast)
     chats = "chunks/s of the chats during it"
     slow, fast = report(**{ttft: 4000.0, chats: 20.0}), report(**{ttft: 4000.0, chats: 80.0})
     assert compute_rate(fast) == pytest.approx(2 * compute_rate(slow))

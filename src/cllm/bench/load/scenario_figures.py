@@ -36,12 +36,13 @@ def long_beside_short(parts: dict[str, list[TimedAnswer]], _: Outcome) -> dict[s
     beside = [end - begin for begin, end in spans if begin < long.first and end > long.sent]
     if not (before and beside and alone):
         return {}
-    undisturbed = float(np.median(before))
+    undisturbed = percentile(before, 50)
     figures = {f"ITL p{share} {BESIDE} ms": percentile(beside, share) for share in (50, 90, 99)}
+    figures["ITL p50 before it ms"] = undisturbed
+    if undisturbed:  # 0 if most chunks were read together with another one
+        figures[f"ITL p50, {BESIDE} / before"] = figures[f"ITL p50 {BESIDE} ms"] / undisturbed
     ttft, ttft_alone = (1e3 * (answer.first - answer.sent) for answer in (long, alone[0]))
     return figures | {
-        "ITL p50 before it ms": 1e3 * undisturbed,
-        f"ITL p50, {BESIDE} / before": figures[f"ITL p50 {BESIDE} ms"] / (1e3 * undisturbed),
         "TTFT of the long prompt ms": ttft,
         "TTFT of a long prompt alone ms": ttft_alone,
         "TTFT of the long prompt / alone": ttft / ttft_alone,

@@ -86,5 +86,6 @@ def compute_rate(report: Report) -> float:
     if "chunks/s of the chats during it" in figures:
         speed = figures["chunks/s of the chats during it"]
     else:
-        speed = 1e3 / figures[f"ITL p50 {BESIDE} ms"]
+        # chunks that were read together have no gap; such a client cannot tell less than 1 ms
+        speed = 1e3 / max(figures[f"ITL p50 {BESIDE} ms"], 1.0)
     return math.sqrt(1e3 / figures["TTFT of the long prompt ms"] * speed)
