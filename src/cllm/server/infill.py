@@ -72,8 +72,8 @@ async def build_infill_prompt(
 
     The prompt leaves room for ``num_new_tokens``, or for a quarter of the context if that is None.
     Snippets are dropped first, beginning with the first one. Then the beginning of the prefix and
-    the end of the suffix are cut, down to three quarters and one quarter of the room. Raises
-    BadRequest if the model does not support infill.
+    the end of the suffix are cut. If both are long, the prefix keeps three quarters of the room and
+    the suffix one. Raises BadRequest if the model does not support infill.
     """
     marks, files = find_marks(service, "input_suffix"), service.vocabulary.repository_tokens
     context = service.info.context_length

@@ -29,7 +29,8 @@ from cllm.store.usage import UsageLedger
 
 log = logging.getLogger("cllm.server")
 
-MIN_KV_SHARE = 8  # the memory for all models divided by this must be free for a KV cache
+# a model is loaded only if a KV cache of this part (one eighth) of the memory for all models fits
+MIN_KV_SHARE = 8
 
 
 class Builder:
@@ -66,7 +67,7 @@ class Builder:
         self.registry = Registry(models, max_bytes or None, self._recorder, self._scan)
 
     def _scan(self, reads_settings: bool) -> list[ServedModel]:
-        """Return all models. ``reads_settings`` reads the settings again first."""
+        """Return all models. With ``reads_settings``, read the settings again before that."""
         settings, sources = self._settings, self._sources
         if reads_settings and self._read_again is not None:
             settings, sources = self._read_again()
@@ -169,8 +170,8 @@ T = TypeVar("T")
 
 
 async def run_in_daemon_thread(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, computed in a daemon thread: it may wait for another server,
-    which must not keep this process from ending.
+    """Return the result of ``work``, computed in a daemon thread. Any other thread that waits for a
+    server would keep this process from ending.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel the work

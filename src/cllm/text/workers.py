@@ -37,10 +37,11 @@ class Workers:
     def __init__(
         self, prepare: str, begin: Callable[[], bytes], num: int, cpu_limit: float
     ) -> None:
-        """Start at most ``num`` processes. Each imports ``prepare``, written module:function, and
-        calls it with the JSON that ``begin`` returns. The result is the Work of the process.
+        """Start at most ``num`` processes. ``prepare`` names a function, as module:function. Each
+        process calls it with the JSON that ``begin`` returns. It returns the Work (worker.py) that
+        answers questions.
 
-        This process does not import ``prepare``, which saves memory. ``begin`` runs in another
+        This process does not import that function, which saves memory. ``begin`` runs in another
         thread. A question may take ``cpu_limit`` seconds of CPU time.
         """
         self._name, _, function = prepare.partition(":")
@@ -67,8 +68,8 @@ class Workers:
         """Return the reply to ``question``, which is JSON; None if it took too much time or memory,
         or crashed.
 
-        If something else stopped or killed the process, one other process gets the question. Raises
-        EngineError if that one does not answer either, or if no process is available.
+        If the process was stopped or killed from outside, another one gets the question, once.
+        Raises EngineError if that one does not answer either, or if no process is available.
         """
         async with self._free:
             for _ in range(2):

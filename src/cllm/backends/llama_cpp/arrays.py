@@ -15,7 +15,8 @@ from llama_cpp import llama_cpp as lib
 class BatchArrays:
     """The token, position and wants_logits of ``size`` tokens.
 
-    A token's id_address is first_id + 4 * its seq_id.
+    ``ids`` is 0, 1, 2 and so on. A token's id_address is the address of its seq_id in ``ids``:
+    first_id + 4 * seq_id.
     """
 
     def __init__(self, size: int, num_ids: int) -> None:
@@ -23,7 +24,7 @@ class BatchArrays:
         self.position = np.zeros(size, np.int32)
         self.wants_logits = np.zeros(size, np.int8)
         self._num_seq_ids = np.ones(size, np.int32)
-        # llama_batch needs a pointer to the seq_id of each token: addresses into one array of ids
+        # llama_batch needs a pointer to the seq_id of each token
         self.ids = np.arange(num_ids, dtype=np.int32)
         self.first_id: int = self.ids.ctypes.data
         self.id_address = np.zeros(size, np.uint64)

@@ -1,4 +1,5 @@
-"""Gives llama.cpp addresses for its KV cache instead of memory, or memory that it does not fill.
+"""Gives llama.cpp's KV cache either reserved addresses without memory, or memory that is zero
+already.
 
 llama.cpp has no parameter for the memory of its KV cache. ``intercept`` therefore replaces, while a
 context is being created, the function with which ggml allocates memory on CPUs.
@@ -33,7 +34,8 @@ SetTensor = ctypes.CFUNCTYPE(None, Pointer, Pointer, Pointer, ctypes.c_size_t, c
 Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 
 NEW_PAGES_BYTES = 32 << 20  # smaller buffers are filled in a few milliseconds
-# llama.cpp may allocate less than this for other purposes; it writes all of a KV cache
+# An allocation of an unexpected size may be the KV cache, all of which llama.cpp would clear. It is
+# refused if it is larger than this and than the memory that may be used.
 SMALL_BYTES = 1 << 30
 
 
@@ -59,7 +61,8 @@ class GgmlTensor(ctypes.Structure):
 class KVAddresses:
     """The addresses of one KV cache, to which nothing is mapped yet.
 
-    llama.cpp cannot clear this memory, and its functions for states cannot write to it.
+    llama.cpp's functions that clear a cache or write states to it have no effect on this one. Its
+    memory is zero when it is mapped.
     """
 
     def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:

@@ -1,6 +1,4 @@
-"""Where the weights are, and how positions are scaled: options that llama.cpp takes as pointers and
-numbers of its own.
-"""
+"""Translates the options for devices, weights and scaled positions to llama.cpp's parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +65,10 @@ def chosen_gpus(options: Options, gpus: list[Device] | None = None) -> list[Devi
 
 
 def list_all_gpus(options: Options) -> list[Device]:
-    """Return the GPUs of this machine and of RPC servers. Raises StartupError for the latter."""
+    """Return the GPUs of this machine and of RPC servers.
+
+    Raises StartupError if an RPC server cannot be used.
+    """
     for address in split(options.rpc or ""):
         add_rpc_server(address)
     return list_gpus()
@@ -151,7 +152,9 @@ def scaled_length(options: Options, trained: int) -> int:
 
 
 def describe_positions(options: Options) -> str:
-    """Return what a saved state depends on; "" for the defaults."""
+    """Return the part of the fingerprint that says how positions are scaled; "" for the
+    defaults.
+    """
     own = (
         options.rope_scaling,
         options.rope_scale,

@@ -21,8 +21,8 @@ log = logging.getLogger("cllm.llama_cpp")
 WINDOW = 0.1  # seconds of computing, after which the lost CPU time is judged
 MIN_LOSS = 0.2  # CPUs; a loss below it is noise
 FIRST_LOOK, PAUSE, MAX_PAUSE = 0.1, 1.0, 60.0  # seconds between looks at the idle CPUs
-MOSTLY_IDLE = 0.5  # an engine that computes for a smaller share of the time
-ROUNDING = 0.6  # of the free CPUs: a thread is worth it if it gets this much less than a whole CPU
+MOSTLY_IDLE = 0.5  # an engine that computes for less than this share of the time is mostly idle
+ROUNDING = 0.6  # added to the free CPUs before rounding down: 0.4 of a CPU is worth a thread
 
 
 class ThreadLimit:
@@ -33,8 +33,8 @@ class ThreadLimit:
     busy programs on two cores, a step of two threads takes 5 to 30 times as long as a step of one.
 
     Threads that spin use all CPU time they get, so the CPU time that is missing in a step shows how
-    many of them had no CPU. The count goes up again when the CPUs were idle; where the system does
-    not say that, by trying, after pauses that become longer.
+    many of them had no CPU. The count goes up again when the CPUs were idle. If the system does not
+    report idle time, a higher count is tried, after pauses that become longer.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ def may_adapt(options: Options) -> bool:
 
 
 class Threads:
-    """The threads of all contexts of a model: all that the options say, or a part of them while
-    other engines or programs use the same cores.
+    """The threads of all contexts of a model: as many as the options say, or fewer while other
+    engines or programs use the same cores.
     """
 
     def __init__(self, options: Options, *, on_gpu: bool = False) -> None:
@@ -126,7 +126,9 @@ class Threads:
         c_params.n_threads, c_params.n_threads_batch = self.counts
 
     def keep(self, name: str, context: Any) -> Any:
-        """Return ``context``, whose threads follow ``share`` and ``decode`` until ``forget``."""
+        """Return ``context``. Until ``forget``, ``share`` and ``decode`` change how many threads it
+        has.
+        """
         self._contexts[name] = context
         return context
 

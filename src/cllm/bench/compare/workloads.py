@@ -1,4 +1,4 @@
-"""The requests of each row of ``cllm bench compare``, and the figures of its row about accounts."""
+"""The requests of each row of ``cllm bench compare``, and the figures of the row about accounts."""
 
 from __future__ import annotations
 

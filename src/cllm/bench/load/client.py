@@ -73,8 +73,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     ``wall`` is the number of seconds from the first request sent to the last byte. ``cpu`` and
     ``server_cpu`` are the CPU seconds that this process and the server's processes used in that
-    time; ``server_cpu`` is None if the processes are unknown. ``progress`` has the times at which
-    the server had computed more tokens of the longest request, each with the number of tokens.
+    time; ``server_cpu`` is None if the processes are unknown. ``progress`` has a pair for each
+    change that was seen: the time, and the computed tokens of the longest request.
     """
 
     answers: list[TimedAnswer]

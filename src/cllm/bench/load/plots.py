@@ -56,7 +56,8 @@ STYLE: Any = {
     "svg.hashsalt": "cllm",  # the same picture has the same bytes
     "text.parse_math": False,
 }
-# a maximum over this many medians makes the axis logarithmic: it would squeeze all other times
+# If the maximum exceeds the median this many times, the axis is logarithmic. Otherwise the maximum
+# would squeeze most curves.
 LOGARITHMIC = 20
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
@@ -91,8 +92,8 @@ def style() -> Iterator[None]:
 def curves(lines: Measured, *, x: str, y: str) -> Figure:
     """Draw the medians of ``lines``, with bars from the least to the greatest value.
 
-    ``lines`` maps names to x to the values measured there. The x axis is logarithmic. ``x`` and
-    ``y`` name the axes, with units.
+    ``lines`` maps the name of each line to {x: values measured there}. The x axis is logarithmic.
+    ``x`` and ``y`` name the axes, with units.
     """
     with style():
         figure = Figure(figsize=(6.4, 4))

@@ -23,7 +23,7 @@ WANTED = 65_536  # file descriptors
 # first
 IDLE = 0.1
 # bytes that the system keeps for a client that does not read; without a limit they can be
-# megabytes, and it takes long to notice
+# megabytes, and the server would notice late that the client does not read
 MAX_UNSENT = 16_384
 HANDSHAKE_TIMEOUT = 10.0  # seconds
 MAX_WARNINGS = 100  # about addresses with too many connections
@@ -61,8 +61,8 @@ class Connections(ServerState):
     """
 
     def __init__(self, limit: int, limit_per_address: int | None = None) -> None:
-        """``limit_per_address`` applies to each address; None means half of ``limit`` for other
-        machines, and no limit for this one.
+        """``limit_per_address`` applies to each address. If it is None, addresses of other machines
+        get half of ``limit``, and loopback addresses have no limit of their own.
         """
         super().__init__()
         self._limit = limit

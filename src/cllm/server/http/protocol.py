@@ -51,12 +51,13 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # since the last end of a head, part of a body or end of a body
+        # bytes of data that the parser has not yet turned into a head or a part of a body
         self._num_unparsed_bytes = 0
         self._num_head_bytes = self._num_fields = 0
         self._has_head = False  # all header fields of the request have arrived
         self._refusal: tuple[HTTPStatus, str] | None = None  # why parsing has stopped
-        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        # the request that is being answered; uvicorn's ``cycle`` is the one that is being read
+        self._running: RequestResponseCycle | None = None
         self._is_half_closed = False
         self._is_discarding = False  # all further input
         self._num_discarded_bytes = 0
@@ -232,7 +233,7 @@ class Protocol(HttpToolsProtocol):
         self._refusal = status, message
         raise ValueError(message)
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, msg: str) -> None:  # uvicorn's name; the status may be another one
         self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
@@ -319,7 +320,7 @@ class Protocol(HttpToolsProtocol):
     def _check_lingering(self, num_bytes_before: int, seconds_left: float) -> None:
         """Close the connection if nothing has arrived since the last check, or time is up.
 
-        At the last check, ``seconds_left`` were left.
+        ``num_bytes_before`` and ``seconds_left`` are as of the last check.
         """
         seconds_left -= LINGER_PAUSE
         if seconds_left <= 0 or self._num_discarded_bytes == num_bytes_before:

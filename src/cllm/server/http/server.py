@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections.
 
-        Signals now reach ``handle_exit``; earlier ones are in ``early``.
+        Signals that came before ``handle_exit`` was installed are in ``early``.
         """
         self._loop = asyncio.get_running_loop()
         self.should_exit = self.should_exit or bool(self.early)

@@ -21,7 +21,7 @@ MARKS = re.compile(r"zq(\d+)qz")
 REFUSED = (1 << 30, 0)
 LONG = 100  # messages; for conversations of this length or more, fewer repairs are combined
 MAX_TRIALS = 48  # repairs
-MAX_ROUND = 64  # messages of a repetition
+MAX_ROUND = 64  # messages of the longest repetition that ``shorten`` looks for
 
 
 def join_systems(messages: Messages) -> Messages:
@@ -186,8 +186,8 @@ def count_systems(messages: Messages) -> int:
 
 
 def list_repairs(marked: Messages, max_count: int) -> Iterator[Repair]:
-    """Yield repairs, starting with those that change least. Each combines at most ``max_count`` of
-    REPAIRS, or all of them.
+    """Yield repairs, starting with those that change least: each combination of up to
+    ``max_count`` of REPAIRS, then all mild ones together, then all of them.
     """
     later = (merge_neighbours, fill_gaps)  # may apply to what another repair returns
     useful = [repair for repair in REPAIRS if repair in later or repair(marked) != marked]
@@ -217,7 +217,7 @@ def find_repair(
 
     ``show`` renders messages, or returns None if the template rejects them. The result should
     contain each text of ``marked`` once and in order, and each of ``names``, the tools' names.
-    ``last`` is tried if no other repair achieves that.
+    If a text or name is missing after every repair, all are tried again after ``last``.
     """
     best, fewest = compose(()), REFUSED
     max_count = 3 if len(marked) < LONG else 1
@@ -243,7 +243,7 @@ def find_repair(
 def shorten(messages: Messages) -> Messages:
     """Return ``messages`` without repetitions, such as the rounds of a long exchange.
 
-    Every three successive forms in ``messages`` are also successive in the result.
+    For any three neighbours in ``messages``, the result has three neighbours of the same forms.
     """
     forms = [None, *map(describe_form, messages), None]
     places = [tuple(forms[i : i + 3]) for i in range(len(messages))]
