@@ -92,8 +92,9 @@ class Options(BaseModel):
     )
     kernels: Literal["auto", "off"] = Field(
         default="auto",
-        description="cLLM's own attention kernel for CPUs: auto uses it if llama.cpp was built "
-        "with it (cllm doctor says so), off uses llama.cpp's.",
+        description="cLLM's attention kernel for CPUs, and its choice between llama.cpp's matrix "
+        "products: auto uses them if llama.cpp was built with them (cllm doctor says so), off uses "
+        "what llama.cpp has.",
     )
     rope_scaling: Literal["auto", "none", "linear", "yarn"] = Field(
         default="auto",
