@@ -19,7 +19,7 @@ PEER  := .tools/peers/build/bin/llama-batched-bench
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):[a-z ]*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):[a-z ]*## /  make \1\t/p; s/^# ARGS/ARGS/p' $(MAKEFILE_LIST)
 
 serve: ## start the server with the built-in model
 	@exec $(RUN) cllm serve $(ARGS)

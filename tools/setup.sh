@@ -85,7 +85,7 @@ install() {
     SKBUILD_CMAKE_ARGS="${SKBUILD_CMAKE_ARGS:+$SKBUILD_CMAKE_ARGS;}-DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/native/llama.cmake"
     export CC CXX SKBUILD_CMAKE_ARGS
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-    say "first run: fetching the Python packages and compiling llama.cpp for this machine," \
+    say "fetching the Python packages and compiling llama.cpp for this machine," \
       "about $((3 / cores + 1)) to $((9 / cores + 2)) minutes on $cores cores. Later starts skip this."
   fi
   work=$PWD/.tools/tmp/run.$$
