@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE
 
-from cllm.bench.servers import answers, memory_mb, running
+from cllm.bench.servers import is_answering, memory_mb, running
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import read_cpu_seconds
 
@@ -76,7 +76,7 @@ def test_terminated_benchmark_stops_its_server() -> None:
             time.sleep(0.05)
             pids = children.read_text().split()
             command = Path(f"/proc/{pids[0]}/cmdline").read_text().split("\0") if pids else []
-        while not answers(f"http://127.0.0.1:{command[command.index('--port') + 1]}/ready"):
+        while not is_answering(f"http://127.0.0.1:{command[command.index('--port') + 1]}/ready"):
             assert benchmark.poll() is None
             time.sleep(0.05)
         benchmark.terminate()

@@ -75,7 +75,7 @@ def running(
         )
         url = f"http://127.0.0.1:{port}"
         try:
-            while not answers(url + health):
+            while not is_answering(url + health):
                 if process.poll() is not None or time.perf_counter() - begun > START_TIMEOUT:
                     errors.seek(0)
                     reason = last_line(errors.read(), "it says nothing")
@@ -102,7 +102,7 @@ def running(
                 process.wait()
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     try:
         read_local(url, timeout=5)
     except OSError:

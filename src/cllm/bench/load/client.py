@@ -284,7 +284,7 @@ class Client:
         answer.refused = response.status in REFUSALS
         if not (answer.refused and answer.task.may_be_refused):
             answer.fail(f"HTTP {response.status}", response.body.decode(errors="replace"))
-        elif not says_when(
+        elif not is_retry_after(
             retry_after := response.headers.get(b"retry-after", b"").decode(errors="replace")
         ):
             answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
@@ -308,7 +308,7 @@ async def count_computed_tokens(server: HTTPClient) -> int:
     return max(((int(total), int(done)) for done, total in counts), default=(0, -1))[1]
 
 
-def says_when(retry_after: str) -> bool:
+def is_retry_after(retry_after: str) -> bool:
     """Return whether the value is valid for the header Retry-After: seconds, or a date (RFC 9110,
     10.2.3).
     """

@@ -84,14 +84,14 @@ def verdict(tuned: Tuned) -> list[str]:
         return ["the changes were not faster when measured again, so the current settings stay"]
     lines = [f"{key}: {value}" for key, value in tuned.chosen.items()]
     gains = [
-        f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}"
+        f"{figure} {format_rate(tuned.before, figure)} -> {format_rate(tuned.after, figure)}"
         for figure in tuned.before.speeds
     ]
     noise = f"{tuned.after.gain:+.1%} on average, noise {tuned.after.noise:.1%}"
     return [", ".join(lines), f"tokens/s: {', '.join(gains)}; {noise}"]
 
 
-def unquiet(tuned: Tuned) -> list[str]:
+def remark_on_noise(tuned: Tuned) -> list[str]:
     """Return a line if other programs disturbed the measurements."""
     noise = max((tried.outcome.noise for tried in tuned.tried), default=0.0)
     if noise < NOISY:
@@ -99,7 +99,7 @@ def unquiet(tuned: Tuned) -> list[str]:
     return [f"the machine was busy (noise up to {noise:.0%}); measure again when it is idle"]
 
 
-def rate(outcome: Trial, figure: str) -> str:
+def format_rate(outcome: Trial, figure: str) -> str:
     """Return the median of the rounds as text, or "" if there was none."""
     if not outcome.speeds.get(figure):
         return ""
@@ -107,7 +107,7 @@ def rate(outcome: Trial, figure: str) -> str:
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
 
 
-def gain(outcome: Trial) -> tuple[str, str]:
+def format_gain(outcome: Trial) -> tuple[str, str]:
     """Return the gain and its noise as text. The noise of one round is unknown, so it is ""."""
     if outcome.failure:
         return "", ""
@@ -133,7 +133,7 @@ def print_report(report: TuningReport) -> None:
         f"{key} was not measured: nothing to try, or no time (raise --minutes)" for key in skipped
     ]
     lines += [f"kv.type {name}: {in_words(quality)}" for name, quality in qualities]
-    print_lines(console, [*lines, *unquiet(report.settings), *verdict(report.settings)])
+    print_lines(console, [*lines, *remark_on_noise(report.settings), *verdict(report.settings)])
     if report.original_form:
         print_forms(report, console)
 
@@ -162,8 +162,8 @@ def tried_table(tuned: Tuned) -> Table:
     for tried in tuned.tried:
         is_present = tried.key != above
         name = tried.key.removeprefix("backend.llama_cpp.") if is_present else ""
-        speeds = [rate(tried.outcome, figure) for figure in figures]
-        gained = ("", "") if is_present else gain(tried.outcome)
+        speeds = [format_rate(tried.outcome, figure) for figure in figures]
+        gained = ("", "") if is_present else format_gain(tried.outcome)
         remark = tried.outcome.failure or tried.note or ("chosen" if tried.chosen else "")
         table.add_row(name, str(tried.value), *speeds, *gained, remark)
         above = tried.key
@@ -176,19 +176,21 @@ def print_forms(report: TuningReport, console: Console) -> None:
         "tokens/s and quality", "form", "size", *figures, "gain", "noise", "KL", "top-1"
     )
     original = next((form.original for form in report.forms if form.original.speeds), Trial({}))
-    table.add_row(report.original_form, "", *(rate(original, figure) for figure in figures))
+    table.add_row(report.original_form, "", *(format_rate(original, figure) for figure in figures))
     failures = []
     for form in report.forms:
         if form.outcome.failure:
             failures.append(f"{form.form}: {form.outcome.failure}")
             continue
-        speeds = [rate(form.outcome, figure) for figure in figures]
+        speeds = [format_rate(form.outcome, figure) for figure in figures]
         cost = (
             ("", "")
             if form.quality is None
             else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
         )
-        table.add_row(form.form, format_size(form.num_bytes), *speeds, *gain(form.outcome), *cost)
+        table.add_row(
+            form.form, format_size(form.num_bytes), *speeds, *format_gain(form.outcome), *cost
+        )
     console.print(table)
     print_lines(console, failures)
     print_lines(console, form_remarks(report))
