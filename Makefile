@@ -9,6 +9,7 @@ ARGS  ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # Three processes, because many tests wait; each runs the tests of one file after another. In one process: ARGS="-n 0".
+# Two in make check, whose tests do not wait: each process takes ten seconds to import them.
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What make bench measures with and against.
@@ -25,7 +26,7 @@ serve: ## start the server with the built-in model
 	@exec $(RUN) cllm serve $(ARGS)
 
 check: lint ## before each commit, 5 minutes on two cores: linters, types, the quick tests (no server, no llama.cpp)
-	@CLLM_QUICK_TESTS=1 $(CHECK) $(PYTEST) -m "not server and not slow and not llama" $(ARGS)
+	@CLLM_QUICK_TESTS=1 $(CHECK) $(PYTEST) -n 2 -m "not server and not slow and not llama" $(ARGS)
 
 test: ## before a change is merged, 25 minutes on two cores: all tests, with few repetitions
 	@exec $(RUN) $(PYTEST) $(ARGS)

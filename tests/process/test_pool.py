@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import PATIENCE, stop_process
+from conftest import PATIENCE, repeat, stop_process
 
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Priority, Request
@@ -318,7 +318,7 @@ async def read_all(streams):
     return dict(zip(streams, await asyncio.gather(*map(read, streams.values())), strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(repeat(3, 1)))
 def test_streams_continue_in_the_next_engine(seed):
     """After kills at random moments, each stream has the tokens and logprobs that it has without
     them, once. No delivered token is sampled again.
@@ -345,7 +345,7 @@ def test_streams_continue_in_the_next_engine(seed):
     run(test)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(repeat(3, 1)))
 def test_kills_while_loading_and_while_continuing_lose_nothing(seed, monkeypatch):
     """The next engine dies before it is ready, or before it has computed a token."""
     monkeypatch.setattr("cllm.process.supervisor.FIRST_BACKOFF", 0.01)

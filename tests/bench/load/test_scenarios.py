@@ -202,7 +202,7 @@ def test_built_in_model_serves_long_context_and_edits() -> None:
     """Every request is served, edits are correct, and drafts are accepted in them."""
     with cllm(None) as server:
         spec = msgspec.structs.replace(SPEC, model="m", tokens_per_word=4.2)
-        num_edits = repeat(96, 24)
+        num_edits = repeat(96, 12)
         edits = run(server.url, "edit", spec, server.pid, requests=num_edits)
         assert (edits.num_succeeded, edits.failures) == (num_edits, {})
         assert edits.output_tokens_per_cpu_s > 0
