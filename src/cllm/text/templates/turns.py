@@ -47,17 +47,17 @@ def fold_systems(messages: Messages, *, is_first_shown: bool) -> Messages:
     the user's next message, so that roles that alternated still do.
     """
     folded: Messages = []
-    was_hidden = False
+    was_folded = False
     for i, message in enumerate(messages):
         role, before = message["role"], folded[-1]["role"] if folded else ""
-        is_hidden = role == "system" and not (is_first_shown and i == 0)
-        if (is_hidden and before in ("system", "user")) or (
-            was_hidden and role == before == "user"
+        is_folded = role == "system" and not (is_first_shown and i == 0)
+        if (is_folded and before in ("system", "user")) or (
+            was_folded and role == before == "user"
         ):
             folded[-1] = append_text(folded[-1], message)
         else:
-            folded.append({**message, "role": "user"} if is_hidden else message)
-        was_hidden = is_hidden
+            folded.append({**message, "role": "user"} if is_folded else message)
+        was_folded = is_folded
     return folded
 
 
@@ -85,7 +85,7 @@ def drop_empty(messages: Messages) -> Messages:
     ]
 
 
-def drop_thoughts(messages: Messages) -> Messages:
+def drop_reasoning_only(messages: Messages) -> Messages:
     """Drop messages that contain only reasoning."""
     fields = ("content", "tool_calls")
     return [
@@ -154,7 +154,7 @@ def fill_gaps(messages: Messages) -> Messages:
 # in the order in which several of them are applied
 REPAIRS: tuple[Repair, ...] = (
     drop_empty,
-    drop_thoughts,
+    drop_reasoning_only,
     join_systems,
     fold_later_systems,
     fold_all_systems,
@@ -193,7 +193,7 @@ def list_repairs(marked: Messages, max_count: int) -> Iterator[Repair]:
     useful = [repair for repair in REPAIRS if repair in later or repair(marked) != marked]
     for count in range(max_count + 1):
         yield from map(compose, combinations(useful, count))
-    strong = (fold_all_systems, drop_thoughts)
+    strong = (fold_all_systems, drop_reasoning_only)
     yield compose(tuple(repair for repair in useful if repair not in strong))
     yield compose(tuple(useful))
 
@@ -210,18 +210,18 @@ def compose(repairs: tuple[Repair, ...]) -> Repair:
 def find_repair(
     marked: Messages,
     show: Callable[[Messages], str | None],
-    last: Repair,
+    fallback: Repair,
     names: tuple[str, ...] = (),
 ) -> Repair:
     """Return the repair after which the rendered conversation is most complete.
 
     ``show`` renders messages, or returns None if the template rejects them. The result should
     contain each text of ``marked`` once and in order, and each of ``names``, the tools' names.
-    If a text or name is missing after every repair, all are tried again after ``last``.
+    If a text or name is missing after every repair, all are tried again after ``fallback``.
     """
     best, fewest = compose(()), REFUSED
     max_count = 3 if len(marked) < LONG else 1
-    for begin in ((), (last,)):
+    for begin in ((), (fallback,)):
         tried: list[Messages] = []
         for repair in list_repairs(compose(begin)(marked), max_count):
             whole = compose((*begin, repair))
