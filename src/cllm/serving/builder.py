@@ -29,8 +29,8 @@ from cllm.store.usage import UsageLedger
 
 log = logging.getLogger("cllm.server")
 
-# a model is loaded only if a KV cache of this part (one eighth) of the memory for all models fits
-MIN_KV_SHARE = 8
+# a model is loaded only if a KV cache of this share of the memory for all models fits
+MIN_KV_SHARE = 1 / 8
 
 
 class Builder:
@@ -43,13 +43,13 @@ class Builder:
         settings: Settings,
         sources: Sequence[Source],
         engines: Engines,
-        first: Pool | None = None,
+        first_pool: Pool | None = None,
         ledger: UsageLedger | None = None,
         read_again: ReadAgain | None = None,
         on_settings: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """``first`` is the pool of the source that is loaded first, if its engines already run.
-        ``ledger`` limits accounts with keys. ``read_again`` returns the current settings and
+        """``first_pool`` is the pool of the source that is loaded first, if its engines already
+        run. ``ledger`` limits accounts with keys. ``read_again`` returns the current settings and
         sources, and ``on_settings`` is called with settings when they take effect.
 
         Raises StartupError.
@@ -62,7 +62,7 @@ class Builder:
         self._on_settings = on_settings
         path = settings.scheduler.trace_file
         self._recorder = None if path is None else Recorder(Path(path).expanduser())
-        models = self._make_models(sources, first)
+        models = self._make_models(sources, first_pool)
         max_bytes = engines.limit_memory(settings, sources)
         self.registry = Registry(models, max_bytes or None, self._recorder, self._scan)
 
@@ -84,14 +84,14 @@ class Builder:
         return self._make_models(listed)
 
     def _make_models(
-        self, sources: Iterable[Source], first: Pool | None = None
+        self, sources: Iterable[Source], first_pool: Pool | None = None
     ) -> list[ServedModel]:
         """Return the models of ``sources``, followed by those with an adapter."""
         models, adapted = [], []
         for source in sources:
             model = self._make_model(source)
-            if source.is_first and first is not None:
-                model.service = self._make_service(source, first)
+            if source.is_first and first_pool is not None:
+                model.service = self._make_service(source, first_pool)
             models.append(model)
             adapted += make_adapted(model, source.adapters)
         return models + adapted
@@ -115,9 +115,10 @@ class Builder:
 
     async def _open_service(self, source: Source, model: ServedModel) -> Service:
         """Return the service of a model, whose file is downloaded if necessary."""
-        params = await run_in_daemon_thread(partial(source.read_params, self._check_going_on))
+        read_params = partial(source.read_params, self._raise_if_shutting_down)
+        params = await run_in_daemon_thread(read_params)
         most = self.registry.loaded.max_bytes or 0
-        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, most // MIN_KV_SHARE)
+        kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, int(MIN_KV_SHARE * most))
         # in a thread, because it may ask another process for the GPUs
         pool = await run_in_daemon_thread(partial(self._engines.make_pool, source.settings, params))
         model.path = params.path
@@ -134,7 +135,7 @@ class Builder:
             source.settings.sampling,
         )
 
-    def _check_going_on(self, *_: object) -> None:
+    def _raise_if_shutting_down(self, *_: object) -> None:
         """End a download when the server shuts down."""
         if self.registry.loaded.draining:
             raise StartupError("the server shuts down")
