@@ -70,7 +70,7 @@ ErrorFormat = Callable[[Fault, str], tuple[int, Mapping[str, Any]]]
 class Dialect(NamedTuple):
     """Recognizes the requests of a dialect by path and headers, and builds their error answers."""
 
-    knows: Callable[[str, Headers], bool]
+    recognizes: Callable[[str, Headers], bool]
     form: ErrorFormat
 
 
@@ -188,7 +188,7 @@ def make_answer(dialects: Sequence[Dialect], paths: KnownPaths) -> AnswerFault:
     def choose_form(request: Request) -> ErrorFormat:
         path: str = request.scope["path"]
         path, headers = paths.find(path) or path, request.headers
-        forms = (dialect.form for dialect in dialects if dialect.knows(path, headers))
+        forms = (dialect.form for dialect in dialects if dialect.recognizes(path, headers))
         return next(forms, openai_error)
 
     def answer(request: Request, fault: Fault) -> Response:

@@ -40,7 +40,7 @@ def test_tensors_on_another_device_compute_the_same() -> None:
 
 
 def test_expert_tensors_of_the_first_layers_are_matched() -> None:
-    pattern = re.compile(placement.experts(3))
+    pattern = re.compile(placement.format_expert_pattern(3))
     names = [f"blk.{i}.ffn_{kind}_exps.weight" for i in range(5) for kind in ("up", "gate", "down")]
     assert [name for name in names if pattern.search(name)] == names[:9]
     assert pattern.search("blk.2.ffn_gate_up_chexps.weight")

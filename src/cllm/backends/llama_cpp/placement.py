@@ -18,7 +18,7 @@ from cllm.errors import StartupError
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options
 
-log = logging.getLogger("cllm.backend")
+log = logging.getLogger("cllm.llama_cpp")
 
 SECTION = "backend.llama_cpp"
 SPLIT_MODES = {
@@ -69,7 +69,7 @@ def list_all_gpus(options: Options) -> list[Device]:
 
     Raises StartupError if an RPC server cannot be used.
     """
-    for address in split(options.rpc or ""):
+    for address in split_list(options.rpc or ""):
         add_rpc_server(address)
     return list_gpus()
 
@@ -111,12 +111,12 @@ class Placement:
         self._shares = read_shares(options.tensor_split)
         self._devices: Any = None
         if options.devices is not None:
-            handles = [device_handle(find_gpu(name, gpus).name) for name in split(options.devices)]
+            named = [find_gpu(name, gpus) for name in split_list(options.devices)]
+            handles = [device_handle(gpu.name) for gpu in named]
             self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
-        overrides = [
-            *([(experts(options.cpu_moe_layers), "CPU")] if options.cpu_moe_layers else []),
-            *read_overrides(options.override_tensors),
-        ]
+        overrides = read_overrides(options.override_tensors)
+        if options.cpu_moe_layers:
+            overrides.insert(0, (format_expert_pattern(options.cpu_moe_layers), "CPU"))
         entries = [Override(pattern.encode(), buffer_type(device)) for pattern, device in overrides]
         self._overrides: Any = (Override * (len(entries) + 1))(*entries) if entries else None
 
@@ -188,7 +188,7 @@ def init_numa(strategy: str) -> None:
     lib.llama_numa_init(NUMA[strategy])
 
 
-def split(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -198,7 +198,7 @@ def read_shares(text: str | None) -> Any:
         return None
     size = int(lib.llama_max_devices())
     try:
-        shares = [float(part) for part in split(text)]
+        shares = [float(part) for part in split_list(text)]
     except ValueError:
         shares = []
     valid = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
@@ -207,7 +207,7 @@ def read_shares(text: str | None) -> Any:
     return (ctypes.c_float * size)(*shares)
 
 
-def experts(num_layers: int) -> str:
+def format_expert_pattern(num_layers: int) -> str:
     """Return the pattern of the expert tensors of the first layers."""
     return EXPERTS.format(layers="|".join(map(str, range(num_layers))))
 
@@ -215,7 +215,7 @@ def experts(num_layers: int) -> str:
 def read_overrides(text: str | None) -> list[tuple[str, str]]:
     """Return pairs of a pattern and a device. Raises StartupError."""
     overrides = []
-    for part in split(text or ""):
+    for part in split_list(text or ""):
         pattern, _, device = part.rpartition("=")
         try:
             re.compile(pattern)
