@@ -9,7 +9,7 @@ from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.segments import tokenize_segments
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest
-from cllm.server.infill import Snippet, build_infill_prompt, infill
+from cllm.server.infill import Snippet, build_infill_prompt, build_suffix_prompts
 from cllm.serving.answer import SchedulingOptions
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text here has
@@ -48,7 +48,7 @@ def test_several_prefixes_are_tokenized_in_one_call():
     one.tokenize = lambda *texts, **_: calls.append(texts) or tokenize(*texts)
     one.check_text = lambda *_: None
     for prefixes in (["a", "bc"], [[97], [98, 99]]):
-        prompts = asyncio.run(infill(one, prefixes, "d", SchedulingOptions()))
+        prompts = asyncio.run(build_suffix_prompts(one, prefixes, "d", SchedulingOptions()))
         assert [*map(bytes, prompts)] == [b"\x01a\x02d\x03", b"\x01bc\x02d\x03"]
     assert len(calls) == 2
 

@@ -19,14 +19,14 @@ class Snippet(Body):
     text: str
 
 
-async def infill(
+async def build_suffix_prompts(
     service: Service,
     prefixes: Sequence[str | list[int]],
     suffix: str,
     scheduling: SchedulingOptions,
 ) -> list[list[int]]:
     """Return a prompt for the text between each of ``prefixes`` (texts or token ids) and
-    ``suffix``.
+    ``suffix``, a field of completions in several dialects.
 
     Raises BadRequest if the model does not support infill, and what ``Service.encode`` raises.
     """
@@ -67,8 +67,8 @@ async def build_infill_prompt(
     num_new_tokens: int | None,
     scheduling: SchedulingOptions | None = None,
 ) -> tuple[list[int], bool]:
-    """Return the prompt, with ``snippets`` of other files before the prefix, and whether it was
-    shortened to fit.
+    """Return the prompt of llama-server's /infill, with ``snippets`` of other files before the
+    prefix, and whether it was shortened to fit.
 
     The prompt leaves room for ``num_new_tokens``, or for a quarter of the context if that is None.
     Snippets are dropped first, beginning with the first one. Then the beginning of the prefix and

@@ -26,7 +26,7 @@ from cllm.server import resolve
 from cllm.server.body import Model, describe_route, example, read_body
 from cllm.server.call import get_call
 from cllm.server.http.sse import EventStream, until_disconnect
-from cllm.server.infill import infill
+from cllm.server.infill import build_suffix_prompts
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
 from cllm.server.ollama.card import Card, Details, format_time, read_card, write_modelfile
@@ -230,7 +230,7 @@ async def encode_plain(
     """Return the prompt if it is not a chat's, else []."""
     text = body.prompt or ""
     if body.suffix:
-        return await infill(service, [text], body.suffix, scheduling)
+        return await build_suffix_prompts(service, [text], body.suffix, scheduling)
     if body.raw or not service.vocabulary.chat_template:
         prompt = "\n\n".join(filter(None, (body.system, text)))
         return [await service.encode(prompt, scheduling=scheduling)]

@@ -19,7 +19,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
-from cllm.server.infill import infill
+from cllm.server.infill import build_suffix_prompts
 from cllm.server.openai.chat import AnswerHead, collect, encode_choices, make_head, make_headers
 from cllm.server.openai.logprobs import (
     completion_logprobs,
@@ -98,7 +98,7 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
     prompts = (
         await service.encode_all([("prompt", prompt) for prompt in given], scheduling)
         if body.suffix is None
-        else await infill(service, given, body.suffix, scheduling)
+        else await build_suffix_prompts(service, given, body.suffix, scheduling)
     )
     check_echo(body, prompts)
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, scheduling)
