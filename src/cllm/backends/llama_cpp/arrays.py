@@ -13,10 +13,9 @@ from llama_cpp import llama_cpp as lib
 
 
 class BatchArrays:
-    """The token, position and wants_logits of ``size`` tokens.
+    """The token, position and wants_logits of ``size`` tokens, and a pointer to the seq_id of each.
 
-    ``ids`` is 0, 1, 2 and so on. A token's id_address is the address of its seq_id in ``ids``:
-    first_id + 4 * seq_id.
+    The pointers are addresses in ``ids``, which is 0, 1, 2 and so on: ids_address + 4 * seq_id.
     """
 
     def __init__(self, size: int, num_ids: int) -> None:
@@ -26,14 +25,16 @@ class BatchArrays:
         self._num_seq_ids = np.ones(size, np.int32)
         # llama_batch needs a pointer to the seq_id of each token
         self.ids = np.arange(num_ids, dtype=np.int32)
-        self.first_id: int = self.ids.ctypes.data
-        self.id_address = np.zeros(size, np.uint64)
+        self.ids_address: int = self.ids.ctypes.data
+        self.seq_id_pointers = np.zeros(size, np.uint64)
         self.batch: Any = lib.llama_batch(
             n_tokens=0,
             token=self.token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
             embd=None,
             pos=self.position.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
             n_seq_id=self._num_seq_ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            seq_id=self.id_address.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            seq_id=self.seq_id_pointers.ctypes.data_as(
+                ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))
+            ),
             logits=self.wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )

@@ -285,9 +285,9 @@ class LlamaCppBackend:
         """
 
         def decode(start: int, count: int) -> int:
-            self._token[:count], self._id_address[:count], self._wants_logits[:count] = (
+            self._token[:count], self._seq_id_pointers[:count], self._wants_logits[:count] = (
                 0,
-                self._first_id,
+                self._ids_address,
                 1,
             )
             self._position[:count] = range(start, start + count)
@@ -399,7 +399,11 @@ class LlamaCppBackend:
             arrays.position,
             arrays.wants_logits,
         )
-        self._ids, self._first_id, self._id_address = arrays.ids, arrays.first_id, arrays.id_address
+        self._ids, self._ids_address, self._seq_id_pointers = (
+            arrays.ids,
+            arrays.ids_address,
+            arrays.seq_id_pointers,
+        )
         self._batch = arrays.batch
 
     def forward(self, batch: Batch) -> Logits:
@@ -466,11 +470,11 @@ class LlamaCppBackend:
         """
         at = 0
         for row in rows.rows:
-            address, start, count = self._first_id + 4 * row.seq.seq_id, row.start, row.size
+            address, start, count = self._ids_address + 4 * row.seq.seq_id, row.start, row.size
             if max(count, rows.size) == 1:
                 self._token[at] = row.seq.tokens[start]
                 self._position[at] = start
-                self._id_address[at] = address
+                self._seq_id_pointers[at] = address
                 self._wants_logits[at] = row.num_samples
                 at += 1
                 continue
@@ -479,7 +483,7 @@ class LlamaCppBackend:
             self._token[at:end] = row.tokens
             self._token[end:stop] = 0
             self._position[at:stop] = range(start, start + stop - at)
-            self._id_address[at:stop] = address
+            self._seq_id_pointers[at:stop] = address
             self._wants_logits[at:stop] = 0
             self._wants_logits[end - row.num_samples : end] = 1
             at = stop

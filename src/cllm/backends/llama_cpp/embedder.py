@@ -174,7 +174,7 @@ class Embedder:
             end = at + len(tokens)
             arrays.token[at:end] = tokens
             arrays.position[at:end] = range(start, start + len(tokens))
-            arrays.id_address[at:end] = arrays.first_id + 4 * seq_id
+            arrays.seq_id_pointers[at:end] = arrays.ids_address + 4 * seq_id
             at = end
         arrays.batch.n_tokens = at
         return seq_ids[: len(chunks)]
