@@ -67,7 +67,7 @@ def test_memory_that_was_used_before_is_zero_again(monkeypatch):
     memory[:] = b"\xff" * len(memory)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 64
     buffer = ggml_memory.ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
-    monkeypatch.setattr(ggml_memory, "_allocate", lambda *_: buffer)
+    monkeypatch.setattr(ggml_memory, "_allocate_with_ggml", lambda *_: buffer)
     assert ggml_memory.NewPages().allocate(0, size) == buffer
     assert memory[64 : 64 + size].count(0) == size
     assert memory[:64] + memory[64 + size :] == b"\xff" * (len(memory) - size)

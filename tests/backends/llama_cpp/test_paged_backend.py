@@ -354,7 +354,7 @@ def test_unexpected_size_is_never_allocated(make_backend, monkeypatch):
         return buffer
 
     monkeypatch.setattr(ggml_memory.KVAddresses, "allocate", spy)
-    monkeypatch.setattr(ggml_memory, "SMALL_BYTES", 10_000_000)
+    monkeypatch.setattr(ggml_memory, "MAX_UNEXPECTED_BYTES", 10_000_000)
     backend = make_backend(
         kv_bytes_per_token=100, context_length=8192, max_num_seqs=16, kv_memory=60_000_000
     )

@@ -26,7 +26,7 @@ BUFFER_GET_BASE, BUFFER_INIT, BUFFER_SET, BUFFER_CLEAR = 1, 2, 4, 9
 BUFFER_CONTEXT, BUFFER_SIZE = 12, 13
 
 Pointer = ctypes.c_void_p
-Alloc = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
+AllocBuffer = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 GetName = ctypes.CFUNCTYPE(ctypes.c_char_p, Pointer)
 GetBase = ctypes.CFUNCTYPE(Pointer, Pointer)
 InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer)
@@ -36,7 +36,7 @@ Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 NEW_PAGES_BYTES = 32 << 20  # smaller buffers are filled in a few milliseconds
 # An allocation of an unexpected size may be the KV cache, all of which llama.cpp would clear. It is
 # refused if it is larger than this and than the memory that may be used.
-SMALL_BYTES = 1 << 30
+MAX_UNEXPECTED_BYTES = 1 << 30
 
 
 class GgmlTensor(ctypes.Structure):
@@ -86,9 +86,9 @@ class KVAddresses:
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
         if size != self._num_bytes or self._base:
-            if size > max(self._max_bytes, SMALL_BYTES):  # another size than expected
+            if size > max(self._max_bytes, MAX_UNEXPECTED_BYTES):  # another size than expected
                 return None
-            return _allocate(buffer_type, size)
+            return _allocate_with_ggml(buffer_type, size)
         try:
             self._base = reserve(size)
         except OSError:
@@ -144,7 +144,7 @@ class NewPages:
 
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
-        buffer = _allocate(buffer_type, size)
+        buffer = _allocate_with_ggml(buffer_type, size)
         if buffer is not None and size >= NEW_PAGES_BYTES:
             functions = (Pointer * 11).from_address(buffer)
             address = GetBase(functions[BUFFER_GET_BASE] or 0)(buffer)
@@ -174,11 +174,11 @@ def intercept(allocator: Allocator) -> Iterator[None]:
         return
     with _lock:
         _interceptor = allocator, threading.get_ident()
-        _functions[BUFT_ALLOC] = ctypes.cast(_alloc, Pointer).value
+        _functions[BUFT_ALLOC] = ctypes.cast(_hook, Pointer).value
         try:
             yield
         finally:
-            _functions[BUFT_ALLOC] = _original
+            _functions[BUFT_ALLOC] = _ggml_alloc
             _interceptor = None
 
 
@@ -212,16 +212,16 @@ def _load_ggml() -> Any:
     return library if is_known else None
 
 
-def _allocate_any(buffer_type: int, size: int) -> int | None:
+def _allocate_for_ggml(buffer_type: int, size: int) -> int | None:
     """Allocate memory for ggml. Threads that do not create this context also call this."""
     interceptor = _interceptor
     if interceptor is None or interceptor[1] != threading.get_ident():
-        return _allocate(buffer_type, size)
+        return _allocate_with_ggml(buffer_type, size)
     return interceptor[0].allocate(buffer_type, size)
 
 
-def _allocate(buffer_type: int, size: int) -> int | None:
-    buffer: int | None = Alloc(_original)(buffer_type, size)
+def _allocate_with_ggml(buffer_type: int, size: int) -> int | None:
+    buffer: int | None = AllocBuffer(_ggml_alloc)(buffer_type, size)
     return buffer
 
 
@@ -230,5 +230,5 @@ _interceptor: tuple[Allocator, int] | None = None
 ggml: Any = None
 if libc is not None and (ggml := _load_ggml()) is not None:
     _functions = (Pointer * 6).from_address(ggml.ggml_backend_cpu_buffer_type())
-    _original = _functions[BUFT_ALLOC] or 0
-    _alloc = Alloc(_allocate_any)
+    _ggml_alloc = _functions[BUFT_ALLOC] or 0
+    _hook = AllocBuffer(_allocate_for_ggml)  # takes the place of _ggml_alloc
