@@ -294,7 +294,7 @@ def test_cancelled_start_leaves_no_process(run, prepare):
             await asyncio.sleep(0.1)
             task.cancel()
         await asyncio.wait(asked)
-        await until(lambda: not made._clocks and not made._ending)
+        await until(lambda: not made._timeouts and not made._ending)
         assert not made._free.locked()
 
     run(use, prepare)

@@ -73,14 +73,14 @@ def limit_time(seconds: float) -> None:
     """Let the system kill this process after ``seconds`` of CPU time, whatever code it runs; 0
     means no limit.
     """
-    if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends a process
+    if hasattr(signal, "setitimer"):  # not on Windows, where only the parent ends a process
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -> None:
-    begin = read_frame(sys.stdin.buffer)
+    argument = read_frame(sys.stdin.buffer)
     limit_time(START_CPU_LIMIT)
-    work = prepare(begin)
+    work = prepare(argument)
     limit_time(0)
     answer = READY
     while True:

@@ -35,23 +35,23 @@ class Workers:
     """
 
     def __init__(
-        self, prepare: str, begin: Callable[[], bytes], num: int, cpu_limit: float
+        self, prepare: str, make_argument: Callable[[], bytes], num: int, cpu_limit: float
     ) -> None:
         """Start at most ``num`` processes. ``prepare`` names a function, as module:function. Each
-        process calls it with the JSON that ``begin`` returns. It returns the Work (worker.py) that
-        answers questions.
+        process calls it with the JSON that ``make_argument`` returns. It returns the Work
+        (worker.py) that answers questions.
 
-        This process does not import that function, which saves memory. ``begin`` runs in another
-        thread. A question may take ``cpu_limit`` seconds of CPU time.
+        This process does not import that function, which saves memory. ``make_argument`` runs in
+        another thread. A question may take ``cpu_limit`` seconds of CPU time.
         """
         self._name, _, function = prepare.partition(":")
         self._command = ("-m", "cllm.text.worker", self._name, function, str(cpu_limit))
-        self._begin = begin
+        self._make_argument = make_argument
         self._num = num
         self._free = asyncio.Semaphore(num)
         self._take_lock = asyncio.Lock()
         self._idle: list[Process] = []
-        self._clocks: set[asyncio.Timeout] = set()  # timeouts of busy processes
+        self._timeouts: set[asyncio.Timeout] = set()  # timeouts of busy processes
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
@@ -93,9 +93,9 @@ class Workers:
     async def close(self) -> None:
         """End all processes. Waiting callers get an EngineError."""
         self._is_closed = True
-        for clock in self._clocks:
-            if not clock.expired():
-                clock.reschedule(0)
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(0)
         for _ in range(self._num):
             await self._free.acquire()
         for _ in range(self._num):
@@ -120,7 +120,7 @@ class Workers:
             return await self._launch()
 
     async def _launch(self) -> Process:
-        begin = await asyncio.to_thread(self._begin)
+        argument = await asyncio.to_thread(self._make_argument)
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 sys.executable,
@@ -141,7 +141,7 @@ class Workers:
         except asyncio.CancelledError:  # uvloop leaks the process if its start is cancelled
             self._keep(self._end_once_started(starting))
             raise
-        if await self._exchange(process, begin, START_LIMIT) is None:
+        if await self._exchange(process, argument, START_LIMIT) is None:
             self._check_open()
             raise EngineError(f"The process of {self._name} does not start.")
         return process
@@ -156,11 +156,11 @@ class Workers:
         assert process.stdin
         assert process.stdout
         answer = None
-        clock = asyncio.timeout(0 if self._is_closed else None)
-        self._clocks.add(clock)
-        watch = asyncio.create_task(expire_if_stalled(clock, process.pid, stall_limit))
+        timeout = asyncio.timeout(0 if self._is_closed else None)
+        self._timeouts.add(timeout)
+        watch = asyncio.create_task(expire_if_stalled(timeout, process.pid, stall_limit))
         try:
-            async with clock:
+            async with timeout:
                 process.stdin.write(encode_frame(question))
                 size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
                 answer = await process.stdout.readexactly(size)
@@ -169,7 +169,7 @@ class Workers:
             pass
         finally:
             watch.cancel()
-            self._clocks.discard(clock)
+            self._timeouts.discard(timeout)
             if answer is None:
                 self._end(process)
         return answer
@@ -194,12 +194,12 @@ def is_alive(process: Process) -> bool:
     return process.returncode is None and process.stdout is not None and not process.stdout.at_eof()
 
 
-async def expire_if_stalled(clock: asyncio.Timeout, pid: int, limit: float) -> None:
-    """Let ``clock`` expire once the process has used no CPU time for ``limit`` seconds."""
+async def expire_if_stalled(answer_timeout: asyncio.Timeout, pid: int, limit: float) -> None:
+    """Let ``answer_timeout`` expire once the process has used no CPU time for ``limit`` seconds."""
     before = read_cpu_seconds(pid)
     await asyncio.sleep(limit)
     while (now := read_cpu_seconds(pid)) > before:
         before = now
         await asyncio.sleep(limit)
-    if not clock.expired():
-        clock.reschedule(0)
+    if not answer_timeout.expired():
+        answer_timeout.reschedule(0)
