@@ -27,8 +27,8 @@ LONG_TOKENS = 2048  # the attention of shorter sequences never costs more than a
 USUAL_SHARE = 0.5  # share of the time for one long sequence or one long prompt
 PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured share
 LONG_STEPS = 40  # a prompt is long if it takes more time than this many steps of one row
-MANY_STREAMS = 16  # decoding sequences for each long prompt
-SHARE_BESIDE_MANY = 0.33  # share of the time for a long prompt if more streams than that decode
+MANY_DECODING = 16  # decoding sequences for each long prompt
+SHARE_BESIDE_MANY = 0.33  # share of the time for a long prompt if more sequences than that decode
 ADVANCE = 8.0  # seconds within which such a prompt advances by a tile, if USUAL_SHARE suffices
 LARGEST_SHARE = 0.95  # share of the time for any number of prompts
 # A step is charged at most this many times its usual time, and its prompts at least half of theirs.
@@ -197,17 +197,18 @@ class Pacing:
         return self._spent.get(seq, 0.0) + left > LONG_STEPS * self._cost.row_seconds
 
     def _update(
-        self, lane: Lane, prompts: Run[Sequence], streams: Run[Sequence], short: Run[Sequence]
+        self, lane: Lane, prompts: Run[Sequence], decoding: Run[Sequence], short: Run[Sequence]
     ) -> bool:
         """Choose the share of ``lane`` and return whether its ``prompts`` may be computed now.
 
-        ``streams`` compete with the prompts for time, and so do ``short`` prompts with long ones.
+        ``decoding`` sequences compete with the prompts for time, and so do ``short`` prompts with
+        long ones.
         """
         lane.share = self._share
         if not prompts:
             return False
         priority = prompts[0].effective_priority
-        rivals = [seq for seq in (*streams, *short) if seq.effective_priority <= priority]
+        rivals = [seq for seq in (*decoding, *short) if seq.effective_priority <= priority]
         if not rivals:
             lane.seconds = 0.0
             return True
@@ -215,13 +216,13 @@ class Pacing:
         num_prompts = sum(seq.effective_priority <= priority for seq in prompts)
         num_above = sum(seq.effective_priority < priority for seq in rivals)
         if spent <= PATIENCE and num_prompts > 1 and 2 * num_above <= len(rivals):
-            # each further prompt counts as much as MANY_STREAMS streams
-            waiting = MANY_STREAMS * (num_prompts - 1)
+            # each further prompt counts as much as MANY_DECODING sequences
+            waiting = MANY_DECODING * (num_prompts - 1)
             share = min(LARGEST_SHARE, waiting / (waiting + len(rivals)))
             lane.share = max(lane.share, share)
         if spent > PATIENCE or short:
             lane.share = min(lane.share, USUAL_SHARE)
-        if lane is self.long_prompts and len(rivals) > MANY_STREAMS * num_prompts:
+        if lane is self.long_prompts and len(rivals) > MANY_DECODING * num_prompts:
             needed = self._cost.estimate_tile(prompts[0].num_computed_tokens) / ADVANCE
             lane.share = min(lane.share, USUAL_SHARE, max(SHARE_BESIDE_MANY, needed))
         return lane.seconds >= 0
@@ -289,10 +290,10 @@ class Pacing:
             head = plan.prompts[0]
             self._spent[head] = self._spent.get(head, 0.0) + prefill
         if self._share < 1:
-            streams = decode if num_rows else 0.0
+            others = decode if num_rows else 0.0
             for_short, for_long = (0.0, prefill) if plan.uses_long_lane else (prefill, 0.0)
-            self.short_prompts.observe(for_short, streams)
-            self.long_prompts.observe(for_long, streams + for_short)
+            self.short_prompts.observe(for_short, others)
+            self.long_prompts.observe(for_long, others + for_short)
         self.waited = 0.0 if num_rows else self.waited + seconds
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
