@@ -16,7 +16,6 @@ from cllm.kv_cache.cache import KVCache, Match
 from cllm.scheduler.adapter_turns import AdapterTurns
 from cllm.scheduler.pacing import Pacing, Plan
 from cllm.scheduler.params import SchedulerParams
-from cllm.scheduler.placement import arrange
 from cllm.scheduler.policy import Policy, split_prefill_budget
 from cllm.scheduler.prompt_order import PromptOrder
 from cllm.scheduler.reasons import (
@@ -27,6 +26,7 @@ from cllm.scheduler.reasons import (
     TooFewCells,
     TooManyDeferred,
 )
+from cllm.scheduler.seq_id_order import arrange
 from cllm.scheduler.sequences import Sequences
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost

@@ -11,7 +11,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cache import KVCache, Match
 from cllm.kv_cache.layouts import Paged
-from cllm.scheduler.placement import MAX_SWAPS, SHORT_TOKENS, arrange
+from cllm.scheduler.seq_id_order import MAX_SWAPS, SHORT_TOKENS, arrange
 
 MAX_NUM_SEQS, CONTEXT = 24, 16 * SHORT_TOKENS
 

@@ -1,4 +1,4 @@
-"""Places sequences under seq_ids, so that a step computes them in few passes."""
+"""Orders sequences by their seq_ids, so that a step computes them in few passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arrange(
         else:
             prompts.append(row)
     prompts.sort(key=lambda row: row.num_tokens)
-    places = SeqIdSwaps(running, kv_cache)
+    swaps = SeqIdSwaps(running, kv_cache)
     end = 0
     if len(rows) - len(prompts) == 1:
         groups.clear()  # a row alone is a pass, whatever its seq_id
@@ -38,15 +38,15 @@ def arrange(
         begin, end = end, end + len(group)
         free = set(range(begin, end)).difference(seq.seq_id for seq in group)
         strays = [seq for seq in group if not begin <= seq.seq_id < end]
-        for seq, place in zip(strays, sorted(free), strict=True):
-            places.move(seq, place)
+        for seq, seq_id in zip(strays, sorted(free), strict=True):
+            swaps.move(seq, seq_id)
     if len(prompts) > 1:
         if len(prompts) == len(rows):
             end = num_decoding
         for row in prompts:
-            places.move(row.seq, end)
+            swaps.move(row.seq, end)
             end += 1
-    return places.operations
+    return swaps.operations
 
 
 class SeqIdSwaps:
@@ -57,13 +57,13 @@ class SeqIdSwaps:
         self._owners = {seq.seq_id: seq for seq in running}
         self._kv_cache = kv_cache
 
-    def move(self, seq: Sequence, place: int) -> None:
-        if seq.seq_id == place or len(self.operations) == MAX_SWAPS:
+    def move(self, seq: Sequence, seq_id: int) -> None:
+        if seq.seq_id == seq_id or len(self.operations) == MAX_SWAPS:
             return
         before = seq.seq_id
-        self.operations.append(self._kv_cache.swap(before, place))
+        self.operations.append(self._kv_cache.swap(before, seq_id))
         del self._owners[before]
-        if (other := self._owners.get(place)) is not None:
+        if (other := self._owners.get(seq_id)) is not None:
             other.seq_id = before
             self._owners[before] = other
-        seq.seq_id, self._owners[place] = place, seq
+        seq.seq_id, self._owners[seq_id] = seq_id, seq
