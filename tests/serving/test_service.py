@@ -11,7 +11,7 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
-from cllm.process.in_flight import Stream
+from cllm.process.in_flight import OutputStream
 from cllm.serving.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
 
 
@@ -23,7 +23,7 @@ class Engine:
 def test_text_before_an_error_is_delivered_first() -> None:
     """Two tokens and the error arrive together, because the client did not read for a while."""
     params = SamplingParams(n=2)
-    stream = Stream([make_request("a-0", [1], params, SchedulingOptions())])
+    stream = OutputStream([make_request("a-0", [1], params, SchedulingOptions())])
     answer = Answer(
         Generation("a", [[1]], params),
         stream,
@@ -57,7 +57,7 @@ def test_timeout_error_names_the_limit_that_the_engine_saw_expire(
     """The engine's clock started before this answer was created, much earlier on a busy machine."""
     options = SchedulingOptions(queue_timeout=queue_timeout, deadline=deadline)
     generation = Generation("a", [[1]], SamplingParams(), options)
-    stream = Stream([make_request("a-0", [1], generation.params, options)])
+    stream = OutputStream([make_request("a-0", [1], generation.params, options)])
     stream.put(TokenOutput("a-0", 0, -1, FinishReason.TIMEOUT, False))
 
     async def test() -> None:

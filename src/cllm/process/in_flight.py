@@ -19,7 +19,7 @@ from cllm.process.results import ResultCache, digest, rename_output
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 
 
-class Stream:
+class OutputStream:
     """Delivers the tokens of some requests to one reader.
 
     ``queue_position`` is that of the first request when it was submitted. ``num_shared`` requests
@@ -104,8 +104,8 @@ class InFlightRequest:
         self.has_begun = False  # whether it is known to have been in a step or to have a token
         self.outputs: list[TokenOutput] = []
         self._progress: dict[int, Progress] = {}  # what each sequence has delivered
-        self.readers: dict[Stream, list[str]] = {}  # with their ids for the request
-        self.unread: set[Stream] = set()  # readers whose clients do not read
+        self.readers: dict[OutputStream, list[str]] = {}  # with their ids for the request
+        self.unread: set[OutputStream] = set()  # readers whose clients do not read
         self.yields = False  # what the engine was told last
 
     @property
@@ -118,14 +118,14 @@ class InFlightRequest:
         """Whether none of the clients of its streams reads."""
         return bool(self.unread) and self.unread >= self.readers.keys()
 
-    def join(self, stream: Stream, request_id: str) -> None:
+    def join(self, stream: OutputStream, request_id: str) -> None:
         """Give ``stream`` the outputs so far and all later ones, under the id ``request_id``."""
         for output in self.outputs:
             stream.put(rename_output(output, request_id))
         self.readers.setdefault(stream, []).append(request_id)
         stream.in_flight[request_id] = self
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: OutputStream) -> None:
         self.readers.pop(stream, None)
         self.unread.discard(stream)
 
@@ -234,7 +234,7 @@ class InFlightRequests:
 
     def submit(
         self, requests: list[Request], claim: Claim = NO_CLAIM
-    ) -> tuple[Stream, list[Request]]:
+    ) -> tuple[OutputStream, list[Request]]:
         """Return a stream for ``requests``, and those of them that must be computed.
 
         Raises QueueFull; then nothing has changed, except that a place may be reserved.
@@ -255,7 +255,7 @@ class InFlightRequests:
                     key if key is not None and may_share(request) else request.request_id, request
                 )
         first = self.backlog.admit(list(new.values()), claim) if new else None
-        stream = Stream(requests)
+        stream = OutputStream(requests)
         positions = []
         for request, key in zip(requests, keys, strict=True):
             if key is not None and key in self._results:
@@ -269,21 +269,27 @@ class InFlightRequests:
         stream.queue_position = positions[0]
         return stream, list(new.values())
 
-    def _recall(self, stream: Stream, request: Request, key: bytes) -> QueuePosition:
+    def _recall(self, stream: OutputStream, request: Request, key: bytes) -> QueuePosition:
         stream.num_recalled += 1
         stream.num_reused_tokens += len(request.prompt)
         for output in self._results.recall(key, request.request_id):
             stream.put(output)
         return QueuePosition()
 
-    def _share(self, stream: Stream, request: Request, entry: InFlightRequest) -> QueuePosition:
+    def _share(
+        self, stream: OutputStream, request: Request, entry: InFlightRequest
+    ) -> QueuePosition:
         stream.num_shared += 1
         stream.num_reused_tokens += len(request.prompt)
         entry.join(stream, request.request_id)
         return entry.estimate_position()
 
     def _start(
-        self, stream: Stream, request: Request, key: bytes | None, queue_position: QueuePosition
+        self,
+        stream: OutputStream,
+        request: Request,
+        key: bytes | None,
+        queue_position: QueuePosition,
     ) -> None:
         shares = key is not None and may_share(request)
         entry = InFlightRequest(
@@ -313,7 +319,7 @@ class InFlightRequests:
 
     def put(self, outputs: list[TokenOutput]) -> None:
         """Hand the outputs of a step to their streams."""
-        woken: dict[Stream, bool] = {}
+        woken: dict[OutputStream, bool] = {}
         for output in outputs:
             entry = self._by_id.get(output.request_id)
             if entry is not None:
@@ -348,7 +354,7 @@ class InFlightRequests:
         num_running = len(entry.unfinished & entry.started)
         self.backlog.record_end(entry.request, num_running, len(entry.unfinished) - num_running)
 
-    def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
+    def stop(self, stream: OutputStream, request_id: str, index: int) -> str | None:
         """Stop a sequence whose reader needs no more tokens. Readers of equal requests then need no
         more tokens either.
 
@@ -361,7 +367,7 @@ class InFlightRequests:
         entry.stopped.add(index)
         return entry.request.request_id
 
-    def leave(self, stream: Stream) -> list[str]:
+    def leave(self, stream: OutputStream) -> list[str]:
         """Detach ``stream``.
 
         Returns the ids of unfinished requests that no stream reads any more.
@@ -375,12 +381,12 @@ class InFlightRequests:
                 unwanted.append(name)
         return unwanted
 
-    def set_unread(self, stream: Stream, *, is_unread: bool) -> None:
+    def set_unread(self, stream: OutputStream, *, is_unread: bool) -> None:
         """Note that the client of ``stream`` does not read, or does again."""
         for entry in stream.in_flight.values():
             (entry.unread.add if is_unread else entry.unread.discard)(stream)
 
-    def take_yielding(self, stream: Stream) -> list[tuple[str, bool]]:
+    def take_yielding(self, stream: OutputStream) -> list[tuple[str, bool]]:
         """Return the requests of ``stream`` that yield to others from now on (True), or no longer
         (False). A request yields if none of its clients reads. Call this whenever that may have
         changed.

@@ -34,7 +34,7 @@ from cllm.process.assignments import Assignments
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
-from cllm.process.in_flight import InFlightRequests, Stream
+from cllm.process.in_flight import InFlightRequests, OutputStream
 from cllm.process.launch import ONE_ENGINE, EngineSpec
 from cllm.process.member import Member
 from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame
@@ -130,7 +130,7 @@ class Pool:
         totals = combine_stats([member.stats_since_start for member in self.members])
         return self.stats.with_totals(totals)
 
-    def may_start(self, stream: Stream) -> bool:
+    def may_start(self, stream: OutputStream) -> bool:
         """Return whether the first request of ``stream`` has started, or can start soon because its
         engine has got it and responds.
         """
@@ -358,7 +358,7 @@ class Pool:
         load = QueueLoad(num_requests=1, num_seqs=1, num_tokens=num_tokens)
         self._in_flight.backlog.check(Newcomer(account, priority, load, num_tokens), claim)
 
-    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
+    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> OutputStream:
         """Send requests to the engine, or find their results.
 
         The caller must call ``close_stream`` later.
@@ -378,7 +378,7 @@ class Pool:
         self._send_yielding(stream)  # it may read what no other client reads
         return stream
 
-    def stop(self, stream: Stream, request_id: str, index: int) -> None:
+    def stop(self, stream: OutputStream, request_id: str, index: int) -> None:
         """End one of a request's sequences in the engine's next step, because its reader needs no
         more tokens.
         """
@@ -386,20 +386,20 @@ class Pool:
         if engine_id is not None and (member := self._assignments.find_ready(engine_id)):
             member.write(frame(Abort(engine_id, index)))
 
-    def set_yielding(self, stream: Stream, *, yields: bool) -> None:
+    def set_yielding(self, stream: OutputStream, *, yields: bool) -> None:
         """Let a stream's requests yield their places to all others while its client does not
         read.
         """
         self._in_flight.set_unread(stream, is_unread=yields)
         self._send_yielding(stream)
 
-    def _send_yielding(self, stream: Stream) -> None:
+    def _send_yielding(self, stream: OutputStream) -> None:
         """Tell the engine which requests of ``stream`` yield to others now, or no longer."""
         for request_id, yields in self._in_flight.take_yielding(stream):
             if member := self._assignments.find_ready(request_id):
                 member.write(frame(SetYielding(request_id, yields)))
 
-    def close_stream(self, stream: Stream) -> None:
+    def close_stream(self, stream: OutputStream) -> None:
         """Forget the stream's requests.
 
         Unfinished requests that no other stream reads are aborted.

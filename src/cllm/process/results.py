@@ -81,6 +81,6 @@ class ResultCache:
 def rename_output(output: TokenOutput, request_id: str) -> TokenOutput:
     """Return ``output`` under the request id of another reader.
 
-    Stream.num_reused_tokens counts its prompt, so num_cached_tokens is 0.
+    OutputStream.num_reused_tokens counts its prompt, so num_cached_tokens is 0.
     """
     return msgspec.structs.replace(output, request_id=request_id, num_cached_tokens=0)

@@ -20,7 +20,7 @@ from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import NO_CLAIM, QueuePosition
-from cllm.process.in_flight import Stream
+from cllm.process.in_flight import OutputStream
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
 from cllm.store.charges import Charge
@@ -122,7 +122,7 @@ class Answer:
     def __init__(
         self,
         generation: Generation,
-        stream: Stream,
+        stream: OutputStream,
         engine: Pool,
         metrics: Metrics,
         pieces: Pieces,
