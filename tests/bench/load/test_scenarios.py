@@ -255,8 +255,8 @@ def test_rates_of_chats_are_those_of_their_time() -> None:
         times = [begin + i / rate for i in range(1, (end - begin) * rate + 1)]
         chats += [answer(CHATS, float(begin), times) for _ in range(2)]
     long = answer(LONG, 10.0, [18.0, 19.0, 20.0])
-    progress = [(12.0, 100), (13.0, 200), (17.5, 300)]
-    outcome = Outcome([*chats, long], wall=25.0, cpu=0.1, progress=progress)
+    computed_tokens = [(12.0, 100), (13.0, 200), (17.5, 300)]
+    outcome = Outcome([*chats, long], wall=25.0, cpu=0.1, computed_tokens=computed_tokens)
     found = find_figures("long-context", outcome)
     assert found["chunks/s of the chats, during / before"] == pytest.approx(0.5, rel=0.02)
     assert found["chunks/s of the chats, after / before"] == pytest.approx(1.0, rel=0.02)

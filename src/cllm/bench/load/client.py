@@ -73,15 +73,15 @@ class Outcome(msgspec.Struct, frozen=True):
 
     ``wall`` is the number of seconds from the first request sent to the last byte. ``cpu`` and
     ``server_cpu`` are the CPU seconds that this process and the server's processes used in that
-    time; ``server_cpu`` is None if the processes are unknown. ``progress`` has a pair for each
-    change that was seen: the time, and the computed tokens of the longest request.
+    time; ``server_cpu`` is None if the processes are unknown. ``computed_tokens`` has a
+    pair for each change that was seen: the time, and the computed tokens of the longest request.
     """
 
     answers: list[TimedAnswer]
     wall: float
     cpu: float
     server_cpu: float | None = None
-    progress: list[tuple[float, int]] = []
+    computed_tokens: list[tuple[float, int]] = []
 
 
 def find_model(target: Endpoint, wanted: str | None = None) -> str:
@@ -139,7 +139,7 @@ async def _run_stages(
             answers += await client.run_stage(stage)
         cpu, server_cpu = time.process_time() - cpu, server_seconds(target) - server_cpu
     wall = max((answer.ended for answer in answers), default=wall) - wall
-    return Outcome(answers, wall, cpu, server_cpu if target.pid else None, client.progress)
+    return Outcome(answers, wall, cpu, server_cpu if target.pid else None, client.computed_tokens)
 
 
 def server_seconds(target: Endpoint) -> float:
@@ -147,25 +147,27 @@ def server_seconds(target: Endpoint) -> float:
 
 
 class StageAnswers:
-    """The answers of a stage: those that have begun, and those that have ended."""
+    """The answers of a stage: those to all requests that were ``sent``, and those that have
+    ``ended``.
+    """
 
     def __init__(self) -> None:
-        self.begun: list[TimedAnswer] = []
+        self.sent: list[TimedAnswer] = []
         self.ended: list[TimedAnswer] = []
         self.num_groups = 0  # groups that are sending requests
 
     @property
     def num_chunks(self) -> int:
-        return sum(len(answer.content_times) for answer in self.begun)
+        return sum(len(answer.content_times) for answer in self.sent)
 
 
 class Client:
-    """Sends tasks to one server. Outcome explains ``progress``."""
+    """Sends tasks to one server. Outcome explains ``computed_tokens``."""
 
     def __init__(
         self, server: HTTPClient, target: Endpoint, report: Progress = lambda _: None
     ) -> None:
-        self.progress: list[tuple[float, int]] = []
+        self.computed_tokens: list[tuple[float, int]] = []
         self._server = server
         self._dialect = target.dialect
         self._timeout = target.timeout
@@ -228,13 +230,13 @@ class Client:
                 clients.create_task(self._talk(task, running))
 
     async def _watch(self) -> None:
-        """Record the progress of the server's longest request, until cancelled."""
+        """Record the computed tokens of the server's longest request, until cancelled."""
         most = -1
         while True:
             computed = await count_computed_tokens(self._server)
             if computed > most:
                 most = computed
-                self.progress.append((time.perf_counter(), computed))
+                self.computed_tokens.append((time.perf_counter(), computed))
             await asyncio.sleep(WATCH)
 
     async def _talk(self, task: Task, running: StageAnswers) -> bool:
@@ -242,7 +244,7 @@ class Client:
         following: Task | None = task
         while following is not None:
             answer = TimedAnswer(following, time.perf_counter(), self._dialect)
-            running.begun.append(answer)
+            running.sent.append(answer)
             try:
                 await self.read(answer)
             finally:

@@ -72,7 +72,7 @@ def long_context(parts: dict[str, list[TimedAnswer]], outcome: Outcome) -> dict[
     if rates["before"]:
         for name in ("during", "after"):
             figures[f"chunks/s of the chats, {name} / before"] = rates[name] / rates["before"]
-    seen = [at for at, _ in outcome.progress if long.sent < at < long.first]
+    seen = [at for at, _ in outcome.computed_tokens if long.sent < at < long.first]
     advances = [long.sent, *seen, *long.content_times, long.ended]
     return figures | {
         "TTFT of the long prompt ms": 1e3 * (long.first - long.sent),
