@@ -29,7 +29,7 @@ from cllm.bench.compare.workloads import (
     EQUAL_ACCOUNTS,
     FAIRNESS,
     LONG_ANSWER,
-    SLOWER,
+    SLOWDOWN,
     account_figures,
 )
 from cllm.bench.load.answer import TimedAnswer
@@ -82,7 +82,7 @@ def test_fairness_counts_while_both_accounts_wait() -> None:
     answers += [answer(first, 0.0, [1.0 + i, 1.0 + i]) for i in range(count)]
     answers += [answer(second, 0.0, [1.0 + i, 9.5]) for i in range(count)]
     figures = account_figures(answers)
-    assert figures[SLOWER] == 1.5
+    assert figures[SLOWDOWN] == 1.5
     assert figures[FAIRNESS] == pytest.approx(36 / 40)  # 4 chunks and 2
 
 

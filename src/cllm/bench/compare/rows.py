@@ -30,7 +30,7 @@ from cllm.bench.compare.workloads import (
     FAIRNESS,
     LONG_ANSWERS,
     SHARERS,
-    SLOWER,
+    SLOWDOWN,
     account_figures,
     accounts,
     edits_by_clients,
@@ -271,7 +271,7 @@ SCHEDULING = [
         systems=(CLLM,),
         settings={CLLM: [f"--max-num-seqs {ACCOUNT_SEQS} {WITHOUT_SPECULATION}"]},
         targets=[
-            Target(SLOWER, SLOWER, 2.5, at_least=False, against=""),
+            Target(SLOWDOWN, SLOWDOWN, 2.5, at_least=False, against=""),
             Target(FAIRNESS, FAIRNESS, 0.95, against=""),
         ],
         max_tokens=16,

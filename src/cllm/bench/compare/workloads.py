@@ -26,7 +26,8 @@ LONG_ANSWER, LONG_ANSWERS = 120, 16  # characters, and the number of such answer
 LARGE, SMALL, EQUAL = 200, 10, 60  # requests of an account
 LARGE_ACCOUNT, SMALL_ACCOUNT, EQUAL_ACCOUNTS = "large", "small", ("first", "second")
 ACCOUNT_SEQS = 8  # sequences that the server computes at a time, so that the others wait
-SLOWER, FAIRNESS = "latency of the small account / alone", "Jain index of two equal accounts"
+# names of figures
+SLOWDOWN, FAIRNESS = "latency of the small account / alone", "Jain index of two equal accounts"
 EDITS = 48
 EDITORS = {"1 client": 1, "16 clients": 16}  # name of the part -> clients
 
@@ -108,7 +109,7 @@ def account_figures(answers: Sequence[TimedAnswer]) -> dict[str, float]:
     until = min(sorted(answer.first for answer in side)[-ACCOUNT_SEQS - 1] for side in equal)
     served = [sum(at <= until for one in side for at in one.content_times) for side in equal]
     return {
-        SLOWER: latencies[SMALL_ACCOUNT] / latencies[ALONE],
+        SLOWDOWN: latencies[SMALL_ACCOUNT] / latencies[ALONE],
         FAIRNESS: jain_index(served) or 0.0,
     }
 
