@@ -79,7 +79,7 @@ class Request(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, params=params)
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
     """The delivered part of one sequence, and everything else that another engine needs to continue
     it.
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
-from cllm.core.request import Adapters, Progress, Request
+from cllm.core.request import Adapters, Request, SequenceProgress
 
 
 class Status(enum.Enum):
@@ -133,7 +133,7 @@ class Sequence:
             for token in request.prompt:
                 self.token_counts.setdefault(token, [0, 0])[0] += 1
 
-    def resume(self, progress: Progress) -> None:
+    def resume(self, progress: SequenceProgress) -> None:
         """Continue after the tokens that another engine has delivered. Call this before the
         sequence is queued.
         """

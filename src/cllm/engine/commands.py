@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cllm.core.output import EmbeddingOutput
-from cllm.core.request import EmbeddingRequest, Progress, Request
+from cllm.core.request import EmbeddingRequest, Request, SequenceProgress
 from cllm.scheduler.trace import Explanation
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """
 
     request: Request
-    sequences: dict[int, Progress]
+    sequences: dict[int, SequenceProgress]
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):

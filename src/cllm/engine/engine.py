@@ -11,7 +11,7 @@ import msgspec
 from cllm.backends.base import Backend
 from cllm.core.batch import Batch
 from cllm.core.output import NO_TOKEN, FinishReason, Stats, TokenOutput
-from cllm.core.request import Progress
+from cllm.core.request import SequenceProgress
 from cllm.core.sequence import Sequence
 from cllm.engine.commands import (
     Abort,
@@ -314,7 +314,7 @@ class Engine:
         return self.scheduler.sequences.recover()
 
 
-def list_sequences(command: Add | Resume) -> Mapping[int, Progress | None]:
+def list_sequences(command: Add | Resume) -> Mapping[int, SequenceProgress | None]:
     """Return the sequences of a request by index, with what they have delivered already."""
     if isinstance(command, Resume):
         return command.sequences

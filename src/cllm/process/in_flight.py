@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
-from cllm.core.request import Priority, Progress, Request
+from cllm.core.request import Priority, Request, SequenceProgress
 from cllm.engine.commands import Add, Resume
 from cllm.errors import CLLMError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
@@ -103,7 +103,7 @@ class InFlightRequest:
         self.failed = False
         self.has_begun = False  # whether it is known to have been in a step or to have a token
         self.outputs: list[TokenOutput] = []
-        self._progress: dict[int, Progress] = {}  # what each sequence has delivered
+        self._progress: dict[int, SequenceProgress] = {}  # what each sequence has delivered
         self.readers: dict[OutputStream, list[str]] = {}  # with their ids for the request
         self.unread: set[OutputStream] = set()  # readers whose clients do not read
         self.yields = False  # what the engine was told last
@@ -143,12 +143,14 @@ class InFlightRequest:
     def _record_progress(self, output: TokenOutput) -> None:
         progress = self._progress.get(output.index)
         if progress is None:
-            progress = self._progress[output.index] = Progress()
+            progress = self._progress[output.index] = SequenceProgress()
         if output.token >= 0:
             progress.tokens.append(output.token)
         if output.prompt_logprobs or output.mirostat_mu is not None:
             scored = progress.num_prompt_logprobs + len(output.prompt_logprobs or ())
-            self._progress[output.index] = Progress(progress.tokens, scored, output.mirostat_mu)
+            self._progress[output.index] = SequenceProgress(
+                progress.tokens, scored, output.mirostat_mu
+            )
 
     def make_command(self) -> Add | Resume:
         """Return the command that makes another engine compute the rest."""
@@ -162,7 +164,10 @@ class InFlightRequest:
             request = msgspec.structs.replace(request, **{"queue_timeout": None, **left})
         if not self._progress and len(self.unfinished) == request.params.n:
             return Add(request)
-        begun = {index: self._progress.get(index, Progress()) for index in sorted(self.unfinished)}
+        begun = {
+            index: self._progress.get(index, SequenceProgress())
+            for index in sorted(self.unfinished)
+        }
         return Resume(request, begun)
 
     def estimate_position(self) -> QueuePosition:
