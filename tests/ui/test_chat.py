@@ -234,8 +234,7 @@ def test_escape_stops_wherever_the_focus_is(visit, endless_server):
     chat.wait_until_answered()
 
 
-@pytest.mark.parametrize("sign", ["isComposing: true", "keyCode: 229"])
-def test_enter_in_an_input_method_does_not_send(visit, server, sign):
+def test_enter_in_an_input_method_does_not_send(visit, server):
     """Enter chooses a word there. Safari has only the key code as a sign of it."""
     chat = visit(server)
     box = chat.page.get_by_label("Message", exact=True)
@@ -243,9 +242,10 @@ def test_enter_in_an_input_method_does_not_send(visit, server, sign):
     key = (
         '(box) => box.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true%s}))'
     )
-    box.evaluate(key % f", {sign}")
-    expect(box).to_have_value("今日")
-    expect(chat.page.locator(".message")).to_have_count(0)
+    for sign in ("isComposing: true", "keyCode: 229"):
+        box.evaluate(key % f", {sign}")
+        expect(box).to_have_value("今日")
+        expect(chat.page.locator(".message")).to_have_count(0)
     box.evaluate(key % "")
     expect(chat.page.locator(".message.user .text")).to_have_text("今日")
     chat.wait_until_answered()
