@@ -866,8 +866,9 @@ print("end")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["backend_name='fake'", pytest.param("", marks=[pytest.mark.llama, pytest.mark.slow])]
+    "model", ["backend_name='fake'", pytest.param("", marks=pytest.mark.llama)]
 )
 def test_interpreter_exits_without_close(model):
     """Threads, a stream and a task are still waiting for long texts."""
