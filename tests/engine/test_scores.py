@@ -50,7 +50,7 @@ def test_prompt_logprobs_leave_logits_rows_for_others(fake_engine):
     """Each other sequence may need one, and prompts without logprobs do not slow down."""
     engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=64)
     engine.scheduler.params = engine.scheduler.params.__class__(
-        max_num_batched_tokens=64, max_num_samples=4, tile=16
+        max_num_batched_tokens=64, max_num_samples=4
     )
     engine.add("A", [1, 2, 3, 4], max_tokens=9)
     engine.step()
@@ -126,7 +126,7 @@ def test_prompt_logprobs_are_complete_when_sequences_are_parked(
     limits = {"context_length": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, **limits}
     engine = fake_engine(**limits, engine_ram_cache_bytes=500)
     engine.scheduler.params = engine.scheduler.params.__class__(
-        max_num_batched_tokens=24, max_num_samples=max_num_samples, tile=16
+        max_num_batched_tokens=24, max_num_samples=max_num_samples
     )
     asked = {}
     for i, (length, max_tokens, is_scored, wait) in enumerate(requests):

@@ -215,23 +215,22 @@ def test_short_prompts_do_not_wait_for_a_whole_step_of_a_long_one(fake_engine):
 
 
 class LongCosts(Costs, frozen=True):
-    """Prompt tokens cost more after many others, as their attention does; in tiles of 64."""
+    """Prompt tokens cost more after many others, as their attention does."""
 
     def compute_seconds(self, batch):
         prompts = [row for row in batch.rows if row.num_tokens > 1]
-        tiles = sum(-(-row.num_tokens // 64) * (row.start + row.num_tokens / 2) for row in prompts)
-        return super().compute_seconds(batch) + 64 * tiles * 1.6e-5
+        attended = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in prompts)
+        return super().compute_seconds(batch) + attended * 1.6e-5
 
 
 @pytest.mark.slow
 def test_long_prompt_and_chats_both_get_their_share(fake_engine):
     """Chats that begin anew again and again need time for their own prompts. They get it while the
     long prompt has had its third of the time, and it gets its third while they wait. It gets more
-    when a tile of it takes so long that it would seldom advance.
+    when a chunk of it takes so long that it would seldom advance.
     """
     costs = LongCosts(step=0.017, row=0.01, token=0.003)
     engine = make_engine(fake_engine, costs=costs, layout="paged", target=0.6, engine_check=False)
-    engine.scheduler.cost.tile = 64
     chats: set[str] = set()
     sent = received = 0
     spent, advanced, pauses = 0.0, 0.0, []
@@ -454,7 +453,7 @@ def test_steps_of_rows_that_cost_almost_nothing_do_not_hide_the_cost_of_prompts(
         engine.abort(f"more{i}")
         engine.add(f"again{i}", [100 + i] * 50, max_tokens=3000)
         engine.step()
-    assert engine.scheduler.cost.per_token > costs.token / 4  # part of a tile costs a whole one
+    assert engine.scheduler.cost.per_token > costs.token / 4
 
 
 def test_of_prompts_that_arrive_together_shorter_ones_come_first(fake_engine):

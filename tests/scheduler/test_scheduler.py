@@ -19,6 +19,7 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.report import collect_stats
 from cllm.scheduler.running import TURN_SECONDS
 from cllm.scheduler.scheduler import Scheduler
+from cllm.scheduler.step_cost import LEAST
 from cllm.scheduler.waiting import AGED_SHARE, PATIENCE
 
 LONG = list(range(100, 140))
@@ -121,7 +122,7 @@ def test_step_computes_no_more_prompts_than_efficient(fake_engine):
 
 
 def test_prompts_progress_if_target_cannot_be_met(fake_engine):
-    """If the decoding rows alone take longer than the target, prompts still get a tile of tokens."""
+    """If the decoding rows alone take longer than the target, prompts still get LEAST tokens."""
     engine = fake_engine(
         max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5
     )
@@ -129,7 +130,7 @@ def test_prompts_progress_if_target_cannot_be_met(fake_engine):
     for _ in range(3):
         engine.step()
     engine.add("B", [2] * 50, max_tokens=1)
-    assert engine.step() == f"A.0 32+1 sample | B.0 0+{engine.backend.info.tile + 1}"
+    assert engine.step() == f"A.0 32+1 sample | B.0 0+{LEAST}"
 
 
 def test_step_as_large_as_seq_ids_decodes_all_sequences(fake_engine):

@@ -14,8 +14,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     "partitioned", each has its own cells. If the model ``can_trim``, a sequence can free some of
     its last cells; recurrent state is kept or lost as a whole.
 
-    Prompts are computed in tiles of ``tile`` tokens; part of a tile costs nearly as much as a whole
-    one. ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
+    ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
     ``kv_bytes_per_token`` (0 if unknown) and ``model_bytes`` are sizes in bytes. A saved state of n
     tokens takes ``state_bytes + n * state_bytes_per_token``. The ``fingerprint`` is a hash of the
     file, and of everything else that its saved states depend on. ``on_gpu`` says that the weights
@@ -43,7 +42,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_cells: int
     layout: str
     end_tokens: list[int]
-    tile: int = 16
     can_trim: bool = True
     num_spare_ids: int = 0
     model_bytes: int = 0

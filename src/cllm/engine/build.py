@@ -124,7 +124,6 @@ def build_engine(
         SchedulerParams(
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_samples=info.max_num_samples,
-            tile=info.tile,
             row_seconds=info.row_seconds,
             target_itl=params.target_itl,
             prefill_share=params.prefill_share or (1.0 if info.on_gpu else CPU_PREFILL_SHARE),

@@ -18,7 +18,7 @@ from cllm.core.request import EmbeddingRequest, Priority
 from cllm.engine.side_jobs import Record, SideJob
 from cllm.errors import EngineError
 from cllm.scheduler.scheduler import Scheduler
-from cllm.scheduler.step_cost import update_mean
+from cllm.scheduler.step_cost import LEAST, update_mean
 
 log = logging.getLogger("cllm.engine")
 
@@ -133,17 +133,15 @@ class Embeddings(SideJob):
         return done
 
     def count_tokens_for(self, seconds: float | None) -> int:
-        """Return how many tokens can be embedded in ``seconds``, in whole tiles, at least one tile.
+        """Return how many tokens can be embedded in ``seconds``, at least LEAST.
 
         The result is at most the backend's largest batch, and exactly that if ``seconds`` is None.
         """
-        info = self._backend.info
+        largest = self._backend.info.max_embedding_batch_tokens
         if seconds is None:
-            return info.max_embedding_batch_tokens
-        num_tiles = (
-            int(seconds / (self._seconds_per_token * info.tile)) if self._seconds_per_token else 1
-        )
-        return min(info.max_embedding_batch_tokens, max(1, num_tiles) * info.tile)
+            return largest
+        fitting = int(seconds / self._seconds_per_token) if self._seconds_per_token else 0
+        return min(largest, max(LEAST, fitting))
 
     def embed_batch(self, num_tokens: int) -> int:
         """Embed about ``num_tokens`` tokens in one call of the backend; return the number computed.
@@ -174,7 +172,7 @@ class Embeddings(SideJob):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn that embedding ``num_tokens`` tokens took ``seconds``."""
         if num_tokens:
-            each = seconds / max(num_tokens, self._backend.info.tile)
+            each = seconds / max(num_tokens, LEAST)
             self._seconds_per_token = update_mean(self._seconds_per_token, each)
 
     # --- one batch -------------------------------------------------------------------------------

@@ -56,12 +56,6 @@ class Layout(ABC):
         together.
         """
 
-    @abstractmethod
-    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
-        """Return the position in a tile at which the step's prompt tokens begin; -1 if the first of
-        them is computed with the decoding rows.
-        """
-
 
 class Partitioned(Layout):
     """Each seq_id has cells of its own. Gaps between leased seq_ids cost extra passes."""
@@ -83,10 +77,6 @@ class Partitioned(Layout):
     def count_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
         return seq_ids.is_leased(seq_id - 1) + seq_ids.is_leased(seq_id + 1)
 
-    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
-        # a prompt's first token is computed with the decoding rows, the others separately
-        return -1
-
 
 class Unified(Layout):
     """All seq_ids use one pool and can share cells, so a copy is free."""
@@ -106,9 +96,6 @@ class Unified(Layout):
     def count_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
         return 0
 
-    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
-        return num_decoding % tile  # prompts continue the tiles of the decoding rows
-
 
 class Paged(Unified):
     """Each seq_id has a stream whose memory is taken page by page. Streams can share and exchange
@@ -121,9 +108,6 @@ class Paged(Unified):
 
     def count_loaded_cells(self, length: int, num_tokens: int) -> int:
         return num_tokens
-
-    def find_tile_offset(self, num_decoding: int, tile: int) -> int:
-        return 0  # prompts and decoding rows are computed separately
 
 
 # by ModelInfo.layout

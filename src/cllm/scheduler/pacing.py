@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from cllm.core.batch import Row
 from cllm.core.sequence import Sequence, Status
-from cllm.kv_cache.layouts import Layout
 from cllm.scheduler.params import SchedulerParams
-from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.step_cost import CHUNK, StepCost
 from cllm.scheduler.trace import Step
 
 # The target time between tokens, in steps of one row. One for each second sequence is added: the
@@ -29,7 +28,7 @@ PATIENCE = 30.0  # seconds of prefill that one prompt may take at the configured
 LONG_STEPS = 40  # a prompt is long if it takes more time than this many steps of one row
 MANY_DECODING = 16  # decoding sequences for each long prompt
 SHARE_BESIDE_MANY = 0.33  # share of the time for a long prompt if more sequences than that decode
-ADVANCE = 8.0  # seconds within which such a prompt advances by a tile, if USUAL_SHARE suffices
+ADVANCE = 8.0  # seconds within which such a prompt advances by a chunk, if USUAL_SHARE suffices
 LARGEST_SHARE = 0.95  # share of the time for any number of prompts
 # A step is charged at most this many times its usual time, and its prompts at least half of theirs.
 OUTLIER = 2.0
@@ -86,9 +85,8 @@ class Pacing:
     has used its share, and many short ones do not use up the share of a long one.
     """
 
-    def __init__(self, cost: StepCost, params: SchedulerParams, layout: Layout) -> None:
+    def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
         self._cost = cost
-        self._layout = layout
         self._max_tokens = params.max_num_batched_tokens
         self._target = params.target_itl
         self._was_measured = params.row_seconds > 0
@@ -223,7 +221,7 @@ class Pacing:
         if spent > PATIENCE or short:
             lane.share = min(lane.share, USUAL_SHARE)
         if lane is self.long_prompts and len(rivals) > MANY_DECODING * num_prompts:
-            needed = self._cost.estimate_tile(prompts[0].num_computed_tokens) / ADVANCE
+            needed = self._cost.estimate_prefill(CHUNK, prompts[0].num_computed_tokens) / ADVANCE
             lane.share = min(lane.share, USUAL_SHARE, max(SHARE_BESIDE_MANY, needed))
         return lane.seconds >= 0
 
@@ -247,12 +245,11 @@ class Pacing:
         if decoding and not rows:  # decoding sequences have already waited for prompts
             seconds -= self.waited
             left = seconds - self._cost.estimate_decode(len(decoding))
-            if self.waited and left < self._cost.estimate_tile(num_before):
+            if self.waited and left < self._cost.estimate_prefill(CHUNK, num_before):
                 return 0
-        offset = self._layout.find_tile_offset(num_tokens, self._cost.tile)
         space = self._max_tokens - num_tokens
         num_rows = len(decoding) or int(plan.others_wait)
-        return self._cost.compute_prefill_budget(space, num_rows, seconds, offset, num_before)
+        return self._cost.compute_prefill_budget(space, num_rows, seconds, num_before)
 
     def reserve(self, share: float, num_running: int) -> bool:
         """See ``Scheduler.reserve``."""

@@ -11,8 +11,8 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one step.
 
     A step computes at most ``max_num_batched_tokens`` tokens and ``max_num_samples`` rows of
-    logits, which are enough for one row of each running sequence. ``tile`` and ``row_seconds`` are
-    explained at ModelInfo.
+    logits, which are enough for one row of each running sequence. ModelInfo explains
+    ``row_seconds``.
 
     The prompts of other requests may lengthen the time between two tokens of a sequence to
     ``target_itl`` seconds, inf for no limit. None means a number of steps of one row on this
@@ -23,7 +23,6 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_batched_tokens: int = 512
     max_num_samples: int = 512
-    tile: int = 16
     row_seconds: float = 0.0
     target_itl: float | None = 1.0
     prefill_share: float = 1.0

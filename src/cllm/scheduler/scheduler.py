@@ -57,8 +57,8 @@ class Scheduler:
         self.sequences = Sequences(kv_cache, policy, self.statistics, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
-        self.cost = StepCost(params.tile, params.row_seconds)
-        self.pacing = Pacing(self.cost, params, kv_cache.layout)
+        self.cost = StepCost(params.row_seconds)
+        self.pacing = Pacing(self.cost, params)
         self._plan = Plan([], False)  # of the current or last step
         self._prompt_order = PromptOrder(self.cost)
         self.turns = AdapterTurns(params.weights)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 SHARE = 0.2  # weight of a new observation in the mean
-SLOW_SHARE = 0.02  # the same for a tile, in the line through tiles at different positions
-SMALL_SPREAD = 256.0  # tokens; tiles whose positions differ less say little about the slope
+SLOW_SHARE = 0.02  # the same for a chunk, in the line through chunks at different positions
+CHUNK = 64  # prompt tokens that count as one observation
+LEAST = 16  # prompt tokens to compute beside decoding rows, if any; fewer take hardly less time
+SMALL_SPREAD = 256.0  # tokens; chunks whose positions differ less say little about the slope
 # Once a step takes as long as this many steps of one row, reading the weights is only a tenth.
 EFFICIENT_STEPS = 10
 # the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
@@ -24,34 +26,28 @@ class StepCost:
     from linear. Those that have not been observed for a long time, except for one row, are
     forgotten, because the machine may have other work now. The second is an exponential mean per
     token of the long sequences. While only long sequences have been observed, it is part of the
-    first. The third is a cost per tile, because kernels compute prompts in tiles, and part of a
-    tile costs as much as a whole one.
+    first. The third is a cost per token.
 
-    The cost of a tile is a line over the number of tokens before it: each of them is one more key
-    that the tile attends to. The height of the line is an exponential mean of the latest tiles, so
-    that it follows the machine. Its slope comes from exponential means of moments over many more
-    tiles, shrunk towards 0 as in ridge regression while all tiles have similar positions.
+    The cost of a prefill token is a line over the number of tokens before it, to which it attends.
+    The height of the line is an exponential mean of the latest tokens, so that it follows the
+    machine. Its slope comes from exponential means of moments over many more tokens, shrunk towards
+    0 as in ridge regression while all tokens have similar positions.
     """
 
-    def __init__(self, tile: int, row_seconds: float = 0.0) -> None:
-        """``tile`` and ``row_seconds`` (0 if unknown) are explained at ModelInfo."""
-        self.tile = tile
+    def __init__(self, row_seconds: float = 0.0) -> None:
+        """ModelInfo explains ``row_seconds``; 0 if unknown."""
         self._measured_row = row_seconds
         self.per_rows: dict[int, float] = {}  # the least recently observed one first
         self._observed: dict[int, tuple[int, int]] = {}  # rows -> number, and step of the last one
         self._num_steps = 0  # observed ones with only decoding rows
-        self._tile_seconds: float | None = None  # mean of the latest tiles; None before the first
-        self._num_before = 0.0  # mean of the tokens before the latest tiles
-        self._mean_seconds = self._mean_before = 0.0  # of many tiles, like the next two
+        # seconds of a prefill token, mean of the latest ones; None before the first
+        self.per_token: float | None = None
+        self._num_before = 0.0  # mean of the tokens before the latest ones
+        self._mean_seconds = self._mean_before = 0.0  # of many tokens, like the next two
         self._variance = self._covariance = 0.0
         self.per_long_token: float | None = None
         # whether the first includes the second, because each step had long sequences
         self.includes_long = False
-
-    @property
-    def per_token(self) -> float | None:
-        """Seconds per token of whole tiles of the latest prompts; None before the first prefill."""
-        return self._tile_seconds and self._tile_seconds / self.tile
 
     def observe(
         self,
@@ -74,9 +70,8 @@ class StepCost:
                 self.per_rows[num_rows] = seconds
                 self._observed.setdefault(num_rows, (0, self._num_steps))
             rows = self._find_least(num_rows)
-            num_tiles = -(-num_tokens // self.tile)
-            each = (seconds - rows - long) / num_tiles
-            self._observe_tiles(max(each, SHORTEST), num_before, num_tokens / self.tile)
+            each = max(seconds - rows - long, SHORTEST) / max(num_tokens, LEAST)
+            self._observe_prefill(each, num_before, num_tokens / CHUNK)
         elif num_long_tokens and rows and not self.includes_long:
             each = max(0.0, seconds - rows) / num_long_tokens
             self.per_long_token = update_mean(self.per_long_token, each)
@@ -95,21 +90,21 @@ class StepCost:
             if oldest != 1 and self._num_steps - self._observed[oldest][1] > STALE:
                 del self.per_rows[oldest], self._observed[oldest]
 
-    def _observe_tiles(self, seconds: float, num_before: float, num_tiles: float) -> None:
-        """Learn that each of ``num_tiles`` took ``seconds``, after ``num_before`` tokens on
+    def _observe_prefill(self, seconds: float, num_before: float, num_chunks: float) -> None:
+        """Learn that each token of ``num_chunks`` took ``seconds``, after ``num_before`` tokens on
         average.
         """
-        if self._tile_seconds is None:
-            self._tile_seconds = self._mean_seconds = seconds
+        if self.per_token is None:
+            self.per_token = self._mean_seconds = seconds
             self._num_before = self._mean_before = num_before
             return
-        expected = self.estimate_tile(num_before)
+        expected = self._estimate_token(num_before)
         # the difference of two measurements may be far too small, and a step far too slow
         seconds = min(max(seconds, expected / 2), 2 * expected)
-        share = 1 - (1 - SHARE) ** num_tiles  # as if each tile had been observed on its own
-        self._tile_seconds += share * (seconds - self._tile_seconds)
+        share = 1 - (1 - SHARE) ** num_chunks  # as if each chunk had been observed on its own
+        self.per_token += share * (seconds - self.per_token)
         self._num_before += share * (num_before - self._num_before)
-        share = 1 - (1 - SLOW_SHARE) ** num_tiles
+        share = 1 - (1 - SLOW_SHARE) ** num_chunks
         away, above = num_before - self._mean_before, seconds - self._mean_seconds
         self._variance = (1 - share) * (self._variance + share * away * away)
         self._covariance = (1 - share) * (self._covariance + share * away * above)
@@ -155,22 +150,25 @@ class StepCost:
         """
         return num_tokens * (self.per_long_token or 0.0)
 
-    def estimate_tile(self, num_before: float | None = None) -> float:
-        """Return the expected seconds of a tile of a prompt after ``num_before`` tokens; 0 if none
-        has been observed. By default, take the mean position of the latest tiles.
-        """
-        if self._tile_seconds is None or num_before is None:
-            return self._tile_seconds or 0.0
+    @property
+    def _slope(self) -> float:
+        """Seconds by which a prefill token takes longer for each token before it."""
         slope = max(0.0, self._covariance / (self._variance + SMALL_SPREAD**2))
-        if self._num_before:  # the first tile of a prompt costs something
-            slope = min(slope, 0.9 * self._tile_seconds / self._num_before)
-        return self._tile_seconds + slope * (num_before - self._num_before)
+        if self._num_before:  # the first token of a prompt costs something
+            slope = min(slope, 0.9 * (self.per_token or 0.0) / self._num_before)
+        return slope
+
+    def _estimate_token(self, num_before: float) -> float:
+        return (self.per_token or 0.0) + self._slope * (num_before - self._num_before)
 
     def estimate_prefill(self, num_tokens: int, num_before: float | None = None) -> float:
-        """Return the expected seconds for ``num_tokens`` prefill tokens after ``num_before``
-        tokens, as in ``estimate_tile``; 0 if none has been observed.
+        """Return the expected seconds for ``num_tokens`` prefill tokens, which follow
+        ``num_before`` tokens on average, by default as many as the latest ones; 0 if none has been
+        observed.
         """
-        return num_tokens / self.tile * self.estimate_tile(num_before)
+        if not self.per_token or num_before is None:
+            return num_tokens * (self.per_token or 0.0)
+        return num_tokens * self._estimate_token(num_before)
 
     @property
     def efficient_prefill_tokens(self) -> float:
@@ -181,38 +179,21 @@ class StepCost:
             return math.inf
         return EFFICIENT_STEPS * self.row_seconds / self.per_token
 
-    def count_tiles(self, num_rows: int, seconds: float, num_before: float = 0.0) -> int | None:
-        """Return how many tiles of a prompt, of which ``num_before`` tokens have been computed, fit
-        into ``seconds`` together with the decoding rows, at least one.
-
-        None while the cost of a tile is unknown.
-        """
-        if not self._tile_seconds:
-            return None
-        seconds -= self.estimate_decode(num_rows)
-        first = self.estimate_tile(num_before + self.tile / 2)
-        growth = self.estimate_tile(num_before + self.tile * 3 / 2) - first
-        # n tiles take n * first + n * (n - 1) / 2 * growth seconds
-        single = first - growth / 2
-        root = math.sqrt(single * single + 2 * growth * max(0.0, seconds))
-        num_tiles = 2 * seconds / (single + root)
-        return max(1, int(num_tiles + 1e-9))
-
     def compute_prefill_budget(
-        self, space: int, num_rows: int, seconds: float, tile_offset: int, num_before: float = 0.0
+        self, space: int, num_rows: int, seconds: float, num_before: int = 0
     ) -> int:
         """Return how many prefill tokens to compute with the decoding rows: at most ``space``,
-        within ``seconds``.
+        within ``seconds``, but at least LEAST.
 
-        ``Layout`` explains ``tile_offset``. The first prompt has ``num_before`` computed tokens.
+        ``num_before`` tokens of the first prompt have been computed.
         """
-        if not num_rows or math.isinf(seconds):
+        if not num_rows or math.isinf(seconds) or not self.per_token:
             return space
-        num_tiles = self.count_tiles(num_rows, seconds, num_before)
-        if num_tiles is None:
-            return space
-        budget = num_tiles * self.tile - tile_offset  # whole tiles
-        return min(space, budget if budget >= self.tile // 2 else budget + self.tile)
+        seconds = max(0.0, seconds - self.estimate_decode(num_rows))
+        # n tokens take n * first + n * n / 2 * slope seconds
+        first = self._estimate_token(num_before)
+        num_tokens = 2 * seconds / (first + math.sqrt(first * first + 2 * self._slope * seconds))
+        return min(space, max(LEAST, int(num_tokens + 1e-9)))
 
 
 def update_mean(before: float | None, value: float, share: float = SHARE) -> float:

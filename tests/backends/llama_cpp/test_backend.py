@@ -1,4 +1,4 @@
-"""Features of the llama.cpp backend only: padding of tiles, and other types of cells."""
+"""Features of the llama.cpp backend only: padding of rows, and other types of cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from cllm import LLM
 from cllm.backends.llama_cpp.backend import LlamaCppBackend
 from cllm.backends.llama_cpp.library import log_lines
 from cllm.backends.llama_cpp.options import Options
-from cllm.backends.llama_cpp.passes import TILE
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.llama
 
 CONTEXT = 640
 START = 520
-FEW, MANY = 24, 40  # tokens of a prompt after START that are not padded to a tile, and that are
 TOLERANCE = 0.1  # of the standard deviation of the logits
 ONE_THREAD = Options(n_threads=1).model_dump()
 
@@ -72,50 +70,43 @@ def decoded_sizes(backend: LlamaCppBackend, monkeypatch) -> list[int]:
     return sizes
 
 
-def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
-    """Return the logits after ``size`` tokens of a long sequence next to a token of another one,
-    and after one more token of each.
+def logits_of(backend: LlamaCppBackend, size: int, other_size: int) -> np.ndarray:
+    """Return the logits after ``size`` tokens of a long sequence next to ``other_size`` of another
+    one, and after one more token of each.
     """
     long, short = sequence(0, CONTEXT), sequence(1, 100)
     backend.forward(Batch([Row(short, 0, 20, 0)], [Trim(i, 0) for i in range(3)]))
     for start in range(0, START, 256):
         backend.forward(Batch([Row(long, start, min(256, START - start), 0)], []))
-    first = backend.forward(Batch([Row(long, START, size, 1), Row(short, 20, 1, 1)], []))
-    first = np.array(first)
-    second = backend.forward(Batch([Row(long, START + size, 1, 1), Row(short, 21, 1, 1)], []))
-    return np.concatenate([first, second])
+    rows = [Row(long, START, size, 1), Row(short, 20, other_size, 1)]
+    first = np.array(backend.forward(Batch(rows, [])))
+    rows = [Row(long, START + size, 1, 1), Row(short, 20 + other_size, 1, 1)]
+    return np.concatenate([first, backend.forward(Batch(rows, []))])
 
 
-@pytest.mark.parametrize("size", [MANY, TILE - 2])
-def test_padding_a_tile_does_not_change_logits(backend, monkeypatch, size):
-    """The prompt and the decoding row are computed in two passes."""
+@pytest.mark.parametrize(
+    ("size", "other_size", "calls"), [(40, 36, [80, 2]), (40, 1, [40, 1, 2]), (40, 20, [40, 20, 2])]
+)
+def test_padding_does_not_change_logits(backend, monkeypatch, size, other_size, calls):
+    """Rows of similar sizes are computed in one pass, others in one each."""
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_in_passes", False)
-        expected = logits_of(backend, size)
+        expected = logits_of(backend, size, other_size)
     sizes = decoded_sizes(backend, monkeypatch)
-    logits = logits_of(backend, size)
+    logits = logits_of(backend, size, other_size)
     assert np.abs(logits - expected).max() < TOLERANCE * expected.std()
-    assert sizes[-3:] == [TILE, 1, 2] or sizes[-3:] == [1, TILE, 2]
+    assert sorted(sizes[-len(calls) :]) == sorted(calls)
 
 
-def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
-    """There are too few tokens in the row, or more than a tile, or no room after it in the context."""
+def test_rows_are_not_padded_beyond_the_context(backend, monkeypatch):
+    long, short = sequence(0, CONTEXT), sequence(1, 100)
+    backend.forward(Batch([Row(short, 0, 20, 0)], [Trim(i, 0) for i in range(3)]))
+    for start in range(0, CONTEXT - 48, 256):
+        backend.forward(Batch([Row(long, start, min(256, CONTEXT - 48 - start), 0)], []))
     sizes = decoded_sizes(backend, monkeypatch)
-    logits_of(backend, FEW)
-    logits_of(backend, TILE + 2)
-    assert [size for size in sizes if size not in (1, 2, 20, 256, START - 512)] == [
-        FEW,
-        TILE + 2,
-    ]
-    long = sequence(0, CONTEXT)
-    for start in range(0, CONTEXT - 50, 256):
-        backend.forward(
-            Batch([Row(long, start, min(256, CONTEXT - 50 - start), 0)], [Trim(0, start)])
-        )
-    del sizes[:]
-    logits = backend.forward(Batch([Row(long, CONTEXT - 50, 50, 1)], []))
-    assert sizes == [50]
-    assert np.isfinite(logits).all()
+    rows = [Row(long, CONTEXT - 48, 48, 1), Row(short, 20, 50, 1)]
+    assert np.isfinite(np.array(backend.forward(Batch(rows, [])))).all()
+    assert sizes == [98]
 
 
 def test_q8_0_cells_are_smaller_and_keep_answers(builtin_path: Path, tiny_model, known_questions):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backends.llama_cpp.passes import MAX_DECODED, TILE, Pass, plan_passes
+from cllm.backends.llama_cpp.passes import MAX_DECODED, MAX_PADDING, Pass, plan_passes
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -19,7 +19,6 @@ from cllm.core.sequence import Sequence
 from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 
 MAX_TOKENS, CONTEXT = 256, 8192
-EQUAL_CELLS = 3840.0  # of the model with which costs were measured
 TOLERANCE = 0.05  # of the standard deviation of the logits, for their mean difference
 
 
@@ -29,9 +28,9 @@ def make_row(seq_id: int, start: int, num_tokens: int, num_draft: int = 0) -> Ro
     return Row(seq, start, num_tokens, 1 + num_draft, (0,) * num_draft)
 
 
-def plan(*rows: Row, equal_cells: float = EQUAL_CELLS) -> list[tuple[list[int], int]]:
+def plan(*rows: Row, pads: bool = True) -> list[tuple[list[int], int]]:
     """Return the seq_ids and the padded size of each pass."""
-    passes = plan_passes([*rows], MAX_TOKENS, CONTEXT, equal_cells)
+    passes = plan_passes([*rows], MAX_TOKENS, CONTEXT, pads=pads)
     return [([row.seq.seq_id for row in each.rows], each.size) for each in passes]
 
 
@@ -47,18 +46,18 @@ ROWS = st.lists(
 )
 
 
-@given(ROWS, st.sampled_from((0.0, 100.0, EQUAL_CELLS)))
+@given(ROWS, st.booleans())
 def test_rows_are_kept_in_order_and_within_limits(
-    shapes: list[tuple[int, int, int, int]], equal_cells: float
+    shapes: list[tuple[int, int, int, int]], pads: bool
 ) -> None:
-    """A pass has consecutive seq_ids, and prompts or decoding rows. Padding never exceeds the
-    context or the step, and is as long as the longest row.
+    """A pass has consecutive seq_ids, and prompts or decoding rows. Rows are padded to the longest
+    one, within the context and the step.
     """
     rows, seq_id = [], -1
     for step, start, num_tokens, num_draft in shapes:
         seq_id += step
         rows.append(make_row(seq_id, start, num_tokens, num_draft if num_tokens == 1 else 0))
-    passes = plan_passes(rows, MAX_TOKENS, CONTEXT, equal_cells)
+    passes = plan_passes(rows, MAX_TOKENS, CONTEXT, pads=pads)
     assert [row for each in passes for row in each.rows] == rows
     for each in passes:
         ids = [row.seq.seq_id for row in each.rows]
@@ -67,18 +66,17 @@ def test_rows_are_kept_in_order_and_within_limits(
         assert len({size > MAX_DECODED for size in sizes}) == 1
         assert sum(sizes) <= MAX_TOKENS
         if each.size:
-            assert equal_cells
-            assert each.size >= max(sizes)
+            assert pads
+            assert each.size == max(sizes)
+            assert len(sizes) * each.size - sum(sizes) <= MAX_PADDING
             assert len(ids) * each.size <= MAX_TOKENS
             assert all(row.start + each.size <= CONTEXT for row in each.rows)
 
 
-def test_short_and_long_sequences_are_computed_separately() -> None:
-    """Attention would go over the cells of the longest for each of them."""
+def test_short_and_long_sequences_are_computed_together() -> None:
+    """Attention does not read cells that a row does not see."""
     short = [make_row(i, 100 + i, 1) for i in range(32)]
-    assert plan(*short) == [(list(range(32)), 0)]
-    assert plan(*short, make_row(32, 4096, 1)) == [(list(range(32)), 0), ([32], 0)]
-    assert plan(make_row(0, 4096, 1), make_row(1, 4000, 1)) == [([0, 1], 0)]
+    assert plan(*short, make_row(32, 4096, 1)) == [([*range(33)], 0)]
 
 
 def test_gap_between_seq_ids_ends_a_pass() -> None:
@@ -89,34 +87,14 @@ def test_rows_of_similar_sizes_are_padded_to_the_longest() -> None:
     """Unless tokens cannot be freed, or the context ends."""
     rows = [make_row(0, 0, 60), make_row(1, 0, 63), make_row(2, 0, 20)]
     assert plan(*rows) == [([0, 1], 63), ([2], 0)]
-    assert plan(*rows, equal_cells=0.0) == [([0, 1], 0), ([2], 0)]
+    assert plan(*rows, pads=False) == [([0, 1], 0), ([2], 0)]
     drafts = [make_row(0, 50, 1), make_row(1, 50, 1, 3)]
     assert plan(*drafts) == [([0, 1], 4)]
     end = [make_row(0, CONTEXT - 60, 60), make_row(1, CONTEXT - 63, 63)]
     assert plan(*end) == [([0, 1], 0)]
 
 
-@pytest.mark.parametrize(
-    ("start", "equal_cells", "least"),
-    [(0, EQUAL_CELLS, 64), (512, EQUAL_CELLS, 38), (2048, EQUAL_CELLS, 28), (2048, 24_000.0, 43)],
-)
-def test_tile_is_filled_where_attention_is_most_of_the_cost(
-    start: int, equal_cells: float, least: int
-) -> None:
-    """A larger model has more weights for each cell."""
-    assert plan(make_row(0, start, least), equal_cells=equal_cells) == [
-        ([0], TILE if least < TILE else 0)
-    ]
-    assert plan(make_row(0, start, least - 1), equal_cells=equal_cells) == [([0], 0)]
-    assert plan(make_row(0, start, least), equal_cells=0.0) == [([0], 0)]
-
-
 @pytest.mark.llama
-def test_rows_that_do_not_fit_as_tiles_are_padded_to_the_longest() -> None:
-    rows = [make_row(i, 1500, 44 + i) for i in range(5)]
-    assert plan(*rows) == [([0, 1, 2, 3, 4], 48)]
-
-
 @pytest.mark.slow
 def test_passes_compute_what_one_call_computes(builtin_path: Path, monkeypatch) -> None:
     """Random prompts, drafts and decoding rows, of which some are padded."""

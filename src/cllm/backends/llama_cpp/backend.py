@@ -40,7 +40,6 @@ from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
     attention_kernel,
     check_pointer,
-    count_equal_cells,
     last_error,
     log_lines,
     read_metadata,
@@ -49,7 +48,7 @@ from cllm.backends.llama_cpp.library import (
     use_own_kernels,
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
-from cllm.backends.llama_cpp.passes import TILE, Pass, plan_passes
+from cllm.backends.llama_cpp.passes import Pass, plan_passes
 from cllm.backends.llama_cpp.placement import (
     FLASH_ATTENTION,
     Placement,
@@ -163,7 +162,6 @@ class LlamaCppBackend:
         )
         pages = plain and not on_gpu and is_supported()
         self._params, self._options, self._plain = params, options, plain
-        self._equal_cells = count_equal_cells(self._model, vocabulary_size) if plain else 0.0
         sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
         vectors = read_embedding_facts(self._model, self._context, vocabulary_size)
@@ -191,7 +189,6 @@ class LlamaCppBackend:
             on_gpu=on_gpu,
             row_seconds=probed.row_seconds,
             attention="" if on_gpu else attention_kernel(),
-            tile=TILE,
             can_trim=probed.can_trim,
             num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
             generates=generates,
@@ -418,7 +415,7 @@ class LlamaCppBackend:
         if not self._in_passes:
             return self._decode(Pass(batch.rows))
         passes = plan_passes(
-            batch.rows, self._batch_size, self.info.context_length, self._equal_cells
+            batch.rows, self._batch_size, self.info.context_length, pads=self._plain
         )
         if len(passes) == 1:
             return self._decode(passes[0])

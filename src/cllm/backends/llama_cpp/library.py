@@ -167,21 +167,6 @@ def read_metadata(model: Any, key: str) -> str | None:
     return buffer.value.decode("utf-8", "replace") if length >= 0 else None
 
 
-def count_equal_cells(model: Any, vocabulary_size: int) -> float:
-    """Return the number of cells to which attention takes as many operations as the rest of a
-    token.
-
-    Of a mixture of experts, all count, so it is too large.
-    """
-    width = lib.llama_model_n_embd(model)
-    num_heads = max(1, lib.llama_model_n_head(model))  # some have layers without attention
-    architecture = read_metadata(model, "general.architecture")
-    head = int(read_metadata(model, f"{architecture}.attention.key_length") or width // num_heads)
-    num_weights = lib.llama_model_n_params(model) - width * vocabulary_size
-    # for each cell and head, its key times the query, and its value times their product
-    return float(num_weights / (2 * lib.llama_model_n_layer(model) * num_heads * head))
-
-
 def last_error(default: str) -> str:
     """Return the last logged error that names a cause, else the last warning or error, else
     ``default``.
