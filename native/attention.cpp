@@ -42,6 +42,7 @@ constexpr int FEW_ROWS = 4;     // up to here, the functions for few rows are fa
 constexpr int BLOCK_ROWS = 64;  // rows of a block; ggml's work memory is made for as many
 constexpr int STREAM_GROUP = 8; // streams that take turns at each tile, because they may share memory
 constexpr int SHARES = 4;       // parts of the work for each thread, if there is so much
+constexpr int SEGMENT = 4;      // tiles of a segment
 
 typedef void (*ScoreFew)(const float *const *, const char *, size_t, int, int, ptrdiff_t, float *);
 typedef void (*AddFew)(const float *, const char *, size_t, int, int, ptrdiff_t, const float *,
@@ -65,7 +66,7 @@ struct Attention {
     int key_size, value_size;  // of a head
     int heads, kv_heads, group;  // group: query heads for each KV head
     int tokens, streams, rows;   // rows: of a stream and KV head, token by token
-    int positions, tiles;
+    int positions, tiles, segments;
     float scale, cap, bias;
 
     explicit Attention(ggml_tensor *op)
@@ -74,6 +75,7 @@ struct Attention {
         heads = (int)q->ne[2], kv_heads = (int)k->ne[2], group = heads / kv_heads;
         tokens = (int)q->ne[1], streams = (int)q->ne[3], rows = tokens * group;
         positions = (int)k->ne[1], tiles = (positions + TILE - 1) / TILE;
+        segments = (tiles + SEGMENT - 1) / SEGMENT;
         memcpy(&scale, (const float *)op->op_params, sizeof scale);
         memcpy(&bias, (const float *)op->op_params + 1, sizeof bias);
         memcpy(&cap, (const float *)op->op_params + 2, sizeof cap);
@@ -189,8 +191,7 @@ static Mask read_mask(const Attention &a, int stream, int token, int tile, float
 
 // ------------------------------------------------------------------------------- plan
 
-// The state of rows that are being computed: maximum and sum of the weights, and the values added
-// so far. Pieces of an operation that divide its positions have one each.
+// The state of rows in a segment: maximum and sum of the weights, and the values added so far.
 struct State {
     float *maxima, *totals, *out;
 
@@ -204,19 +205,27 @@ struct State {
     }
 };
 
+// Maximum and sum of a row's weights in all segments joined so far. The values lie in the output.
+struct Joined {
+    float maximum = -INFINITY, total = 0.0f;
+};
+
 static size_t padded(size_t n) { return (n + 15) / 16 * 16; }
 
-// How an operation is divided into pieces. It depends on shapes and the number of threads only, so
-// that results are the same in every run.
+// How an operation is divided into pieces: by streams, KV heads, blocks of rows, and by segments if
+// that would be too few. Then there is memory for the states of ``slots`` segments, which are
+// computed in one wave, and joined before the next. A piece has ``run`` of them.
 struct Plan {
     bool many;
     int stream_group, head_group, block_rows;  // of one piece
-    int stream_groups, head_groups, blocks, chunk_tiles, chunks;
-    size_t scratch, state_rows, state;  // floats: of a thread, and of each chunk
+    int stream_groups, head_groups, blocks;
+    int slots, run;  // 0 where a piece has all segments
+    size_t scratch, state_rows, state;  // floats: of a thread, and of each slot
 
-    int pieces() const { return stream_groups * head_groups * blocks * chunks; }
+    int groups() const { return stream_groups * head_groups * blocks; }
+    size_t shared() const { return slots ? slots * state + 2 * state_rows : 0; }
 
-    Plan(const Attention &a, int threads, size_t memory) {
+    Plan(const Attention &a, int threads, size_t memory) : slots(0) {
         many = a.rows > FEW_ROWS;
         stream_group = head_group = 1;
         blocks = (a.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -230,34 +239,33 @@ struct Plan {
         }
         count_groups(a);
         divide_positions(a, threads, memory);
-        // Without room for the states of several chunks, the pieces are made of fewer rows.
-        while (pieces() < 2 * threads && (stream_group > 1 || head_group > 1)) {
+        // Smaller pieces if there are too few of them, or no room for their states.
+        while ((groups() * std::max(slots, 1) < 2 * threads || threads * scratch > memory) &&
+               (stream_group > 1 || head_group > 1)) {
             int &larger = stream_group > 1 ? stream_group : head_group;
             larger = (larger + 1) / 2;
             count_groups(a);
         }
-        scratch = padded(scratch_size(a));
+        run = slots ? std::max(1, groups() * slots / (SHARES * threads)) : 0;
     }
 
 private:
     void count_groups(const Attention &a) {
         stream_groups = (a.streams + stream_group - 1) / stream_group;
         head_groups = (a.kv_heads + head_group - 1) / head_group;
+        scratch = padded(scratch_size(a));
     }
 
     void divide_positions(const Attention &a, int threads, size_t memory) {
-        chunks = 1, chunk_tiles = a.tiles;
         state_rows = padded((size_t)a.streams * a.kv_heads * a.rows);
         state = padded(state_rows * (a.value_size + 2));
-        const int wanted = SHARES * threads, have = pieces();
-        if (have >= wanted - threads || a.tiles < 4) return;
-        const size_t used = threads * padded(scratch_size(a));
-        const size_t room = memory > used ? (memory - used) / state : 0;
-        const int possible = (int)std::min<size_t>(room, a.tiles / 2);
-        if (possible < 2) return;
-        chunks = std::min((wanted + have - 1) / have, possible);
-        chunk_tiles = (a.tiles + chunks - 1) / chunks;
-        chunks = (a.tiles + chunk_tiles - 1) / chunk_tiles;
+        if (groups() >= (SHARES - 1) * threads) return;
+        const size_t used = (many ? threads * scratch : 0) + 2 * state_rows;
+        const int room = memory > used ? (int)std::min<size_t>((memory - used) / state, a.segments) : 0;
+        if (room < 2) return;
+        const int waves = (a.segments + room - 1) / room;
+        slots = (a.segments + waves - 1) / waves;
+        count_groups(a);
     }
 
     size_t scratch_size(const Attention &a) const {
@@ -265,7 +273,7 @@ private:
             return (size_t)(block_rows + TILE) * (a.key_size + a.value_size) +
                    (size_t)block_rows * 2 * TILE;
         const size_t rows = (size_t)stream_group * head_group * a.rows;
-        return chunks == 1 ? rows * (a.value_size + 2) : 0;
+        return slots ? 0 : rows * (a.value_size + 4);
     }
 };
 
@@ -312,31 +320,55 @@ static void compute_alone(const Attention &a, int stream, int head, int token) {
     for (int i = 0; i < a.value_size; i++) out[i] = (float)(out[i] / total);
 }
 
-// Writes a row's result, with its sink, from its state. ``values`` may be the output itself.
-static void finish_row(const Attention &a, int stream, int head, int token, float maximum,
-                       float total, const float *values) {
-    float *out = a.output(stream, head, token), factor = 1.0f;
+// Joins a row's state of the next segment with those before it. Segments are always the same, and
+// joined in the same order, so that the result does not depend on how the work is divided.
+static void join_segment(const Attention &a, int stream, int head, int token, const State &segment,
+                         size_t at, Joined &joined) {
+    const float *values = segment.out + at * a.value_size;
+    const float top = segment.maxima[at], total = segment.totals[at];
+    float *out = a.output(stream, head, token);
+    if (joined.total == 0.0f) {
+        std::copy_n(values, a.value_size, out);
+        joined.maximum = top, joined.total = total;
+        return;
+    }
+    const float now = std::max(joined.maximum, top);
+    const float kept = exp(joined.maximum - now), added = exp(top - now);
+    for (int i = 0; i < a.value_size; i += WIDTH)
+        store(out + i, fma(load(values + i), spread(added), mul(load(out + i), spread(kept))));
+    joined.maximum = now;
+    joined.total = joined.total * kept + total * added;
+}
+
+// Writes a row's result, with its sink.
+static void finish_row(const Attention &a, int stream, int head, int token, const Joined &joined) {
+    float *out = a.output(stream, head, token), total = joined.total, factor = 1.0f;
+    if (total == 0.0f) {
+        std::fill_n(out, a.value_size, 0.0f);
+        return;
+    }
     if (a.sinks) {
         const float sink = ((const float *)a.sinks->data)[head];
-        const float now = std::max(sink, maximum);
-        factor = expf(maximum - now);
-        total = total * factor + expf(sink - now);
+        const float now = std::max(sink, joined.maximum);
+        factor = exp(joined.maximum - now);
+        total = total * factor + exp(sink - now);
     }
-    factor = total == 0.0f ? 0.0f : factor / total;
+    factor /= total;
     Vector check = spread(factor * 0.0f);
     for (int i = 0; i < a.value_size; i += WIDTH) {
-        const Vector v = mul(load(values + i), spread(factor));
+        const Vector v = fma(load(out + i), spread(factor), zero());  // never -0
         check = fma(v, zero(), check);  // 0, or not a number if v is not finite
         store(out + i, v);
     }
     if (a.mask && !(sum(check) == 0.0f)) compute_alone(a, stream, head, token);
 }
 
-static void finish_rows(const Attention &a, int stream, int kv_head, int first, int count,
-                        const State &state, size_t at) {
+// Calls function(stream, head, token, number) for rows of a KV head, numbered from ``at`` on.
+template <class Function>
+static void for_rows(const Attention &a, int stream, int kv_head, int first, int count, size_t at,
+                     const Function &function) {
     for (int r = first; r < first + count; r++, at++)
-        finish_row(a, stream, kv_head * a.group + r % a.group, r / a.group, state.maxima[at],
-                   state.totals[at], state.out + at * a.value_size);
+        function(stream, kv_head * a.group + r % a.group, r / a.group, at);
 }
 
 // ------------------------------------------------------------------------------- few rows
@@ -368,11 +400,11 @@ static bool next_turn(const Attention &a, int end_tile, int first_stream, int en
 struct FewRows {
     const Attention &a;
     const Plan &plan;
-    float *scratch;
+    Joined *joined;  // followed by the state
     const Few *keys, *values;
 
     FewRows(const Attention &a, const Plan &plan, float *scratch)
-        : a(a), plan(plan), scratch(scratch), keys(functions(a.k)), values(functions(a.v)) {}
+        : a(a), plan(plan), joined((Joined *)scratch), keys(functions(a.k)), values(functions(a.v)) {}
 
     static const Few *functions(const ggml_tensor *kv) {
         return kv->type == GGML_TYPE_F16    ? &few<Float16>
@@ -406,39 +438,57 @@ struct FewRows {
                                 state.out + at * a.value_size);
     }
 
-    void compute_piece(int piece, float *partials) {
-        const int streams = piece % plan.stream_groups * plan.stream_group;
-        const int heads = piece / plan.stream_groups % plan.head_groups * plan.head_group;
-        const int chunk = piece / plan.stream_groups / plan.head_groups;
+    // Computes segments of a group of rows. ``shared`` is the state of the first one, if they have one
+    // each that is joined later; null if they are all.
+    void compute_piece(int group, int first, int end, float *shared) {
+        const int streams = group % plan.stream_groups * plan.stream_group;
+        const int heads = group / plan.stream_groups * plan.head_group;
         const int end_stream = std::min(streams + plan.stream_group, a.streams);
         const int end_head = std::min(heads + plan.head_group, a.kv_heads);
-        const int end_tile = std::min((chunk + 1) * plan.chunk_tiles, a.tiles);
-        const bool whole = plan.chunks == 1;
         const size_t rows = (size_t)(end_stream - streams) * (end_head - heads) * a.rows;
-        const State state = whole ? State(scratch, rows)
-                                  : State(partials + chunk * plan.state, plan.state_rows);
-        const auto place = [&](int stream, int head) {
-            return whole ? ((size_t)(stream - streams) * (end_head - heads) + head - heads) * a.rows
-                         : ((size_t)stream * a.kv_heads + head) * a.rows;
+        const State own((float *)(joined + rows), rows);
+        const auto state_of = [&](int segment) {
+            return shared ? State(shared + (segment - first) * plan.state, plan.state_rows) : own;
         };
-        for (int s = streams; s < end_stream; s++)
-            state.clear(place(s, heads), (size_t)(end_head - heads) * a.rows, a.value_size);
+        const auto place = [&](int stream, int head) {
+            return shared ? ((size_t)stream * a.kv_heads + head) * a.rows
+                          : ((size_t)(stream - streams) * (end_head - heads) + head - heads) * a.rows;
+        };
+        const auto clear = [&](const State &state) {
+            for (int s = streams; s < end_stream; s++)
+                state.clear(place(s, heads), (size_t)(end_head - heads) * a.rows, a.value_size);
+        };
+        const auto for_all = [&](const auto &function) {
+            for (int s = streams; s < end_stream; s++)
+                for (int h = heads; h < end_head; h++)
+                    for_rows(a, s, h, 0, a.rows, place(s, h), function);
+        };
+        for (int s = first; s < (shared ? end : first + 1); s++) clear(state_of(s));
+        if (!shared) std::fill_n(joined, rows, Joined());
 
+        const int end_tile = std::min(end * SEGMENT, a.tiles);
         Turn turns[2];
         Turn *turn = turns, *next = turns + 1;
-        turn->tile = chunk * plan.chunk_tiles, turn->stream = streams;
+        turn->tile = first * SEGMENT, turn->stream = streams;
         bool more = next_turn(a, end_tile, streams, end_stream, *turn);
         while (more) {
             next->tile = turn->tile, next->stream = turn->stream + 1;
             more = next_turn(a, end_tile, streams, end_stream, *next);
+            const State state = state_of(turn->tile / SEGMENT);
             for (int h = heads; h < end_head; h++)
                 compute_tile(*turn, more ? next : nullptr, h, state, place(turn->stream, h));
+            if (!shared && (!more || next->tile / SEGMENT > turn->tile / SEGMENT)) {
+                for_all([&](int stream, int head, int token, size_t at) {
+                    join_segment(a, stream, head, token, state, at, joined[at]);
+                });
+                if (more) clear(state);
+            }
             std::swap(turn, next);
         }
-        if (whole)
-            for (int s = streams; s < end_stream; s++)
-                for (int h = heads; h < end_head; h++)
-                    finish_rows(a, s, h, 0, a.rows, state, place(s, h));
+        if (!shared)
+            for_all([&](int stream, int head, int token, size_t at) {
+                finish_row(a, stream, head, token, joined[at]);
+            });
     }
 };
 
@@ -460,11 +510,14 @@ struct ManyRows {
 
     void pack_queries(int stream, int kv_head, int first, int count, int padded_rows) {
         for (int r = 0; r < padded_rows; r++) {
-            const int row = first + r;
+            const int row = first + r, start = r / QUERY_ROWS * QUERY_ROWS;
+            const int width = std::min(QUERY_ROWS, padded_rows - start);
             const float *query = r < count ? a.query(stream, kv_head * a.group + row % a.group,
                                                      row / a.group) : nullptr;
-            for (int i = 0; i < a.key_size; i++)
-                queries[i * padded_rows + r] = query ? query[i] * a.scale : 0.0f;
+            float *place = queries + (size_t)start * a.key_size + r - start;
+            for (int n = 0; n < WIDTH; n++)
+                for (int i = lane_at(n); i < a.key_size; i += WIDTH, place += width)
+                    *place = query ? query[i] : 0.0f;
         }
     }
 
@@ -496,88 +549,121 @@ struct ManyRows {
         return Mask::SOME;
     }
 
-    void compute_piece(int piece, float *partials) {
-        const int block = piece % plan.blocks;
-        const int kv_head = piece / plan.blocks % a.kv_heads;
-        const int stream = piece / plan.blocks / a.kv_heads % a.streams;
-        const int chunk = piece / plan.blocks / a.kv_heads / a.streams;
+    // As FewRows::compute_piece, for a block of rows.
+    void compute_piece(int group, int first_segment, int end_segment, float *shared) {
+        const int block = group % plan.blocks;
+        const int kv_head = group / plan.blocks % a.kv_heads, stream = group / plan.blocks / a.kv_heads;
         const int first = block * plan.block_rows;
         const int count = std::min(plan.block_rows, a.rows - first);
         const int rows = (count + WIDTH - 1) / WIDTH * WIDTH;
-        float maxima[BLOCK_ROWS], totals[BLOCK_ROWS], decays[BLOCK_ROWS];
+        float maxima[BLOCK_ROWS], totals[BLOCK_ROWS];
+        Joined joined[BLOCK_ROWS];
         State state(nullptr, 0);
         state.maxima = maxima, state.totals = totals, state.out = out;
-        state.clear(0, rows, a.value_size);
         pack_queries(stream, kv_head, first, count, rows);
+        const size_t place = ((size_t)stream * a.kv_heads + kv_head) * a.rows + first;
+        for (int s = first_segment; shared && s < end_segment; s++, shared += plan.state) {
+            const State slot(shared, plan.state_rows);
+            state.clear(0, rows, a.value_size);
+            compute_segment(s, stream, kv_head, first, count, rows, state);
+            std::copy_n(maxima, count, slot.maxima + place);
+            std::copy_n(totals, count, slot.totals + place);
+            std::copy_n(out, (size_t)count * a.value_size, slot.out + place * a.value_size);
+        }
+        if (plan.slots) return;
+        bool clear = false;
+        for (int s = 0; s < a.segments; s++) {
+            if (!clear) state.clear(0, rows, a.value_size);
+            clear = !compute_segment(s, stream, kv_head, first, count, rows, state);
+            if (clear) continue;
+            for_rows(a, stream, kv_head, first, count, 0, [&](int, int head, int token, size_t at) {
+                join_segment(a, stream, head, token, state, at, joined[at]);
+            });
+        }
+        for_rows(a, stream, kv_head, first, count, 0, [&](int, int head, int token, size_t at) {
+            finish_row(a, stream, head, token, joined[at]);
+        });
+    }
 
-        const int end_tile = std::min((chunk + 1) * plan.chunk_tiles, a.tiles);
-        for (int tile = chunk * plan.chunk_tiles; tile < end_tile; tile++) {
+    // Returns false if no row sees anything of the segment.
+    bool compute_segment(int segment, int stream, int kv_head, int first, int count, int rows,
+                         const State &state) {
+        bool any = false;
+        float decays[BLOCK_ROWS];
+        const int end_tile = std::min((segment + 1) * SEGMENT, a.tiles);
+        for (int tile = segment * SEGMENT; tile < end_tile; tile++) {
             const int position = tile * TILE;
             int number = 0;
             const Mask mask = read_masks(stream, kv_head, first, count, rows, tile, number);
             if (mask == Mask::ALL) continue;
+            any = true;
             convert_tile(a.k, a.cells(a.k, stream, kv_head, position), number, keys, a.key_size, PANEL);
-            score_many(queries, rows, keys, a.key_size, scores);
-            weigh_many(scores, rows, a.cap, mask == Mask::SOME ? masks : nullptr, maxima, totals,
-                       decays);
+            score_many(queries, rows, keys, a.key_size, a.scale, scores);
+            weigh_many(scores, rows, a.cap, mask == Mask::SOME ? masks : nullptr, state.maxima,
+                       state.totals, decays);
             convert_tile(a.v, a.cells(a.v, stream, kv_head, position), number, values, PANEL, TILE * PANEL);
-            add_many(scores, rows, values, decays, a.value_size, out);
+            add_many(scores, rows, values, decays, a.value_size, state.out);
         }
-        if (plan.chunks == 1) {
-            finish_rows(a, stream, kv_head, first, count, state, 0);
-            return;
-        }
-        const State shared(partials + chunk * plan.state, plan.state_rows);
-        const size_t at = ((size_t)stream * a.kv_heads + kv_head) * a.rows + first;
-        std::copy_n(maxima, count, shared.maxima + at);
-        std::copy_n(totals, count, shared.totals + at);
-        std::copy_n(out, (size_t)count * a.value_size, shared.out + at * a.value_size);
+        return any;
     }
 };
 
 // ------------------------------------------------------------------------------- operation
 
-// Joins the chunks of a row.
-static void join_row(const Attention &a, const Plan &plan, float *partials, size_t row) {
+// Joins the segments from ``first`` to ``end`` of a row, and finishes it after the last.
+static void join_row(const Attention &a, const Plan &plan, float *memory, Joined *joined, int first,
+                     int end, size_t row) {
     const int in_head = (int)(row % a.rows), kv_head = (int)(row / a.rows % a.kv_heads);
     const int stream = (int)(row / a.rows / a.kv_heads);
     const int head = kv_head * a.group + in_head % a.group, token = in_head / a.group;
-    float *out = a.output(stream, head, token);
-    float maximum = -INFINITY, total = 0.0f;
-    for (int c = 0; c < plan.chunks; c++)
-        maximum = std::max(maximum, State(partials + c * plan.state, plan.state_rows).maxima[row]);
-    const float base = maximum == -INFINITY ? 0.0f : maximum;
-    std::fill_n(out, a.value_size, 0.0f);
-    for (int c = 0; c < plan.chunks; c++) {
-        const State state(partials + c * plan.state, plan.state_rows);
-        const float factor = expf(state.maxima[row] - base);
-        total += state.totals[row] * factor;
-        const float *values = state.out + row * a.value_size;
-        for (int i = 0; i < a.value_size; i += WIDTH)
-            store(out + i, fma(load(values + i), spread(factor), load(out + i)));
-    }
-    finish_row(a, stream, head, token, maximum, total, out);
+    if (first == 0) joined[row] = Joined();
+    for (int s = first; s < end; s++)
+        join_segment(a, stream, head, token, State(memory + (s - first) * plan.state, plan.state_rows),
+                     row, joined[row]);
+    if (end == a.segments) finish_row(a, stream, head, token, joined[row]);
 }
 
-template <class Rows>
-static void compute_pieces(const Attention &a, const Plan &plan, const ggml_compute_params *params,
-                           float *memory) {
-    Rows rows(a, plan, memory + params->ith * plan.scratch);
-    float *partials = memory + params->nth * plan.scratch;
-    const int pieces = plan.pieces(), threads = params->nth;
+// Calls function(piece) for all pieces, each in one of the threads.
+template <class Function>
+static void share_pieces(const ggml_compute_params *params, int pieces, const Function &function) {
+    const int threads = params->nth;
     const bool shares = pieces > threads && threads > 1;
     if (shares) {
         if (params->ith == 0) ggml_threadpool_chunk_set(params->threadpool, threads);
         ggml_barrier(params->threadpool);
     }
     for (int piece = params->ith; piece < pieces;) {
-        rows.compute_piece(piece, partials);
+        function(piece);
         piece = shares ? ggml_threadpool_chunk_add(params->threadpool, 1) : piece + threads;
     }
-    if (plan.chunks == 1) return;
-    ggml_barrier(params->threadpool);
+}
+
+template <class Rows>
+static void compute_pieces(const Attention &a, const Plan &plan, const ggml_compute_params *params,
+                           float *memory) {
+    Rows rows(a, plan, memory + params->ith * plan.scratch);
+    const int groups = plan.groups();
+    if (!plan.slots) {
+        share_pieces(params, groups,
+                     [&](int group) { rows.compute_piece(group, 0, a.segments, nullptr); });
+        return;
+    }
+    float *states = memory + params->nth * plan.scratch;
+    Joined *joined = (Joined *)(states + plan.slots * plan.state);
     const size_t count = (size_t)a.streams * a.kv_heads * a.rows;
-    for (size_t row = params->ith; row < count; row += threads) join_row(a, plan, partials, row);
+    for (int first = 0; first < a.segments; first += plan.slots) {
+        const int end = std::min(first + plan.slots, a.segments);
+        if (first > 0) ggml_barrier(params->threadpool);
+        const int runs = (end - first + plan.run - 1) / plan.run;
+        share_pieces(params, groups * runs, [&](int piece) {
+            const int begin = piece / groups * plan.run;
+            rows.compute_piece(piece % groups, first + begin, std::min(first + begin + plan.run, end),
+                               states + begin * plan.state);
+        });
+        ggml_barrier(params->threadpool);
+        for (size_t row = params->ith; row < count; row += params->nth)
+            join_row(a, plan, states, joined, first, end, row);
+    }
 }
 
 // Returns false if the work memory is too small.
@@ -587,8 +673,7 @@ static bool compute(const ggml_compute_params *params, ggml_tensor *dst) {
     const uintptr_t start = (uintptr_t)params->wdata, aligned = (start + 63) / 64 * 64;
     const size_t bytes = params->wsize > aligned - start ? params->wsize - (aligned - start) : 0;
     const Plan plan(a, params->nth, bytes / sizeof(float));
-    const size_t needed = params->nth * plan.scratch + (plan.chunks > 1 ? plan.chunks * plan.state : 0);
-    if (needed > bytes / sizeof(float)) return false;
+    if (params->nth * plan.scratch + plan.shared() > bytes / sizeof(float)) return false;
     if (plan.many)
         compute_pieces<ManyRows>(a, plan, params, (float *)aligned);
     else

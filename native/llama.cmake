@@ -36,11 +36,17 @@ function(cllm_add_kernels)
   cllm_rename(${first} tiled/tiled.cpp
     ggml_compute_forward_mul_mat_tiled=ggml_original_mul_mat_tiled
     ggml_compute_forward_mul_mat_id_tiled=ggml_original_mul_mat_id_tiled)
+  set(options "")
+  if(NOT MSVC)
+    # The same operations everywhere: the compiler must not make one of a product and a sum.
+    list(APPEND options -ffp-contract=off)
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # This order of instructions needs more registers than there are (pyproject.toml sets it).
-    set_source_files_properties("${CLLM_NATIVE}/attention.cpp" TARGET_DIRECTORY ${first} PROPERTIES
-      COMPILE_OPTIONS "-fno-schedule-insns")
+    list(APPEND options -fno-schedule-insns)
   endif()
+  set_source_files_properties("${CLLM_NATIVE}/attention.cpp" TARGET_DIRECTORY ${first} PROPERTIES
+    COMPILE_OPTIONS "${options}")
 endfunction()
 
 function(cllm_rename target file)

@@ -4,6 +4,9 @@
 // - few rows: keys and values are converted in registers where they are. Scores lie as [row][TILE].
 // - many rows: keys and values of the tile are converted once into float32. Scores lie as
 //   [position][rows], so that a vector holds several rows and no sums across a vector are needed.
+//
+// Both do the same operations in the same order for each row, so that its bits do not depend on which
+// is used: sums have WIDTH parts, which are added as the values of a vector are (sum_lanes).
 #pragma once
 
 #include <cmath>
@@ -108,6 +111,11 @@ static void add_few(const float *weights, const char *v, size_t stride, int coun
         add_some<Type, ROWS, PANEL_VECTORS>(weights, v, stride, count, i, decay, out, size);
 }
 
+// Adds a mask to scores. What is masked stays so even if the score is not a number.
+CLLM_INLINE Vector add_mask(Vector scores, Vector mask) {
+    return select_less(mask, spread(-3e38f), mask, add(scores, mask));
+}
+
 // Makes weights of a row's scores, whose number is a multiple of WIDTH, and updates the row's
 // maximum and sum. Returns the factor for what was added before.
 static float weigh_few(float *scores, int count, float scale, float cap, const float *mask,
@@ -116,7 +124,7 @@ static float weigh_few(float *scores, int count, float scale, float cap, const f
     for (int t = 0; t < count; t += WIDTH) {
         Vector s = mul(load(scores + t), spread(scale));
         if (cap != 0.0f) s = mul(tanh(s), spread(cap));
-        if (mask) s = fma(load(mask + t), spread(slope), s);
+        if (mask) s = add_mask(s, mul(load(mask + t), spread(slope)));
         store(scores + t, s);
         top = max(top, s);
     }
@@ -128,7 +136,7 @@ static float weigh_few(float *scores, int count, float scale, float cap, const f
         store(scores + t, weight);
         added = add(added, weight);
     }
-    const float decay = now == old ? 1.0f : expf(old - base);
+    const float decay = exp(old - base);
     *maximum = now;
     *total = *total * decay + sum(added);
     return decay;
@@ -136,41 +144,64 @@ static float weigh_few(float *scores, int count, float scale, float cap, const f
 
 // ---------------------------------------------------------------------------------- many rows
 
-// scores[position][rows] = queries . keys. Queries lie as [size][rows], keys as [TILE][size].
-template <int VECTORS, int POSITIONS>
-CLLM_INLINE void score_block(const float *queries, int rows, const float *keys, int size,
-                             float *scores) {
-    Vector sums[POSITIONS][VECTORS];
-    for (int p = 0; p < POSITIONS; p++)
-        for (int j = 0; j < VECTORS; j++) sums[p][j] = zero();
-    for (int i = 0; i < size; i++) {
-        Vector q[VECTORS];
-        for (int j = 0; j < VECTORS; j++) q[j] = load(queries + (size_t)i * rows + j * WIDTH);
-        for (int p = 0; p < POSITIONS; p++) {
-            const Vector key = spread(keys[p * size + i]);
-            for (int j = 0; j < VECTORS; j++) sums[p][j] = fma(key, q[j], sums[p][j]);
+// How queries lie for score_many: rows in groups of QUERY_ROWS (fewer in the last), and in a group
+// as [lane][size / WIDTH][rows].
+constexpr int QUERY_ROWS = 2 * WIDTH;
+
+// Adds the products of one value of each query and key to the sums, or begins them.
+template <int VECTORS, int POSITIONS, bool FIRST>
+CLLM_INLINE void add_products(const float *queries, const float *keys, size_t stride, Vector *sums) {
+    Vector q[VECTORS];
+    for (int j = 0; j < VECTORS; j++) q[j] = load(queries + j * WIDTH);
+    for (int p = 0; p < POSITIONS; p++) {
+        const Vector key = spread(keys[p * stride]);
+        for (int j = 0; j < VECTORS; j++) {
+            Vector &sum = sums[p * VECTORS + j];
+            sum = FIRST ? mul(key, q[j]) : fma(key, q[j], sum);
         }
     }
-    for (int p = 0; p < POSITIONS; p++)
-        for (int j = 0; j < VECTORS; j++) store(scores + p * rows + j * WIDTH, sums[p][j]);
 }
 
 template <int VECTORS, int POSITIONS>
-static void score_rows(const float *queries, int rows, const float *keys, int size, float *scores) {
-    int t = 0;
-    for (; t + POSITIONS <= TILE; t += POSITIONS)
-        score_block<VECTORS, POSITIONS>(queries, rows, keys + t * size, size, scores + t * rows);
-    constexpr int REST = TILE % POSITIONS;
-    if constexpr (REST > 0)
-        score_block<VECTORS, REST>(queries, rows, keys + t * size, size, scores + t * rows);
+CLLM_INLINE void score_block(const float *queries, const float *keys, int size, float scale,
+                             float *scores, int rows) {
+    constexpr int COUNT = POSITIONS * VECTORS;
+    Vector lanes[WIDTH][COUNT];
+    for (int n = 0; n < WIDTH; n++) {
+        Vector sums[COUNT];
+        const float *key = keys + lane_at(n), *end = key + size;
+        add_products<VECTORS, POSITIONS, true>(queries, key, size, sums);
+        queries += VECTORS * WIDTH;
+        for (key += WIDTH; key != end; key += WIDTH, queries += VECTORS * WIDTH)
+            add_products<VECTORS, POSITIONS, false>(queries, key, size, sums);
+        for (int i = 0; i < COUNT; i++) lanes[n][i] = sums[i];
+    }
+    for (int p = 0; p < POSITIONS; p++)
+        for (int j = 0; j < VECTORS; j++) {
+            const Vector sum = sum_lanes<WIDTH>(&lanes[0][p * VECTORS + j], COUNT);
+            store(scores + p * rows + j * WIDTH, mul(sum, spread(scale)));
+        }
 }
 
-static void score_many(const float *queries, int rows, const float *keys, int size, float *scores) {
+template <int VECTORS, int POSITIONS>
+static void score_rows(const float *queries, const float *keys, int size, float scale, float *scores,
+                       int rows) {
+    int t = 0;
+    for (; t + POSITIONS <= TILE; t += POSITIONS)
+        score_block<VECTORS, POSITIONS>(queries, keys + t * size, size, scale, scores + t * rows, rows);
+    constexpr int REST = TILE % POSITIONS;
+    if constexpr (REST > 0)
+        score_block<VECTORS, REST>(queries, keys + t * size, size, scale, scores + t * rows, rows);
+}
+
+// scores[position][rows] = scale * queries . keys, which lie as [TILE][size].
+static void score_many(const float *queries, int rows, const float *keys, int size, float scale,
+                       float *scores) {
     constexpr int POSITIONS = REGISTERS == 32 ? 8 : 6;
     int r = 0;
-    for (; r + 2 * WIDTH <= rows; r += 2 * WIDTH)
-        score_rows<2, POSITIONS>(queries + r, rows, keys, size, scores + r);
-    if (r < rows) score_rows<1, 8>(queries + r, rows, keys, size, scores + r);
+    for (; r + QUERY_ROWS <= rows; r += QUERY_ROWS)
+        score_rows<2, POSITIONS>(queries + r * size, keys, size, scale, scores + r, rows);
+    if (r < rows) score_rows<1, 8>(queries + r * size, keys, size, scale, scores + r, rows);
 }
 
 // As weigh_few, for all rows. mask lies as the scores do and has the slopes in it, or is null.
@@ -181,22 +212,26 @@ static void weigh_many(float *scores, int rows, float cap, const float *mask, fl
         for (int t = 0; t < TILE; t++) {
             Vector s = load(scores + t * rows + r);
             if (cap != 0.0f) s = mul(tanh(s), spread(cap));
-            if (mask) s = add(s, load(mask + t * rows + r));
+            if (mask) s = add_mask(s, load(mask + t * rows + r));
             if (cap != 0.0f || mask) store(scores + t * rows + r, s);
             top = max(top, s);
         }
         const Vector old = load(maxima + r), now = max(top, old);
         // 0 where nothing has been seen: e^-inf is 0 and not e^(-inf + inf).
         const Vector base = select_less(now, spread(-3e38f), zero(), now);
-        Vector added = zero();
-        for (int t = 0; t < TILE; t++) {
-            const Vector weight = exp(sub(load(scores + t * rows + r), base));
-            store(scores + t * rows + r, weight);
-            added = add(added, weight);
+        Vector lanes[WIDTH];
+        for (int n = 0; n < WIDTH; n++) {
+            lanes[n] = zero();
+            for (int t = lane_at(n); t < TILE; t += WIDTH) {
+                const Vector weight = exp(sub(load(scores + t * rows + r), base));
+                store(scores + t * rows + r, weight);
+                lanes[n] = add(lanes[n], weight);
+            }
         }
+        const Vector added = sum_lanes<WIDTH>(lanes, 1);
         const Vector decay = exp(sub(old, base));
         store(maxima + r, now);
-        store(totals + r, fma(load(totals + r), decay, added));
+        store(totals + r, add(mul(load(totals + r), decay), added));
         store(decays + r, decay);
     }
 }

@@ -68,7 +68,6 @@ CLLM_INLINE Vector spread_f16(const void *p) {
     memcpy(&bits, p, sizeof bits);
     return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
-CLLM_INLINE float sum(Vector v) { return _mm512_reduce_add_ps(v); }
 CLLM_INLINE float largest(Vector v) { return _mm512_reduce_max_ps(v); }
 CLLM_INLINE __m256 fold(Vector v) {
     return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
@@ -120,11 +119,6 @@ CLLM_INLINE float largest(Vector v) {
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-CLLM_INLINE float sum(Vector v) {
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-}
 CLLM_INLINE __m256 fold(Vector v) { return v; }
 
 #else
@@ -169,19 +163,23 @@ CLLM_INLINE Vector spread_f16(const void *p) {
     return vdupq_lane_f32(vget_low_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)))), 0);
 }
 CLLM_INLINE float largest(Vector v) { return vmaxvq_f32(v); }
-CLLM_INLINE float sum(Vector v) { return vaddvq_f32(v); }
 
 #endif
 
 CLLM_INLINE Vector zero() { return spread(0.0f); }
 
-// Stores the sums of four vectors: rows of the same query are adjacent (Four), or two by two.
+// All sums across a vector are added in the same order, which sum_lanes repeats: neighbours first,
+// then the sums of neighbours; with 16 values, each to the one 8 places further before that.
+constexpr int lane_at(int n) { return WIDTH == 16 ? n / 2 + n % 2 * 8 : n; }
+
+// Stores the sums of four vectors: rows of the same query are adjacent, or two by two.
 #if defined(__x86_64__) || defined(_M_X64) || defined(__i386__)
 CLLM_INLINE __m128 four_sums(Vector a, Vector b, Vector c, Vector d) {
     const __m256 ab = _mm256_hadd_ps(fold(a), fold(b)), cd = _mm256_hadd_ps(fold(c), fold(d));
     const __m256 all = _mm256_hadd_ps(ab, cd);
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
+CLLM_INLINE float sum(Vector v) { return _mm_cvtss_f32(four_sums(v, v, v, v)); }
 CLLM_INLINE void store_sums(float *p, Vector a, Vector b, Vector c, Vector d) {
     _mm_storeu_ps(p, four_sums(a, b, c, d));
 }
@@ -195,6 +193,7 @@ CLLM_INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HIN
 CLLM_INLINE Vector four_sums(Vector a, Vector b, Vector c, Vector d) {
     return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
+CLLM_INLINE float sum(Vector v) { return vgetq_lane_f32(four_sums(v, v, v, v), 0); }
 CLLM_INLINE void store_sums(float *p, Vector a, Vector b, Vector c, Vector d) {
     store(p, four_sums(a, b, c, d));
 }
@@ -206,9 +205,19 @@ CLLM_INLINE void store_sums(float *p, float *q, Vector a, Vector b, Vector c, Ve
 CLLM_INLINE void prefetch(const void *p) { __builtin_prefetch(p); }
 #endif
 
-// e^x with a relative error of about 1e-7; 0 below -87.
+// Adds COUNT vectors, ``stride`` apart, in the order in which a sum across a vector adds its values:
+// the n-th is for the value lane_at(n).
+template <int COUNT>
+CLLM_INLINE Vector sum_lanes(const Vector *lanes, int stride) {
+    if constexpr (COUNT == 1) return *lanes;
+    else return add(sum_lanes<COUNT / 2>(lanes, stride),
+                    sum_lanes<COUNT / 2>(lanes + COUNT / 2 * stride, stride));
+}
+
+// e^x with a relative error of about 1e-7; 0 below -87; not a number if x is not.
 CLLM_INLINE Vector exp(Vector x) {
-    const Vector limited = min(max(x, spread(-87.0f)), spread(88.0f));
+    // The second operand is the result if one is not a number (x86).
+    const Vector limited = min(spread(88.0f), max(spread(-87.0f), x));
     const Vector power = round(mul(limited, spread(1.44269504f)));
     // The logarithm of 2 in two parts, so that the rest is exact.
     Vector r = fma(power, spread(-0.693145752f), limited);
@@ -220,6 +229,12 @@ CLLM_INLINE Vector exp(Vector x) {
     p = fma(r, p, spread(5.000000014e-01f));
     const Vector result = add(fma(mul(r, r), p, r), spread(1.0f));
     return select_less(x, spread(-87.0f), zero(), scale_by_power(result, power));
+}
+
+CLLM_INLINE float exp(float x) {
+    float values[WIDTH];
+    store(values, exp(spread(x)));
+    return values[0];
 }
 
 CLLM_INLINE Vector tanh(Vector x) {

@@ -129,13 +129,15 @@ def test_own_attention_kernel_changes_no_text(smollm2_f32, gemma3_f32):
         assert all(map(are_equal_except_at_a_tie, *texts))
 
 
-def test_32_at_once_get_what_they_get_alone_except_at_ties(smollm2_f32):
+def test_32_at_once_get_exactly_what_they_get_alone(smollm2):
+    """With quantized weights, a difference in the last bit would soon change the texts."""
     chats = [ask(f"{prompt} Answer number {i}.") for i in (1, 2, 3) for prompt in PROMPTS][:32]
-    with LLM(str(smollm2_f32), model_max_context_length=1024) as llm:
-        size = repeat(32, 12)
-        alone = [llm.chat(chat, greedy(size, logprobs=2)).outputs[0] for chat in chats]
-        together = [done.outputs[0] for done in llm.chat(chats, greedy(size))]
-    assert all(map(are_equal_except_at_a_tie, alone, together))
+    with LLM(str(smollm2), model_max_context_length=1024) as llm:
+        params = greedy(repeat(32, 12), logprobs=2)
+        alone = [llm.chat(chat, params).outputs[0] for chat in chats]
+        together = [done.outputs[0] for done in llm.chat(chats, params)]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+    assert [each.logprobs for each in together] == [each.logprobs for each in alone]
 
 
 def test_tool_is_called_and_a_schema_followed(smollm2):

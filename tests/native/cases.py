@@ -33,7 +33,7 @@ def random_case(seed: int) -> Case:
     )
     kv_heads, group = pick(1, 2, 3, 8), pick(1, 1, 2, 2, 3, 4, 5, 7, 8, 16)
     streams, tokens = pick(1, 1, 2, 3, 9), pick(1, 1, 1, 2, 3, 11, 33, 70)
-    positions = pick(1, 5, 63, 64, 65, 200, 256, 320, 511, 640)
+    positions = pick(1, 5, 63, 64, 65, 200, 256, 320, 511, 640, 1100)
     heads = kv_heads * group
     q = cells(rng, streams, tokens, heads, key_size, "f32", scale=pick(0.1, 1, 4))
     k = cells(rng, streams, positions, kv_heads, key_size, k_type)
@@ -81,6 +81,31 @@ def random_mask(rng, form, streams, tokens, positions) -> np.ndarray | None:
         seen = rng.random((streams, tokens, positions)) < 0.1
         seen &= rng.random((1, 1, (positions + 63) // 64)).repeat(64, 2)[..., :positions] < 0.5
     return np.where(seen, 0, -np.inf).astype(np.float16)
+
+
+def part_of(case: Case, stream: int, tokens: slice, kv_heads: slice, padding: int) -> Case:
+    """Return an operation of some tokens of one stream and of the query heads of some KV heads, with
+    ``padding`` more positions that they do not see."""
+    group = case.q.shape[1] // case.k.shape[1]
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    rng = np.random.default_rng(padding)
+    cells = {}
+    for name, kind in (("k", case.k_type), ("v", case.v_type)):
+        seen = getattr(case, name)[stream, kv_heads]
+        size = case.value_size if name == "v" else case.q.shape[-1]
+        unseen = store(rng.standard_normal((len(seen), 600, size)), kind)
+        cells[name] = np.concatenate([seen, unseen[:, :padding]], 1)[None]
+    mask = case.mask
+    if mask is not None:
+        mask = np.pad(mask[stream, tokens], ((0, 0), (0, padding)), constant_values=-np.inf)[None]
+    return Case(
+        case.q[stream, heads, tokens].copy()[None],
+        *(cells["k"], cells["v"], case.k_type, case.v_type, mask),
+        sinks=None if case.sinks is None else case.sinks[heads].copy(),
+        scale=case.scale,
+        bias=case.bias,
+        cap=case.cap,
+    )
 
 
 # ------------------------------------------------------------------------------ guard pages

@@ -83,7 +83,15 @@ def build(*switches: str) -> Path:
     include = [f"-I{ggml / each}" for each in ("include", "src", "src/ggml-cpu")]
     lib = libraries()
     command = [
-        *(os.environ.get("CXX", "c++"), "-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+        *(
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-O3",
+            "-march=native",
+            "-ffp-contract=off",
+            "-fPIC",
+            "-shared",
+        ),
         *(
             "-Wall",
             "-Wextra",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from native.cases import guarded, random_case
+from native.cases import guarded, part_of, random_case
 from native.kernels import ROOT, Case, Kernels, reference, store
 
 from native import kernels as native
@@ -53,6 +53,26 @@ def test_result_is_bit_identical_in_every_run(kernels, seed, threads) -> None:
         case.out[:] = np.nan
         kernels.run(case, threads, work=1 << 20)
         assert case.out.tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tokens_are_computed_alike_whatever_shares_the_operation(kernels, seed) -> None:
+    """Neither tokens, streams and heads beside them, nor threads, memory or padding change a bit."""
+    case, rng = random_case(seed), np.random.default_rng(seed)
+    kernels.run(case, threads=1 + seed % 3, work=seed % 2 << 22)
+    streams, heads, tokens, _ = case.q.shape
+    kv_heads = case.k.shape[1]
+    for number in range(4):
+        stream, first = rng.integers(streams), rng.integers(tokens)
+        end = first + 1 if number < 2 else rng.integers(first, tokens) + 1
+        one = rng.integers(kv_heads)
+        some = slice(one, one + 1) if number % 2 and not case.bias else slice(0, kv_heads)
+        padding = 0 if case.mask is None else int(rng.integers(600))
+        part = part_of(case, stream, slice(first, end), some, padding)
+        kernels.run(part, int(rng.integers(1, 6)), work=int(rng.integers(3)) << 20)
+        group = heads // kv_heads
+        expected = case.out[stream, first:end, some.start * group : some.stop * group]
+        assert part.out[0].tobytes() == expected.tobytes()
 
 
 def simple_case(positions: int = 256, tokens: int = 1, streams: int = 1, group: int = 2) -> Case:
