@@ -20,7 +20,9 @@ function(cllm_add_kernels)
   file(SHA256 "${folder}/ggml-cpu/tiled/tiled.h" tiled)
   file(STRINGS "${folder}/ggml-cpu/ops.h" attention REGEX
     "void ggml_compute_forward_flash_attn_ext\\(const struct ggml_compute_params \\* params, struct ggml_tensor \\* dst\\);")
-  if(NOT attention OR NOT tiled STREQUAL "684aaa5320e20eadfc799c8ce04c52bf7c0d32b323f395de59ce469bda254a72")
+  file(STRINGS "${folder}/ggml-cpu/ops.h" product REGEX
+    "void ggml_compute_forward_mul_mat\\(const struct ggml_compute_params \\* params, struct ggml_tensor \\* dst\\);")
+  if(NOT attention OR NOT product OR NOT tiled STREQUAL "684aaa5320e20eadfc799c8ce04c52bf7c0d32b323f395de59ce469bda254a72")
     message(STATUS "cLLM: kernels left out, because this llama.cpp is not the one they were made for")
     return()
   endif()

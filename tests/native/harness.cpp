@@ -2,7 +2,6 @@
 //
 // attention.cpp is compiled with other names for the functions of ggml that this file replaces, so
 // that the library of ggml that is linked keeps its own.
-#include <dlfcn.h>
 #include <time.h>
 
 #include <atomic>
@@ -25,6 +24,9 @@ struct Pool {
     int threads;
     std::atomic<int> arrived{0}, rounds{0}, chunk{0};
 };
+
+// The switch of the linked library, if our kernels are in it.
+extern "C" __attribute__((weak)) void enable_linked(int on) __asm__("cllm_kernels_enable");
 
 extern "C" {
 
@@ -99,7 +101,7 @@ int run_kernel(const Spec *specs, const float *op_params, int threads, size_t wo
 
 // The same by the linked library of ggml, with our kernel in it turned off.
 void run_ggml(const Spec *specs, const float *op_params, int threads, int repeat, double *seconds) {
-    if (void *enable = dlsym(RTLD_DEFAULT, "cllm_kernels_enable")) ((void (*)(int))enable)(0);
+    if (enable_linked) enable_linked(0);
     ggml_cpu_init();
     ggml_context *context = ggml_init({ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true});
     ggml_tensor *tensors[5];
@@ -129,24 +131,70 @@ void run_ggml(const Spec *specs, const float *op_params, int threads, int repeat
     ggml_free(context);
 }
 
+// The products that ggml would compute: -rows for a tiled one, rows for the other.
+static std::vector<int> products;
+
 bool test_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst);
 bool test_mul_mat_id_tiled(const ggml_compute_params *params, ggml_tensor *dst, int64_t expert,
                            int64_t rows, const int32_t *expert_rows, char *scratch);
-bool test_original_tiled(const ggml_compute_params *, ggml_tensor *) { return true; }
-bool test_original_id_tiled(const ggml_compute_params *, ggml_tensor *, int64_t, int64_t,
+bool test_original_tiled(const ggml_compute_params *, ggml_tensor *dst) {
+    products.push_back(-(int)dst->ne[1]);
+    return dst->src[0]->type != GGML_TYPE_Q8_0;  // as for a type without tiles
+}
+bool test_original_id_tiled(const ggml_compute_params *, ggml_tensor *, int64_t, int64_t rows,
                             const int32_t *, char *) {
+    products.push_back(-(int)rows);
     return true;
 }
+void test_mul_mat(const ggml_compute_params *, ggml_tensor *dst) {
+    products.push_back((int)dst->ne[1]);
+}
 
-// Returns whether a product of so many rows with weights of the type is passed to ggml's tiled one.
-bool uses_tiled(int type, int rows, bool expert) {
+// Tells how a product of so many rows is divided. Returns the number of products, 0 if it is passed
+// on whole, to ggml's other product.
+int divide_product(int type, int rows, int batches, bool expert, int *sizes) {
+    Pool pool;
+    pool.threads = 1;
     ggml_tensor weights = {}, input = {}, dst = {};
     weights.type = (ggml_type)type;
-    input.ne[1] = expert ? 0 : rows;
     dst.src[0] = &weights, dst.src[1] = &input;
-    const ggml_compute_params params = {};
-    return expert ? test_mul_mat_id_tiled(&params, &dst, 0, rows, nullptr, nullptr)
-                  : test_mul_mat_tiled(&params, &dst);
+    input.ne[1] = dst.ne[1] = rows;
+    input.ne[2] = dst.ne[2] = batches;
+    input.ne[3] = dst.ne[3] = 1;
+    const ggml_compute_params params = {0, 1, 0, nullptr, (ggml_threadpool *)&pool, false};
+    const std::vector<int32_t> slots(2 * rows);
+    products.clear();
+    const bool done = expert ? test_mul_mat_id_tiled(&params, &dst, 0, rows, slots.data(), nullptr)
+                             : test_mul_mat_tiled(&params, &dst);
+    std::copy(products.begin(), products.end(), sizes);
+    return done ? (int)products.size() : 0;
+}
+
+// Multiplies by the linked library of ggml: out (tokens x used experts x rows) from weights
+// (experts x rows x columns), input (tokens x columns) and ids (tokens x used experts); without ids
+// for the only matrix. ours: as cLLM divides the work.
+void run_product(int type, const int64_t *sizes, const void *weights, const float *input,
+                 const int32_t *ids, float *out, int threads, int ours, double *seconds) {
+    const int64_t columns = sizes[0], rows = sizes[1], experts = sizes[2], tokens = sizes[3],
+                  used = sizes[4];
+    if (enable_linked) enable_linked(ours);
+    ggml_cpu_init();
+    ggml_context *context = ggml_init({ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true});
+    ggml_tensor *w = ggml_new_tensor_3d(context, (ggml_type)type, columns, rows, experts);
+    ggml_tensor *x = ids ? ggml_new_tensor_3d(context, GGML_TYPE_F32, columns, 1, tokens)
+                         : ggml_new_tensor_2d(context, GGML_TYPE_F32, columns, tokens);
+    ggml_tensor *chosen = ggml_new_tensor_2d(context, GGML_TYPE_I32, used, tokens);
+    ggml_tensor *dst = ids ? ggml_mul_mat_id(context, w, x, chosen) : ggml_mul_mat(context, w, x);
+    w->data = (void *)weights, x->data = (void *)input, chosen->data = (void *)ids, dst->data = out;
+    ggml_cgraph *graph = ggml_new_graph(context);
+    ggml_build_forward_expand(graph, dst);
+    ggml_cplan plan = ggml_graph_plan(graph, threads, nullptr);
+    std::vector<uint8_t> work(plan.work_size);
+    plan.work_data = work.data();
+    const double start = now(CLOCK_THREAD_CPUTIME_ID);
+    ggml_graph_compute(graph, &plan);
+    *seconds = now(CLOCK_THREAD_CPUTIME_ID) - start;
+    ggml_free(context);
 }
 
 // The work memory that ggml has for the operation alone.

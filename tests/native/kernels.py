@@ -27,6 +27,7 @@ RENAMED = {
     "ggml_threadpool_chunk_add": "test_chunk_add",
     "ggml_compute_forward_mul_mat_tiled": "test_mul_mat_tiled",
     "ggml_compute_forward_mul_mat_id_tiled": "test_mul_mat_id_tiled",
+    "ggml_compute_forward_mul_mat": "test_mul_mat",
     "ggml_original_mul_mat_tiled": "test_original_tiled",
     "ggml_original_mul_mat_id_tiled": "test_original_id_tiled",
     "cllm_kernels_enable": "test_kernels_enable",

@@ -1,13 +1,18 @@
-"""native/products.cpp: from how many rows on ggml's tiled product is used."""
+"""native/products.cpp: which rows of a matrix product go to ggml's tiled one."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
-from native.kernels import Kernels, build, is_buildable
+from native.kernels import Kernels, build, is_buildable, libraries
 
-Q4_K, Q5_K, Q6_K = 12, 13, 14  # of ggml_type
+Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS = 8, 10, 11, 12, 13, 14, 23  # of ggml_type
+ROWS = 80
 
 NEEDS_HEADERS = pytest.mark.skipif(not is_buildable(), reason="the headers of ggml are not here")
 pytestmark = [pytest.mark.slow, NEEDS_HEADERS]  # compiling takes half a minute
@@ -18,21 +23,169 @@ def has_plain_avx2() -> bool:
     return "avx2" in flags and not {"avx_vnni", "avx512_vnni"} & {*flags}
 
 
-@pytest.mark.parametrize("expert", [False, True])
-@pytest.mark.parametrize(("kind", "first"), [(Q6_K, 16), (Q4_K, 12), (Q5_K, 1)])
-def test_tiled_product_begins_where_it_pays(kind, first, expert) -> None:
-    if not has_plain_avx2():
-        first = 1  # as ggml decides
-    library = Kernels(build()).library
-    library.uses_tiled.restype = bool
-    found = [rows for rows in range(1, 40) if library.uses_tiled(kind, rows, expert)]
-    assert found == [*range(first, 40)]
+plain_avx2 = pytest.mark.skipif(not has_plain_avx2(), reason="ggml decides on this CPU")
 
 
-def test_all_products_are_ggmls_while_the_kernels_are_off() -> None:
-    library = Kernels(build()).library
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return Kernels(build()).library
+
+
+def divide(
+    library: ctypes.CDLL, kind: int, rows: int, *, expert: bool = False, batches: int = 1
+) -> tuple[int, int]:
+    """Return how many rows go to tiles, and how many to ggml's other product."""
+    sizes = (ctypes.c_int * 2)()
+    count = library.divide_product(kind, rows, batches, expert, sizes)
+    tiled = -sizes[0] if count else 0
+    if not expert and count:  # the rest of an expert's rows is not ggml's to compute
+        assert sum(abs(size) for size in sizes[:count]) == rows
+    return tiled, rows - tiled
+
+
+@plain_avx2
+@pytest.mark.parametrize(
+    ("kind", "alone", "after"), [(Q6_K, 13, 7), (Q4_K, 11, 7), (Q5_K, 8, 6), (Q2_K, 12, 9)]
+)
+def test_rows_go_to_tiles_where_that_is_faster(library, kind, alone, after) -> None:
+    for rows in range(1, ROWS):
+        full = rows // 16 * 16
+        least = after if full else alone
+        expected = rows if rows - full >= least else full
+        assert divide(library, kind, rows) == (expected, rows - expected)
+
+
+@plain_avx2
+def test_a_product_of_several_matrices_is_not_divided(library) -> None:
+    assert divide(library, Q6_K, 17, batches=2) == (17, 0)
+    assert divide(library, Q6_K, 12, batches=2) == (0, 12)
+
+
+@plain_avx2
+def test_types_without_tiles_are_passed_on_whole(library) -> None:
+    assert divide(library, Q8_0, 17) == (0, 17)
+
+
+def test_all_products_are_ggmls_while_the_kernels_are_off(library) -> None:
     library.test_kernels_enable(0)
     try:
-        assert library.uses_tiled(Q6_K, 8, False)
+        assert [divide(library, Q6_K, rows)[1] for rows in range(1, 33)] == [
+            *range(1, 8),
+            *[0] * 25,
+        ]
     finally:
         library.test_kernels_enable(1)
+
+
+# ------------------------------------------------------------------------ the installed library
+
+POINTER = ctypes.c_void_p
+
+
+def base() -> ctypes.CDLL:
+    return ctypes.CDLL(str(libraries() / "libggml-base.so"))
+
+
+@functools.cache
+def make_weights(kind: int, rows: int, columns: int) -> np.ndarray:
+    """Return random weights as the type stores them."""
+    values = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32)
+    library, importance = base(), np.ones(columns, np.float32)
+    library.ggml_row_size.restype = ctypes.c_size_t
+    library.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+    stored = np.zeros(library.ggml_row_size(kind, columns) * rows, np.uint8)
+    quantize = library.ggml_quantize_chunk
+    quantize.argtypes = [ctypes.c_int, POINTER, POINTER, *[ctypes.c_int64] * 3, POINTER]
+    numbers = (0, rows, columns)
+    quantize(kind, values.ctypes.data, stored.ctypes.data, *numbers, importance.ctypes.data)
+    return stored
+
+
+class Product:
+    """A product with weights of a type. With ``experts``, each token uses some of the matrices."""
+
+    def __init__(
+        self, kind: int, tokens: int, *, experts: int = 0, used: int = 1, shape=(96, 768)
+    ) -> None:
+        rng = np.random.default_rng(tokens)
+        rows, columns = shape
+        self.kind, self.sizes = kind, (columns, rows, max(experts, 1), tokens, used)
+        self.weights = make_weights(kind, max(experts, 1) * rows, columns)
+        self.input = rng.standard_normal((tokens, columns), dtype=np.float32)
+        order = np.argsort(rng.random((tokens, max(experts, 1))), -1)
+        self.ids = np.ascontiguousarray(order[:, :used], np.int32)
+        self.dense = not experts
+        self.out = np.full((tokens, used, rows), np.nan, np.float32)
+
+    def run(self, library: ctypes.CDLL, *, ours: bool, threads: int = 1) -> float:
+        """Compute ``out`` with the installed library of ggml; return the time."""
+        seconds = ctypes.c_double()
+        library.run_product.argtypes = [
+            *(ctypes.c_int, *[POINTER] * 5, ctypes.c_int, ctypes.c_int, POINTER),
+        ]
+        library.run_product(
+            *(self.kind, (ctypes.c_int64 * 5)(*self.sizes)),
+            *(self.weights.ctypes.data, self.input.ctypes.data),
+            *(None if self.dense else self.ids.ctypes.data, self.out.ctypes.data),
+            *(threads, ours, ctypes.byref(seconds)),
+        )
+        return seconds.value
+
+    def expected(self) -> np.ndarray:
+        """Return the result in float64, from the weights as stored and the input as rounded."""
+        columns, rows, experts, _, _ = self.sizes
+        values = dequantize(self.kind, self.weights, experts * rows, columns)
+        matrices = values.reshape(experts, rows, columns)
+        return np.einsum("turc,tc->tur", matrices[self.ids], round_to_8_bits(self.input))
+
+
+def dequantize(kind: int, stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    name = {Q2_K: "q2_K", Q3_K: "q3_K", Q4_K: "q4_K", Q5_K: "q5_K", Q6_K: "q6_K", IQ4_XS: "iq4_xs"}
+    convert = getattr(base(), f"dequantize_row_{name[kind]}")
+    convert.argtypes = [POINTER, POINTER, ctypes.c_int64]
+    values = np.empty((rows, columns), np.float32)
+    convert(stored.ctypes.data, values.ctypes.data, rows * columns)
+    return values.astype(np.float64)
+
+
+def round_to_8_bits(values: np.ndarray) -> np.ndarray:
+    """Return the values as ggml's products have them: 8 bits and a scale for each 256."""
+    blocks = values.reshape(*values.shape[:-1], -1, 256)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
+    inverse = np.float32(-127) / largest
+    numbers = np.minimum(np.rint(inverse * blocks), 127)
+    return (numbers * (1 / inverse).astype(np.float64)).reshape(values.shape)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("kind", [Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS])
+@pytest.mark.parametrize("experts", [0, 3])
+def test_products_agree_with_float64(library, kind, experts, ours) -> None:
+    for tokens in (1, 7, 8, 13, 16, 17, 22, 33, 40):
+        product = Product(kind, tokens, experts=experts, used=2 if experts else 1)
+        product.run(library, ours=ours, threads=1 + tokens % 3)
+        expected = product.expected()
+        assert np.abs(product.out - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@plain_avx2
+@pytest.mark.parametrize("kind", [Q4_K, Q6_K])
+@pytest.mark.parametrize("experts", [0, 1])
+def test_one_more_row_takes_no_more_than_its_share(library, kind, experts) -> None:
+    """In CPU time of one thread, the best of many runs in turn, because other programs compute."""
+    if not hasattr(ctypes.CDLL(str(libraries() / "libggml-cpu.so")), "cllm_tiled_rows"):
+        pytest.skip("llama.cpp was built without native/")
+    counts = range(4, 37)
+    products = {n: Product(kind, n, experts=experts, shape=(512, 1024)) for n in counts}
+    seconds = dict.fromkeys(counts, float("inf"))
+
+    def too_long() -> list[int]:
+        pairs = itertools.pairwise(counts)
+        return [n for m, n in pairs if seconds[n] > seconds[m] * n / m * 1.2]
+
+    for rounds in range(100):
+        for n, product in products.items():
+            seconds[n] = min(seconds[n], product.run(library, ours=True))
+        if rounds > 10 and not too_long():
+            break
+    assert not too_long()
