@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.bench.tune.report import TuningReport, format_yaml, verdict
+from cllm.bench.tune.report import TuningReport, describe_tiles, format_yaml, verdict
 from cllm.bench.tune.search import (
     BATCH_THREADS,
     KV_TYPE,
@@ -17,6 +17,7 @@ from cllm.bench.tune.search import (
     Trial,
     Tuned,
 )
+from cllm.bench.tune.tiles import Tiles
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.config.sources import load_settings
 
@@ -63,6 +64,13 @@ def test_yaml_without_gain_has_only_comments(tmp_path: Path, gain: float | None)
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
     assert (
         load_settings(tmp_path / "c.yaml", {}, {}).settings == load_settings(None, {}, {}).settings
+    )
+
+
+def test_tiles_are_described_in_a_line() -> None:
+    assert describe_tiles(Tiles("Q6_K", 13, 7, 14, 8)) == (
+        "Q6_K weights: tiles of 16 rows from 13 rows on (faster here from 14); after full tiles "
+        "from 7 more rows on (here 8)"
     )
 
 
@@ -150,6 +158,7 @@ def test_tune_measures_and_writes_copy(
         "kv.layout",
         "kv.type",
     }
+    assert found["tiles"] == []  # its weights are Q8_0
     (form,) = found["forms"]
     assert form["form"] == "Q4_0+Q4_0"
     assert 0 < form["quality"]["kl"] < 5

@@ -24,6 +24,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.llama_cpp.variants import (
     find_kernels,
     load_backends,
+    load_own_kernels,
     name_own_kernels,
     name_variant,
     switch_own_kernels,
@@ -153,6 +154,11 @@ def attention_kernel() -> str:
     own computes.
     """
     return name_own_kernels(find_kernels(lib._lib))  # noqa: SLF001
+
+
+def own_kernels() -> ctypes.CDLL | None:
+    """Return the library that has cLLM's kernels; None if this build is without them."""
+    return load_own_kernels(find_kernels(lib._lib))  # noqa: SLF001
 
 
 def supports_gpu_offload() -> bool:

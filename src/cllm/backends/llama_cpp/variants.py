@@ -66,7 +66,7 @@ def find_kernels(library: ctypes.CDLL) -> Path | None:
 
 def switch_own_kernels(kernels: Path | None, *, on: bool) -> None:
     """Turn cLLM's kernels in the file on or off; a build without them stays as it is."""
-    if functions := _own_kernels(kernels):
+    if functions := load_own_kernels(kernels):
         functions.cllm_kernels_enable(on)
 
 
@@ -74,12 +74,12 @@ def name_own_kernels(kernels: Path | None) -> str:
     """Return the instructions that cLLM's kernels in the file use, such as AVX2; "" if llama.cpp's
     own kernels compute everything.
     """
-    functions = _own_kernels(kernels)
+    functions = load_own_kernels(kernels)
     name = bind(functions, "cllm_kernels", ctypes.c_char_p)() if functions else None
     return name.decode() if name else ""
 
 
-def _own_kernels(kernels: Path | None) -> ctypes.CDLL | None:
+def load_own_kernels(kernels: Path | None) -> ctypes.CDLL | None:
     """Return the library if native/ was compiled into it. It is loaded already."""
     library = ctypes.CDLL(str(kernels)) if kernels is not None else None
     return library if hasattr(library, "cllm_kernels_enable") else None

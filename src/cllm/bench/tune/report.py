@@ -13,6 +13,7 @@ from cllm.bench.console import print_lines
 from cllm.bench.tune.quality import Quality
 from cllm.bench.tune.requantize import Requantized
 from cllm.bench.tune.search import Choice, Trial, Tuned
+from cllm.bench.tune.tiles import Tiles
 from cllm.config.sources import LoadedConfig, get_value, set_value
 from cllm.models.gguf import format_size
 
@@ -37,6 +38,7 @@ class TuningReport(msgspec.Struct, frozen=True):
     original_form: str | None
     forms: list[Requantized]
     recommended_form: str | None
+    tiles: list[Tiles] = []
 
 
 def format_yaml(loaded: LoadedConfig, report: TuningReport) -> str:
@@ -133,6 +135,7 @@ def print_report(report: TuningReport) -> None:
         f"{key} was not measured: nothing to try, or no time (raise --minutes)" for key in skipped
     ]
     lines += [f"kv.type {name}: {in_words(quality)}" for name, quality in qualities]
+    lines += map(describe_tiles, report.tiles)
     print_lines(console, [*lines, *remark_on_noise(report.settings), *verdict(report.settings)])
     if report.original_form:
         print_forms(report, console)
@@ -168,6 +171,15 @@ def tried_table(tuned: Tuned) -> Table:
         table.add_row(name, str(tried.value), *speeds, *gained, remark)
         above = tried.key
     return table
+
+
+def describe_tiles(tiles: Tiles) -> str:
+    """Return from how many rows on products with a type's weights are computed in tiles."""
+    return (
+        f"{tiles.type} weights: tiles of 16 rows from {tiles.alone} rows on (faster here from "
+        f"{tiles.faster_alone}); after full tiles from {tiles.after} more rows on (here "
+        f"{tiles.faster_after})"
+    )
 
 
 def print_forms(report: TuningReport, console: Console) -> None:

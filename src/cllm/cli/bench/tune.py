@@ -43,6 +43,7 @@ from cllm.bench.tune.search import (
     starting_choice,
     works,
 )
+from cllm.bench.tune.tiles import measure_tiles
 from cllm.cli.bench.files import check_writable, print_json, write_file
 from cllm.cli.doctor import describe_cpu
 from cllm.cli.progress import Bar, open_bar
@@ -295,6 +296,7 @@ class Tuning:
     def report(self, seconds: float) -> TuningReport:
         """Return the report on what was measured in ``seconds``."""
         header, forms = self.subject.header, self.forms
+        types = dict.fromkeys(tensor.type for tensor in header.tensors)
         best = find_best(forms or [])
         return TuningReport(
             model=catalog.derive_model_name(self.subject.path),
@@ -307,6 +309,7 @@ class Tuning:
             original_form=None if forms is None else str(original_quantization(header)),
             forms=forms or [],
             recommended_form=best.form if best else None,
+            tiles=measure_tiles(types) if self.params.options["kernels"] == "auto" else [],
         )
 
 
