@@ -8,12 +8,6 @@
 #include "switch.h"
 #include "tiles.h"
 
-#if defined(_WIN32)
-#define CLLM_API extern "C" __declspec(dllexport)
-#else
-#define CLLM_API extern "C" __attribute__((visibility("default")))
-#endif
-
 // ggml's own function, whose name is changed where ops.cpp is compiled (llama.cmake).
 extern "C" void ggml_original_flash_attn_ext(const ggml_compute_params *params, ggml_tensor *dst);
 CLLM_API void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *params,
@@ -39,6 +33,7 @@ namespace cllm {
 namespace {
 
 constexpr int FEW_ROWS = 4;     // up to here, the functions for few rows are faster
+static_assert(FEW_ROWS <= MAX_GROUP);
 constexpr int BLOCK_ROWS = 64;  // rows of a block; ggml's work memory is made for as many
 constexpr int STREAM_GROUP = 8; // streams that take turns at each tile, because they may share memory
 constexpr int SHARES = 4;       // parts of the work for each thread, if there is so much
