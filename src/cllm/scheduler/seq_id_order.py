@@ -9,37 +9,27 @@ from cllm.core.sequence import Sequence
 from cllm.kv_cache.cache import KVCache
 
 MAX_SWAPS = 8  # in a step; each takes about 2 ms, and may save a pass of about 30 ms
-SHORT_TOKENS = 1024  # sequences up to this length, up to twice this length etc. share a pass
 
 
 def arrange(
     rows: list[Row], num_decoding: int, running: Iterable[Sequence], kv_cache: KVCache
 ) -> list[Operation]:
     """Return operations that give the sequences of ``rows`` consecutive seq_ids, so that few passes
-    compute them all: the decoding ones, shorter ones first, and then prompts of similar sizes.
+    compute them all: the decoding ones, and then prompts of similar sizes.
 
     If the step has only prompts, they come after the seq_ids of ``num_decoding`` sequences, which
     will decode in the next steps.
     """
-    groups: dict[int, list[Sequence]] = {}
-    prompts = []
-    for row in rows:
-        if row.num_tokens == 1:
-            length_class = (row.seq.num_tokens // SHORT_TOKENS).bit_length()
-            groups.setdefault(length_class, []).append(row.seq)
-        else:
-            prompts.append(row)
-    prompts.sort(key=lambda row: row.num_tokens)
+    decoding = [row.seq for row in rows if row.num_tokens == 1]
+    prompts = sorted((row for row in rows if row.num_tokens > 1), key=lambda row: row.num_tokens)
     swaps = SeqIdSwaps(running, kv_cache)
-    end = 0
-    if len(rows) - len(prompts) == 1:
-        groups.clear()  # a row alone is a pass, whatever its seq_id
-    for _, group in sorted(groups.items()):
-        begin, end = end, end + len(group)
-        free = set(range(begin, end)).difference(seq.seq_id for seq in group)
-        strays = [seq for seq in group if not begin <= seq.seq_id < end]
-        for seq, seq_id in zip(strays, sorted(free), strict=True):
-            swaps.move(seq, seq_id)
+    if len(decoding) == 1:
+        decoding = []  # a row alone is a pass, whatever its seq_id
+    end = len(decoding)
+    free = set(range(end)).difference(seq.seq_id for seq in decoding)
+    strays = [seq for seq in decoding if seq.seq_id >= end]
+    for seq, seq_id in zip(strays, sorted(free), strict=True):
+        swaps.move(seq, seq_id)
     if len(prompts) > 1:
         if len(prompts) == len(rows):
             end = num_decoding
