@@ -56,10 +56,10 @@ FAULTS = [
         "scheduler/test_step_cost.py",
         ("slope * (num_before - self._num_before)", "slope * num_before"),
         ("seconds - self._mean_seconds", "self._mean_seconds - seconds"),
-        ("-(-num_tokens // self.tile)", "(num_tokens // self.tile or 1)"),
+        ("SHORTEST) / max(num_tokens, LEAST)", "SHORTEST) / num_tokens"),
         ("abs(n - num_rows)", "abs(n + num_rows)"),
-        ("budget if budget >= self.tile // 2 else budget + self.tile", "budget"),
-        ("(seconds - rows - long) / num_tiles", "(seconds + rows + long) / num_tiles"),
+        ("max(LEAST, int(num_tokens + 1e-9))", "max(0, int(num_tokens + 1e-9))"),
+        ("left = seconds - rows - long", "left = seconds + rows + long"),
     ),
     *faults_in(
         "scheduler/policy.py",

@@ -52,6 +52,31 @@ def test_few_tokens_change_little():
     assert cost.estimate_prefill(64) == pytest.approx(0.64, rel=0.03)
 
 
+def test_fewer_tokens_than_the_least_cost_as_much():
+    """A pass reads all weights."""
+    cost = StepCost()
+    cost.observe(0, 4, 0.16)
+    assert cost.estimate_prefill(4) == cost.estimate_prefill(LEAST) == pytest.approx(0.16)
+    assert cost.estimate_prefill(2 * LEAST) == pytest.approx(0.32)
+    assert cost.estimate_prefill(0) == 0
+
+
+def test_first_prompt_that_took_far_too_long_is_soon_forgotten():
+    """It read the weights from the disk. Chunks beside decoding sequences are then small."""
+    cost = StepCost()
+    cost.observe(0, 100, 30.0)
+    for _ in range(60):
+        cost.observe(0, LEAST, LEAST * 0.003)
+    assert cost.estimate_prefill(64) < 3 * 64 * 0.003 + 1
+
+
+def test_first_prompt_is_not_free_if_the_rows_beside_it_took_longer_before():
+    cost = StepCost()
+    cost.observe(8, 0, 0.2)
+    cost.observe(8, 100, 0.15)
+    assert cost.per_token is None
+
+
 def test_unseen_number_of_rows_is_estimated_from_nearest():
     """More rows cost more, fewer cost less, and observed costs take precedence."""
     cost = StepCost()

@@ -109,8 +109,8 @@ class Embeddings(SideJob):
         return []
 
     def after(self, now: float) -> list[TokenOutput]:
-        """Embed as many tokens as fit into the rest of the step's target time, at least one
-        tile, unless this step's time belongs to decoding sequences.
+        """Embed as many tokens as fit into the rest of the step's target time, at least
+        LEAST, unless this step's time belongs to decoding sequences.
         """
         if not self._has_turn:
             return []

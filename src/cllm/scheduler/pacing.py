@@ -97,6 +97,7 @@ class Pacing:
         self.short_prompts, self.long_prompts = Lane(self._share), Lane(self._share)
         # seconds that prompts and side jobs have used since the last step that decoded
         self.waited = 0.0
+        self._prompts_came = False  # whether prompts have
         # balance of seconds of the costly decoding sequences; while it is negative, they pause
         self.long_rows = 0.0
         self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts came first
@@ -245,7 +246,7 @@ class Pacing:
         if decoding and not rows:  # decoding sequences have already waited for prompts
             seconds -= self.waited
             left = seconds - self._cost.estimate_decode(len(decoding))
-            if self.waited and left < self._cost.estimate_prefill(CHUNK, num_before):
+            if self._prompts_came and left < self._cost.estimate_prefill(CHUNK, num_before):
                 return 0
         space = self._max_tokens - num_tokens
         num_rows = len(decoding) or int(plan.others_wait)
@@ -292,6 +293,7 @@ class Pacing:
             self.short_prompts.observe(for_short, others)
             self.long_prompts.observe(for_long, others + for_short)
         self.waited = 0.0 if num_rows else self.waited + seconds
+        self._prompts_came = not num_rows
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
         self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
 

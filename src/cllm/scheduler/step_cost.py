@@ -70,8 +70,10 @@ class StepCost:
                 self.per_rows[num_rows] = seconds
                 self._observed.setdefault(num_rows, (0, self._num_steps))
             rows = self._find_least(num_rows)
-            each = max(seconds - rows - long, SHORTEST) / max(num_tokens, LEAST)
-            self._observe_prefill(each, num_before, num_tokens / CHUNK)
+            left = seconds - rows - long
+            if left > 0 or self.per_token:
+                each = max(left, SHORTEST) / max(num_tokens, LEAST)
+                self._observe_prefill(each, num_before, num_tokens / CHUNK, exact=left == seconds)
         elif num_long_tokens and rows and not self.includes_long:
             each = max(0.0, seconds - rows) / num_long_tokens
             self.per_long_token = update_mean(self.per_long_token, each)
@@ -90,17 +92,19 @@ class StepCost:
             if oldest != 1 and self._num_steps - self._observed[oldest][1] > STALE:
                 del self.per_rows[oldest], self._observed[oldest]
 
-    def _observe_prefill(self, seconds: float, num_before: float, num_chunks: float) -> None:
+    def _observe_prefill(
+        self, seconds: float, num_before: float, num_chunks: float, *, exact: bool
+    ) -> None:
         """Learn that each token of ``num_chunks`` took ``seconds``, after ``num_before`` tokens on
-        average.
+        average. Unless it is ``exact``, it is the difference of two times.
         """
         if self.per_token is None:
             self.per_token = self._mean_seconds = seconds
             self._num_before = self._mean_before = num_before
             return
         expected = self._estimate_token(num_before)
-        # the difference of two measurements may be far too small, and a step far too slow
-        seconds = min(max(seconds, expected / 2), 2 * expected)
+        # the difference of two times may be far too small, and a step far too slow
+        seconds = min(seconds if exact else max(seconds, expected / 2), 2 * expected)
         share = 1 - (1 - SHARE) ** num_chunks  # as if each chunk had been observed on its own
         self.per_token += share * (seconds - self.per_token)
         self._num_before += share * (num_before - self._num_before)
@@ -166,6 +170,7 @@ class StepCost:
         ``num_before`` tokens on average, by default as many as the latest ones; 0 if none has been
         observed.
         """
+        num_tokens = max(num_tokens, LEAST) if num_tokens else 0
         if not self.per_token or num_before is None:
             return num_tokens * (self.per_token or 0.0)
         return num_tokens * self._estimate_token(num_before)
