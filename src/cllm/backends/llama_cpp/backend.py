@@ -188,7 +188,7 @@ class LlamaCppBackend:
             system=system_info(),
             on_gpu=on_gpu,
             row_seconds=probed.row_seconds,
-            attention="" if on_gpu else attention_kernel(),
+            attention=self._name_attention(on_gpu=on_gpu),
             can_trim=probed.can_trim,
             num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
             generates=generates,
@@ -382,6 +382,11 @@ class LlamaCppBackend:
                 f"{self._path} is an encoder model ({self._describe()}), which does not generate "
                 "text"
             )
+
+    def _name_attention(self, *, on_gpu: bool) -> str:
+        """Return ModelInfo.attention: "" where llama.cpp computes attention itself."""
+        is_flash = self._kv_type != "f16" or self._options.flash_attention != "off"
+        return attention_kernel() if is_flash and self._kv_type != "q4_0" and not on_gpu else ""
 
     def _describe(self) -> str:
         buffer = ctypes.create_string_buffer(256)
