@@ -288,7 +288,7 @@ static float value_at(const ggml_tensor *kv, const char *row, int i) {
 
 // Computes a row position by position without looking at those that are masked. A tile multiplies
 // their values by 0, which would not help if one were infinite: a broken sequence would break those
-// that share its tiles.
+// that share its tiles. What sees a broken position is broken itself, and gets no more work.
 static void compute_alone(const Attention &a, int stream, int head, int token) {
     float *out = a.output(stream, head, token);
     const float *query = a.query(stream, head, token), slope = a.slope(head);
@@ -305,10 +305,18 @@ static void compute_alone(const Attention &a, int stream, int head, int token) {
         score *= a.scale;
         if (a.cap != 0.0f) score = a.cap * std::tanh(score);
         score += slope * mask;
+        if (score == -INFINITY) continue;
+        bool broken = !std::isfinite(score);
         const double now = std::max(maximum, score), decay = std::exp(maximum - now);
         const double weight = std::exp(score - now);
-        for (int i = 0; i < a.value_size; i++)
+        for (int i = 0; i < a.value_size; i++) {
             out[i] = (float)(out[i] * decay + weight * value_at(a.v, value, i));
+            broken |= !std::isfinite(out[i]);
+        }
+        if (broken) {
+            std::fill_n(out, a.value_size, NAN);
+            return;
+        }
         total = total * decay + weight;
         maximum = now;
     }

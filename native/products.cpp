@@ -39,7 +39,7 @@ static const Least OF_GGML = {8, 1};
 
 // Returns what was measured on Zen 3 for CPUs with plain AVX2, and what ggml does for others.
 static Least least_rows(ggml_type type) {
-#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
     switch (type) {
         case GGML_TYPE_Q6_K: return {13, 7};
         case GGML_TYPE_Q2_K: return {12, 9};

@@ -129,7 +129,7 @@ static float weigh_few(float *scores, int count, float scale, float cap, const f
         top = max(top, s);
     }
     const float old = *maximum, highest = largest(top), now = highest > old ? highest : old;
-    const float base = now == -INFINITY ? 0.0f : now;
+    const float base = now < -3e38f ? 0.0f : now;
     Vector added = zero();
     for (int t = 0; t < count; t += WIDTH) {
         const Vector weight = exp(sub(load(scores + t), spread(base)));

@@ -129,6 +129,7 @@ void run_ggml(const Spec *specs, const float *op_params, int threads, int repeat
         *seconds = std::min(*seconds, now(clock) - start);
     }
     ggml_free(context);
+    if (enable_linked) enable_linked(1);
 }
 
 // The products that ggml would compute: -rows for a tiled one, rows for the other.
@@ -195,6 +196,7 @@ void run_product(int type, const int64_t *sizes, const void *weights, const floa
     ggml_graph_compute(graph, &plan);
     *seconds = now(CLOCK_THREAD_CPUTIME_ID) - start;
     ggml_free(context);
+    if (enable_linked) enable_linked(1);
 }
 
 // The work memory that ggml has for the operation alone.

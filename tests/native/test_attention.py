@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,19 @@ def test_broken_position_breaks_only_tokens_that_see_it(kernels) -> None:
     kernels.run(case)
     assert np.abs(case.out[:, :5] - expected[:, :5]).max() < 1e-5
     assert not np.isfinite(case.out[:, 5:]).any()
+
+
+def test_broken_position_that_all_see_costs_no_time(kernels) -> None:
+    """A model whose values exceed float16 must not stall those of others."""
+    seconds = []
+    for broken in (0.0, np.inf):
+        case = simple_case(tokens=64, positions=4096)
+        case.v[:, :, 0] = broken
+        before = time.process_time()
+        kernels.run(case)
+        seconds.append(time.process_time() - before)
+        assert np.isfinite(case.out).all() == (broken == 0)
+    assert seconds[1] < 3 * seconds[0] + 0.05
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
