@@ -369,7 +369,7 @@ def test_limits_hold_under_parallel_requests(server):
 
 def test_limit_of_concurrent_requests(server):
     headers = bearer("one")
-    body = {"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    body = {"prompt": "a", "max_tokens": 4000, "n": 8, "stream": True, "ignore_eos": True}
     with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
         next(stream.iter_bytes())
         refused = complete(server, "one")
