@@ -25,7 +25,7 @@ help: ## show this list
 serve: ## start the server with the built-in model
 	@exec $(RUN) cllm serve $(ARGS)
 
-check: lint ## before each commit, 5 minutes on two cores: linters, types, the quick tests (no server, no llama.cpp)
+check: lint ## before each commit, 3 minutes on two cores: linters, types, the quick tests (no server, no llama.cpp)
 	@CLLM_QUICK_TESTS=1 $(CHECK) $(PYTEST) -n 2 -m "not server and not slow and not llama" $(ARGS)
 
 test: ## before a change is merged, 25 minutes on two cores: all tests, with few repetitions
