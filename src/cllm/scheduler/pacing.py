@@ -97,7 +97,7 @@ class Pacing:
         self.short_prompts, self.long_prompts = Lane(self._share), Lane(self._share)
         # seconds that prompts and side jobs have used since the last step that decoded
         self.waited = 0.0
-        self._prompts_came = False  # whether prompts have
+        self._prompts_came = False  # whether the last step computed prompts alone
         # balance of seconds of the costly decoding sequences; while it is negative, they pause
         self.long_rows = 0.0
         self._spent: dict[Sequence, float] = {}  # seconds in which unfinished prompts came first
