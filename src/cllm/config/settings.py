@@ -408,6 +408,33 @@ class StorageSettings(Section):
     )
 
 
+class ClusterSettings(Section):
+    """Several servers behind one address."""
+
+    urls: Names = Field(
+        default=[],
+        description="Addresses of the replicas that a front passes requests to, such as "
+        "http://10.0.0.5:8000.",
+    )
+    key: Secret | None = Field(
+        default=None,
+        description="The secret that fronts and replicas share, at least 16 characters. Null "
+        "reads it from cluster.key_file.",
+    )
+    key_file: Text | None = Field(
+        default=None,
+        description="File with the cluster key; null means cluster.key beside server.keys_file. A "
+        "front creates it.",
+    )
+    lease_seconds: float = Field(
+        default=3.0,
+        ge=1.5,
+        le=60,
+        description="Seconds without an answer after which a replica gets no further requests; "
+        "after three times as long, its running ones are given up.",
+    )
+
+
 BACKEND_OPTIONS = {name: import_options(name) for name in BACKENDS}
 SUMMARIES = (f"{name} {module.SUMMARY}" for name, module in BACKEND_OPTIONS.items())
 BACKEND_SECTIONS = {
@@ -486,6 +513,7 @@ class Settings(Section):
     kv: KVSettings = KVSettings()
     cache: CacheSettings = CacheSettings()
     storage: StorageSettings = StorageSettings()
+    cluster: ClusterSettings = ClusterSettings()
     backend: Backend = Backend()
     sampling: Sampling = Sampling()
     log: LogSettings = LogSettings()

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from starlette.datastructures import Headers
 
 from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized
 from cllm.server.addresses import check_host, is_loopback, is_network
+from cllm.server.cluster.key import ClusterKey
 from cllm.store.keys import Keyring
 from cllm.store.usage import UsageLedger
 
@@ -41,10 +43,11 @@ class Access:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises StartupError if the file of keys cannot be used."""
+        """Raises StartupError if the file of keys or the cluster key cannot be used."""
         server = settings.server
         self.keyring = Keyring(Path(server.keys_file).expanduser(), server.api_key)
         self.ledger = UsageLedger()
+        self.cluster_key = ClusterKey(settings)
         self._settings = settings
         self._valid: set[str] = set()  # names of accounts that had a valid key at the last check
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,6 +58,10 @@ class Access:
     def use(self, settings: Settings) -> None:
         """Use the accounts' shares, classes and tenants of new settings from now on."""
         self._settings = settings
+
+    def is_front(self, headers: Headers) -> bool:
+        """Return whether a request comes from a front of the cluster."""
+        return self.cluster_key.is_sent_in(headers)
 
     @property
     def is_required(self) -> bool:

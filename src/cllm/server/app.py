@@ -16,6 +16,7 @@ from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.anthropic.batch_lines import ENDPOINT, MessageLines
 from cllm.server.batches import make_batches
+from cllm.server.cluster import routes as cluster
 from cllm.server.http import paths
 from cllm.server.llama_server import adapters, tokens
 from cllm.server.llama_server import routes as llama_server
@@ -57,6 +58,7 @@ ROUTERS = (
     usage.router,
     benchmark.router,
     faults.router,
+    cluster.router,
     openapi.router,
     page.router,
 )

@@ -23,6 +23,7 @@ from cllm.core.account import Account
 from cllm.errors import BadRequest, CLLMError, Unauthorized
 from cllm.server.access import Access
 from cllm.server.addresses import is_loopback, split_host
+from cllm.server.cluster.key import INTERNAL
 from cllm.server.page import PATHS
 
 ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
@@ -77,6 +78,9 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
+        if scope["path"].startswith(INTERNAL) and self._access.is_front(request.headers):
+            await self._app(scope, receive, send)
+            return
         try:
             self._check_host(request)
             account = self._authenticate(request)

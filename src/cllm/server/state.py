@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from cllm.config.settings import Settings
 from cllm.server.access import Access
+from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
@@ -24,7 +25,7 @@ class ServerState:
     """The state that all routes of an application share; it is ``app.state``.
 
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
-    skipped parts that have been logged.
+    skipped parts that have been logged. ``identity`` is for the fronts of a cluster.
     """
 
     registry: Registry
@@ -36,6 +37,10 @@ class ServerState:
     batches: Batches | None = None
     skipped: set[str] = field(default_factory=set)
     is_benchmarking: bool = False
+    identity: ReplicaIdentity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = ReplicaIdentity(self.settings.storage.folder)
 
 
 def get_state(request: Request) -> ServerState:

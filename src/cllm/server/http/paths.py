@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.core.account import Account
 from cllm.server.auth import ACCOUNT, route_not_allowed
+from cllm.server.cluster.key import INTERNAL
 
 PREFIX = "/v1"
 # The operator's pages cannot be reached under /v1, so a proxy that passes only /v1 hides them.
@@ -35,7 +36,12 @@ class KnownPaths:
         if path in self:
             return path
         others = path.removeprefix(PREFIX), PREFIX + path
-        return next((one for one in others if one in self and one not in PRIVATE), None)
+        return next((one for one in others if one in self and not is_private(one)), None)
+
+
+def is_private(path: str) -> bool:
+    """Return whether a path cannot be written in other ways."""
+    return path in PRIVATE or path.startswith(INTERNAL)
 
 
 def install(app: FastAPI, known: KnownPaths) -> None:
@@ -75,7 +81,7 @@ def with_single_slashes(app: ASGIApp, known: KnownPaths) -> ASGIApp:
             single = re.sub("/+", "/", path)
             if single not in known:
                 single = single.rstrip("/") or "/"
-            if single not in PRIVATE:
+            if not is_private(single):
                 scope = {**scope, "path": single}
         await app(scope, receive, send)
 

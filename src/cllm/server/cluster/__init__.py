@@ -1,0 +1,1 @@
+"""What a server offers to the fronts of its cluster, under /internal/."""
