@@ -44,15 +44,17 @@ class Server:
         *arguments: str,
         max_files: int | None = None,
         program: Iterable[str] = (),
+        stdin: int | None = None,
         **environment: str,
     ) -> None:
         """``max_files``: limit of open files. ``program``: arguments of Python before ``serve``, in
-        place of ``-m cllm``.
+        place of ``-m cllm``. ``stdin``: as for subprocess.Popen.
         """
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
         command = ["serve", "--port", "0", *arguments]
-        if program or max_files:
+        is_plain = not (program or max_files or stdin)
+        if not is_plain:
             command = [sys.executable, *(program or ("-m", "cllm")), *command]
         if max_files:
             command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
@@ -64,10 +66,10 @@ class Server:
         environment = {**os.environ, **own, **environment}
         self.process: preloaded.Process | subprocess.Popen[bytes]
         with self._log.open("wb") as log:
-            if program or max_files:
-                self.process = subprocess.Popen(command, stderr=log, env=environment)
-            else:
+            if is_plain:
                 self.process = preloaded.Process(command, environment, stderr=log.fileno())
+            else:
+                self.process = subprocess.Popen(command, stdin=stdin, stderr=log, env=environment)
         try:
             self.url = self._wait_for_url()
             self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)

@@ -159,6 +159,32 @@ def test_sigterm_lets_running_streams_finish(start_server):
 
 
 @pytest.mark.slow
+def test_end_of_stdin_lets_running_streams_finish(start_server):
+    """With --until-stdin-ends, the end of the parent process does what SIGTERM does."""
+    server = start_server(*FAKE, "--until-stdin-ends", stdin=subprocess.PIPE)
+    engine, lines = server.engine_pid(), []
+    thread = events(server, {**LONG, "max_tokens": 60}, lines)
+    wait_for(lambda: len(lines) > 5)
+    server.process.stdin.close()
+    assert server.process.wait(60) == 0
+    thread.join()
+    assert lines[-2:] == ["data: [DONE]", "end"]
+    assert json.loads(lines[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert not alive(engine)
+
+
+@pytest.mark.slow
+def test_end_of_stdin_ends_a_server_that_is_starting():
+    """The server ends although its model has not been loaded yet."""
+    command = [sys.executable, "-m", "cllm", "serve", *FAKE, "--port", "0", "--until-stdin-ends"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode in (0, 128 + signal.SIGTERM), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_streams_get_an_error_at_the_drain_timeout(start_server):
     """They end with an error event and [DONE], and the server exits normally."""
     server = start_server(*FAKE, "--server.drain-timeout", "0.3")

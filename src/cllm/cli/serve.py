@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from cllm.serving.registry import Registry
 
 Launched = Annotated[Popen[bytes] | None, Parameter(parse=False)]
+UntilStdinEnds = Annotated[
+    bool,
+    Parameter(help="Shut down as after SIGTERM when stdin ends, so when its parent process ends."),
+]
 
 
 def serve(
@@ -38,11 +44,14 @@ def serve(
     *,
     config: ConfigFlag = None,
     settings: SettingFlags | None = None,
+    until_stdin_ends: UntilStdinEnds = False,
     launched: Launched = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C, with the APIs of OpenAI, Anthropic and Ollama, and
     cLLM's own.
     """
+    if until_stdin_ends:
+        Thread(target=terminate_at_end_of_stdin, daemon=True).start()
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
     print_notes(loaded)
@@ -91,6 +100,14 @@ def serve(
             )
     finally:
         bar.close()
+
+
+def terminate_at_end_of_stdin() -> None:
+    """Raise SIGTERM in this process when stdin ends."""
+    with suppress(OSError):
+        while os.read(0, 4096):  # sys.stdin has a lock, which would block the exit of this process
+            pass
+    signal.raise_signal(signal.SIGTERM)
 
 
 def print_start(
