@@ -2,6 +2,7 @@
 # ARGS goes to the program:  make serve ARGS="--port 8080"   make test ARGS="tests/core -x"
 
 RUN   := tools/setup.sh uv run
+TESTS := tools/setup.sh --cluster uv run
 CHECK := tools/setup.sh --no-llama uv run
 ARGS  ?=
 
@@ -29,10 +30,10 @@ check: lint ## before each commit, 3 minutes on two cores: linters, types, the q
 	@CLLM_QUICK_TESTS=1 $(CHECK) $(PYTEST) -n 2 -m "not server and not slow and not llama" $(ARGS)
 
 test: ## before a change is merged, 25 minutes on two cores: all tests, with few repetitions
-	@exec $(RUN) $(PYTEST) $(ARGS)
+	@exec $(TESTS) $(PYTEST) $(ARGS)
 
 test-all: ## before a release: all tests, with all repetitions and those marked full
-	@CLLM_FULL_TESTS=1 $(RUN) $(PYTEST) $(ARGS)
+	@CLLM_FULL_TESTS=1 $(TESTS) $(PYTEST) $(ARGS)
 
 browser: ## fetch Chromium for the tests of the page, unless it is installed: Playwright's, else Debian's if you are root
 	@command -v chromium >/dev/null || $(CHECK) timeout 600 playwright install --with-deps chromium \
@@ -42,7 +43,7 @@ models: ## fetch two trained models (350 MB) for the tests marked real, and for 
 	@exec $(CHECK) python tools/real_models.py
 
 coverage: ## run all tests in one process and show the lines that none of them reaches
-	@exec $(RUN) pytest --cov=cllm --cov-report=term-missing:skip-covered $(ARGS)
+	@exec $(TESTS) pytest --cov=cllm --cov-report=term-missing:skip-covered $(ARGS)
 
 lint: ## lint, format check, types, the workflows of GitHub
 	@$(CHECK) ruff check

@@ -2,6 +2,7 @@
 # Makes everything ready, then runs the command it was given:
 #
 #   tools/setup.sh uv run cllm serve          the whole environment in .venv, llama.cpp compiled
+#   tools/setup.sh --cluster uv run pytest    with Ray as well (the extra "cluster", 500 MB)
 #   tools/setup.sh --no-llama uv run mypy     enough to check the sources; compiles nothing
 #
 # It installs into this checkout only (.venv, .tools; downloads are shared in uv's cache).
@@ -14,7 +15,11 @@ die() { say "$@"; exit 1; }
 
 main() {
   ensure_uv
-  without=
+  with= without=
+  if [ "${1:-}" = --cluster ]; then
+    shift
+    with="--extra cluster"
+  fi
   if [ "${1:-}" = --no-llama ]; then
     shift
     # A complete .venv serves as well, and must not lose its llama.cpp.
@@ -66,7 +71,8 @@ no_python() {
   die "Python 3.11 to 3.14 is needed and $(python3 --version 2>/dev/null || echo 'no python3') is on PATH: install one (Debian: apt install python3 python3-venv; macOS: brew install python@3.13)"
 }
 
-ready() { uv sync $without --check --offline --quiet >/dev/null 2>&1; }
+# Ray may stay where it is not asked for.
+ready() { uv sync --check --inexact $with $without --offline --quiet >/dev/null 2>&1; }
 
 install() {
   uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
@@ -112,9 +118,9 @@ install() {
 
 # Comes before the index is asked: if its answer has no ETag, uv fetches the sources of llama.cpp again, and then no
 # longer finds what it compiled from the old ones. These compilers fail, so that nothing is compiled out of sight.
-install_from_cache() { CC=false CXX=false uv sync $without --offline --quiet </dev/null 2>&1; }
+install_from_cache() { CC=false CXX=false uv sync $with $without --offline --quiet </dev/null 2>&1; }
 
-sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $without $offline </dev/null; }
+sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $with $without $offline </dev/null; }
 
 clean_up() {
   kill "$reporter" 2>/dev/null || :
