@@ -6,6 +6,7 @@ import io
 import pytest
 
 from cllm.core.account import Account
+from cllm.core.stored_ids import make_id
 from cllm.store.files import new_file
 from cllm.store.store import Store
 
@@ -25,7 +26,7 @@ def opened(folder, max_files=10, max_bytes=10_000):
 
 def put(store, content, expires_after=None):
     """Upload a file."""
-    file = new_file("o", "name", "batch", len(content), expires_after)
+    file = new_file("o", "name", "batch", len(content), expires_after, make_id("file-"))
     store.room.take(len(content), 1)
     store.files.write(file, io.BytesIO(content))
     store.files.add(file)

@@ -21,6 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"cllm"},  # the package itself, what `import cllm` gives
     {"cli", "bench"},
+    {"cluster"},
     {"server"},
     {"serving", "local"},
     {"text", "process"},

@@ -15,6 +15,7 @@ import pytest
 from store_parts import OWN
 
 from cllm.core.account import Account
+from cllm.core.stored_ids import make_id
 from cllm.errors import BadRequest, EngineError, RateLimited, Unauthorized
 from cllm.process.backlog import QueueFull
 from cllm.serving import batches as module
@@ -86,7 +87,7 @@ class Server:
 
     async def begin(self, requests, batch_id="batch_1", **more):
         content = json.dumps(requests).encode()
-        file = new_file("o", "in", "batch", len(content), None)
+        file = new_file("o", "in", "batch", len(content), None, make_id("file-"))
         self.store.files.path(file.id).write_bytes(content)
         await self.store.run(self.store.files.add, file)
         fields = {"model": "squares", "expires_at": 2_000_000_000, **more}

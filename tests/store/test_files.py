@@ -6,6 +6,7 @@ import pytest
 from store_parts import OWN, failing_deletion, full_disk, names, opened, put
 
 from cllm.core.account import Account
+from cllm.core.stored_ids import make_id
 from cllm.errors import BadRequest
 from cllm.store.batches import BatchRecord
 from cllm.store.files import new_file
@@ -149,5 +150,5 @@ def test_other_users_of_the_machine_cannot_read_the_records(store):
 
 
 def test_name_of_a_file_is_not_used_as_a_path(store):
-    file = new_file("o", "../../etc/passwd", "batch", 0, None)
+    file = new_file("o", "../../etc/passwd", "batch", 0, None, make_id("file-"))
     assert store.files.path(file.id).parent == store.folder / "files"

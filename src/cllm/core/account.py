@@ -32,7 +32,8 @@ class Account(msgspec.Struct, frozen=True):
     same ``tenant`` share cached prefixes and results. ``models`` and ``routes`` have the names or
     patterns of those that it may use; if they are empty, it may use all. An account that
     ``is_admin`` may see and manage data of all accounts. The usage of an account that ``has_key``
-    is counted.
+    is counted. A front has checked the limits of an account that ``is_carried``, and has reserved
+    ``num_reserved`` tokens for the request; None means that no tokens are limited.
     """
 
     name: str = ""
@@ -43,6 +44,8 @@ class Account(msgspec.Struct, frozen=True):
     limits: AccountLimits = NO_LIMITS
     is_admin: bool = False
     has_key: bool = False
+    is_carried: bool = False
+    num_reserved: int | None = None
 
     def choose_priority(self, asked: Priority | None) -> Priority:
         """Return the class of a request that asks for ``asked``, or for none."""

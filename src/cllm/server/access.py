@@ -18,17 +18,20 @@ from starlette.datastructures import Headers
 
 from cllm.config.settings import Settings
 from cllm.core.account import Account
+from cllm.core.carried import Carried
 from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized
 from cllm.server.addresses import check_host, is_loopback, is_network
 from cllm.server.cluster.key import ClusterKey
 from cllm.store.keys import Keyring
 from cllm.store.usage import UsageLedger
+from cllm.store.usage_reports import UsageReports
 
 if TYPE_CHECKING:
     from cllm.serving.service import Service
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+MAX_CARRIED_WEIGHTS = 10_000
 CHECKS_PER_SAVE = 2  # few enough that a crash loses less than a second of usage
 RETRY_SECONDS = 30.0  # between attempts to open the database of the usage
 
@@ -52,6 +55,8 @@ class Access:
         self._valid: set[str] = set()  # names of accounts that had a valid key at the last check
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_checks = 0
+        self.reports = UsageReports()
+        self._carried_weights: dict[str, float] = {}
         self._retry_at = 0.0  # time to open the database again; 0 unless that has failed
         self.ledger.is_valid = lambda name: self.keyring.get(name) is not None
 
@@ -99,9 +104,23 @@ class Access:
         """
         if not account.has_key:
             return salt
+        if account.is_carried:  # the front has applied the setting
+            return f"{account.tenant}\0{salt}"
+        return f"{self.choose_tenant(account)}\0{salt}"
+
+    def choose_tenant(self, account: Account) -> str:
+        """Return the tenant whose cached prefixes an account uses, "" for the shared ones."""
         shared = self._settings.server.shared_tenants
-        tenant = "" if account.tenant in shared or "*" in shared else account.tenant
-        return f"{tenant}\0{salt}"
+        return "" if account.tenant in shared or "*" in shared else account.tenant
+
+    def note_carried(self, carried: Carried) -> None:
+        """Use the weight that a front gives an account, from the next check on."""
+        name = carried.scheduled.name
+        self._carried_weights.pop(name, None)
+        if name and carried.weight != 1.0:
+            self._carried_weights[name] = carried.weight
+            if len(self._carried_weights) > MAX_CARRIED_WEIGHTS:
+                del self._carried_weights[next(iter(self._carried_weights))]
 
     async def open(self) -> None:
         """Read the usage of the accounts. Without a folder, usage is kept in memory only."""
@@ -116,6 +135,11 @@ class Access:
                 log.error("the usage of accounts is in memory only: %s: %s", folder, reason)
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The accounts' shares for fair scheduling; the others have the share 1."""
+        return self._settings.scheduler.weights | self.keyring.weights
+
     def check(self, services: Iterable[Service]) -> None:
         """Apply changes of the file of keys, and begin to write the usage of accounts. Call this
         every 0.4 seconds.
@@ -126,7 +150,7 @@ class Access:
             log.exception("the accounts could not be checked")
 
     def _check(self, services: Iterable[Service]) -> None:
-        weights = self._settings.scheduler.weights | self.keyring.weights
+        weights = self.weights | self._carried_weights
         for service in services:
             service.engine.set_weights(weights)
         is_due = 0 < self._retry_at <= time.monotonic() and not self.ledger.is_open

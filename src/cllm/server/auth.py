@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +21,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.config.settings import Settings
 from cllm.core.account import Account
+from cllm.core.carried import decode_carried
 from cllm.errors import BadRequest, CLLMError, Unauthorized
 from cllm.server.access import Access
 from cllm.server.addresses import is_loopback, split_host
 from cllm.server.cluster.key import INTERNAL
 from cllm.server.page import PATHS
+from cllm.store.charges import RequestUsage, track_usage
 
 ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
+CARRIED = "cllm.carried"  # in the scope of a request that a front has sent for an account
+# Headers between fronts and replicas. Only a request with the cluster key may have the first one;
+# the others are in answers to such requests.
+CARRIED_HEADER = "x-cllm-account"
+USAGE_HEADER = "x-cllm-usage"  # UsageCounts as JSON
+NEEDED_HEADER = "x-cllm-needed-tokens"  # tokens that the front must reserve for the request
 # Paths that need no key, because they reveal nothing about the model or its users. CORS preflights
 # need none either.
 PUBLIC = PATHS | {"/", "/docs", "/health", "/ping", "/ready"}
@@ -78,8 +87,12 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        if scope["path"].startswith(INTERNAL) and self._access.is_front(request.headers):
+        headers = request.headers
+        if scope["path"].startswith(INTERNAL) and self._access.is_front(headers):
             await self._app(scope, receive, send)
+            return
+        if CARRIED_HEADER in headers and self._access.is_front(headers):
+            await self._serve_front(request, receive, send)
             return
         try:
             self._check_host(request)
@@ -92,6 +105,30 @@ class Guard:
             if account.limits.is_limited:
                 send = self._with_limits(account, send)
         await self._app(scope, receive, send)
+
+    async def _serve_front(self, request: Request, receive: Receive, send: Send) -> None:
+        """Answer a request that a front has checked, and tell it what that has cost."""
+        scope = request.scope
+        try:
+            carried = decode_carried(request.headers[CARRIED_HEADER])
+        except ValueError as error:
+            fault = BadRequest(f"Invalid {CARRIED_HEADER}: {error}.", code="invalid_value")
+            await self._answer(request, fault)(scope, receive, send)
+            return
+        scope[CARRIED] = carried
+        self._access.note_carried(carried)
+        with track_usage() as usage:
+
+            async def send_with_usage(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    headers = [*message["headers"], *list_usage_headers(usage)]
+                    message = {**message, "headers": headers}
+                await send(message)
+
+            try:
+                await self._app(scope, receive, send_with_usage)
+            finally:
+                self._access.reports.add(carried, usage.sum_up(), carried.request)
 
     def _check_host(self, request: Request) -> None:
         """Raise BadRequest (403) for a host name that is not the server's.
@@ -205,6 +242,17 @@ def is_public(request: Request, settings: Settings) -> bool:
         and "access-control-request-method" in headers
     )
     return path in PUBLIC or is_preflight
+
+
+def list_usage_headers(usage: RequestUsage) -> list[tuple[bytes, bytes]]:
+    """Return the headers that tell a front what an answer has cost, unless it goes on; or how many
+    tokens must be reserved for the request.
+    """
+    if usage.num_needed:
+        return [(NEEDED_HEADER.encode(), b"%d" % usage.num_needed)]
+    if usage.is_settled:
+        return [(USAGE_HEADER.encode(), msgspec.json.encode(usage.sum_up()))]
+    return []
 
 
 def is_address(name: str) -> bool:

@@ -35,7 +35,8 @@ def make_batches(state: ServerState, lines: Mapping[str, BatchLines]) -> Batches
         return None
     folder = Path(storage.folder).expanduser()
     store = Store(folder, storage.max_files, storage.max_files_mb * 1_000_000)
-    return Batches(store, state.registry, lines, state.settings.scheduler.max_num_seqs)
+    max_lines = state.settings.scheduler.max_num_seqs
+    return Batches(store, state.registry, lines, max_lines, state.access.reports)
 
 
 async def open_batches(request: Request) -> Batches:
@@ -67,7 +68,8 @@ async def begin_request(
     ``read`` returns the body, which has ``num_bytes``. ``default_model`` is the model of a body
     that names none. Raises what a route with the same body would raise.
     """
-    call = Call(state, record.account, body_hash=hash((record.id, custom_id)))
+    body_hash = hash((record.id, custom_id))
+    call = Call(state, record.account, body_hash=body_hash, carried=record.carried)
     account = call.account()
     check_route(account, record.endpoint)
     admit(call, num_bytes)

@@ -11,7 +11,8 @@ import msgspec
 from starlette.requests import Request
 
 from cllm.core.account import ADDRESS, ANONYMOUS, Account
-from cllm.server.auth import ACCOUNT, name_for_key, read_key
+from cllm.core.carried import Carried
+from cllm.server.auth import ACCOUNT, CARRIED, name_for_key, read_key
 from cllm.server.state import ServerState, get_state
 from cllm.serving.answer import SchedulingOptions
 from cllm.store.audit import write_audit
@@ -28,6 +29,7 @@ class Call:
     None in a batch. ``num_bytes`` counts the body and the stored responses that it continues.
     ``body_hash`` is the same for the same body. ``time_limits`` are those in the body; they count
     from its arrival. ``lora`` has the adapters that the body names.
+    ``carried`` is set if the request came from a front, which has found its account.
     """
 
     state: ServerState
@@ -37,12 +39,15 @@ class Call:
     body_hash: int = 0
     time_limits: SchedulingOptions = field(default_factory=SchedulingOptions)
     lora: Sequence[Any] | None = None
+    carried: Carried | None = None
 
     def account(self, user: str | None = None) -> Account:
         """Return the account of the credentials, or else of ``user``, or else the anonymous one.
 
         Raises Unauthorized for a batch whose account has lost its key.
         """
+        if self.carried is not None:
+            return self.carried.account
         if self.request is not None and ACCOUNT in self.request.scope:
             account: Account = self.request.scope[ACCOUNT]
             return account
@@ -53,10 +58,17 @@ class Call:
 
     def scheduling_account(self, user: str | None = None) -> Account:
         """Return the account for scheduling. For anonymous requests, it is the client's address."""
+        if self.carried is not None:
+            return self.carried.scheduled
         account = self.account(user)
         if account.name or self.request is None or self.request.client is None:
             return account
         return msgspec.structs.replace(account, name=f"{ADDRESS}{self.request.client.host}")
+
+    @property
+    def replica_name(self) -> str:
+        """The name that a front gives this server, for the ids of stored data; or ""."""
+        return self.carried.replica if self.carried else ""
 
     def audit(self, what: str, **details: object) -> None:
         """Record in the audit log what the request changes about the server."""
@@ -72,4 +84,5 @@ def get_call(request: Request) -> Call:
     if call is None:
         name = name_for_key(read_key(request.headers))
         call = request.scope[CALL] = Call(get_state(request), name, request)
+        call.carried = request.scope.get(CARRIED)
     return call

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from cllm.core.account import Account
+from cllm.core.stored_ids import find_replica, make_id
 from cllm.errors import (
     BadRequest,
     CLLMError,
@@ -33,8 +34,8 @@ from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.store.batches import FINAL, BatchRecord, Status, no_batch
 from cllm.store.charges import HeldCharges, hold_charges
-from cllm.store.files import new_id
 from cllm.store.store import Store
+from cllm.store.usage_reports import UsageReports
 
 T = TypeVar("T")
 
@@ -100,8 +101,12 @@ class Batches:
         registry: Registry,
         lines: Mapping[str, BatchLines],
         max_lines_at_once: int,
+        reports: UsageReports | None = None,
     ) -> None:
-        """``lines`` maps each endpoint to the BatchLines of its dialect."""
+        """``lines`` maps each endpoint to the BatchLines of its dialect. ``reports`` gets the usage
+        of batches that came from a front.
+        """
+        self._reports = reports or UsageReports()
         self.store = store
         self._registry = registry
         self._lines = lines
@@ -334,7 +339,9 @@ class Batches:
             answers = self.store.batches.answers(record.id)
             answers.add(answer, succeeded=succeeded)
             await self._on_disk(answers.flush)
-            charges.confirm()
+            used = charges.confirm()
+            if record.carried is not None:
+                self._reports.add(record.carried, used, request="")
         if succeeded:
             record.completed += 1
         else:
@@ -387,8 +394,9 @@ class Batches:
                 await self._report_missing(record, answered)
             elif record.status != "finalizing":
                 await self._save_status(record, "finalizing")
-            record.output_file_id = new_id() if record.completed else None
-            record.error_file_id = new_id() if record.failed else None
+            replica = find_replica(record.id)
+            record.output_file_id = make_id("file-", replica) if record.completed else None
+            record.error_file_id = make_id("file-", replica) if record.failed else None
             await self._on_disk(self.store.batches.save, record)
         assert record.ending
         final = msgspec.structs.replace(record)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from cllm.core.account import Account
+from cllm.core.carried import Carried
 from cllm.errors import BadRequest
 from cllm.store.batch_answers import BatchAnswers
 from cllm.store.database import Database
@@ -44,7 +45,7 @@ class BatchRecord(msgspec.Struct):
     seconds after they were made. ``missing`` counts the failed requests that were not computed.
     ``ending`` is the status that the batch will have once its files are complete. ``times`` maps
     each status to the Unix time at which the batch got it, and ``usage`` maps kinds of tokens to
-    their numbers when they were last counted.
+    their numbers when they were last counted. ``carried`` is set if the batch came from a front.
     """
 
     id: str
@@ -69,6 +70,7 @@ class BatchRecord(msgspec.Struct):
     error_file_id: str | None = None
     times: dict[str, int] = {}
     usage: dict[str, int] = {}
+    carried: Carried | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -29,11 +29,14 @@ class HeldCharges:
     def add(self, charge: Charge) -> None:
         self._charges.append(charge)
 
-    def confirm(self) -> None:
-        """Let all charges pay."""
+    def confirm(self) -> UsageCounts:
+        """Let all charges pay. Returns what they cost together."""
+        total = UsageCounts()
         for charge in self._charges:
             charge.confirm()
+            total.add(charge.paid)
         self._charges.clear()
+        return total
 
     def forget(self) -> None:
         """Discard all charges without paying."""
@@ -57,6 +60,52 @@ def hold_charges() -> Iterator[HeldCharges]:
     finally:
         _held.reset(token)
         charges.forget()
+
+
+class RequestUsage:
+    """What one HTTP request costs its account: the sum of its ``charges``.
+
+    ``num_needed`` is the number of tokens that it would have had to reserve, if it was rejected
+    because a front had reserved too few for it; otherwise 0.
+    """
+
+    def __init__(self) -> None:
+        self.charges: list[Charge] = []
+        self.num_needed = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there are charges, and all of them have ended."""
+        return bool(self.charges) and not any(charge.is_open for charge in self.charges)
+
+    def sum_up(self) -> UsageCounts:
+        """Return what has been paid so far."""
+        total = UsageCounts()
+        for charge in self.charges:
+            total.add(charge.paid)
+        return total
+
+
+_tracked: ContextVar[RequestUsage | None] = ContextVar("tracked", default=None)
+
+
+@contextlib.contextmanager
+def track_usage() -> Iterator[RequestUsage]:
+    """Collect the charges of the requests that are admitted in this context, but not those of
+    batches, which are held.
+    """
+    usage = RequestUsage()
+    token = _tracked.set(usage)
+    try:
+        yield usage
+    finally:
+        _tracked.reset(token)
+
+
+def note_need(num_tokens: int) -> None:
+    """Note for the tracked request how many tokens must be reserved for it."""
+    if (usage := _tracked.get()) is not None:
+        usage.num_needed = num_tokens
 
 
 class Counts(Protocol):
@@ -188,8 +237,9 @@ class Charge:
         self._paid = UsageCounts()
         one = UsageCounts(requests=1)
         self._bucket = entry.count_used(one, clocks.seconds())  # that counts the request
-        self._is_open = True
+        self.is_open = True
         self._is_finished = False
+        self._is_taken_back = False
         self._day: str | None = None  # on which the request was booked
         held = _held.get()
         self._is_held = held is not None
@@ -197,9 +247,21 @@ class Charge:
             held.add(self)
         else:
             self._day = entry.book(one, clocks.now())
+            if (usage := _tracked.get()) is not None:
+                usage.charges.append(self)
         self._left = reserved  # of the reserved tokens, those that have not been paid
         entry.num_reserved += reserved
         self.end: Callable[[CLLMError], None] | None = None  # ends the request with an error
+
+    @property
+    def paid(self) -> UsageCounts:
+        """What the request has cost so far."""
+        return msgspec.structs.replace(self._paid, requests=0 if self._is_taken_back else 1)
+
+    @property
+    def num_reserved(self) -> int:
+        """The tokens that are still reserved."""
+        return self._left
 
     def _release(self, num_tokens: int) -> None:
         """Reserve up to ``num_tokens`` tokens less."""
@@ -232,9 +294,9 @@ class Charge:
         The request was ``finished`` if it was answered completely. If it ``failed``, because the
         server could not answer it, and nothing was delivered, it does not count.
         """
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         self._is_finished = finished
         self.pay(finished=finished)
         if not self._is_held:
@@ -246,6 +308,7 @@ class Charge:
             and not (self._is_held and self._counts.completion_tokens)
         ):
             self._entry.take_back(self._bucket, self._day)
+            self._is_taken_back = True
             self._is_held = False
             self._release(self._left)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import sqlite3
 import threading
@@ -242,22 +241,18 @@ def disk_fault(error: OSError) -> BadRequest:
     return BadRequest(message, code="disk_full", status=507)
 
 
-def new_id() -> str:
-    return f"file-{secrets.token_hex(12)}"
-
-
 def new_file(
     account: str,
     filename: str,
     purpose: str,
     num_bytes: int,
     expires_after: int | None,
-    file_id: str = "",
+    file_id: str,
 ) -> StoredFile:
     """Return the record of a new file, which expires ``expires_after`` seconds from now."""
     now = int(time.time())
     expires_at = None if expires_after is None else now + expires_after
-    return StoredFile(file_id or new_id(), account, filename, purpose, num_bytes, now, expires_at)
+    return StoredFile(file_id, account, filename, purpose, num_bytes, now, expires_at)
 
 
 def sync_folder(folder: Path) -> None:

@@ -29,7 +29,7 @@ import msgspec
 
 from cllm.core.account import Account
 from cllm.errors import CLLMError, RateLimited, Unauthorized
-from cllm.store.charges import WINDOW, Charge, Counts, UsageCounts, UsageEntry
+from cllm.store.charges import WINDOW, Charge, Counts, UsageCounts, UsageEntry, note_need
 from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the start of the monotonic clock
@@ -73,6 +73,10 @@ class UsageLedger:
         Raises RateLimited; then nothing has changed.
         """
         self.check(account)
+        if account.num_reserved is not None and num_tokens > account.num_reserved:
+            note_need(num_tokens)
+            limit = "tokens_per_minute"
+            raise self._limited(account, limit, account.num_reserved, 1.0, num_tokens)
         seconds_now, limits = self.seconds(), account.limits
         entry = self._entry(account.name)
         _, tokens = entry.count_latest(seconds_now)
@@ -94,8 +98,11 @@ class UsageLedger:
 
     def check(self, account: Account) -> None:
         """Raise RateLimited if no request of the account could be admitted now, and Unauthorized if
-        its key has been revoked. This is cheap, so it can be called before a prompt is read.
+        its key has been revoked. This is cheap, so it can be called before a prompt is read. A
+        front has done it for accounts that are carried.
         """
+        if account.is_carried:
+            return
         if not self.is_valid(account.name):
             raise Unauthorized("The API key has been revoked.")
         seconds, limits = self.seconds(), account.limits
@@ -173,6 +180,12 @@ class UsageLedger:
         for charge in [*self._find(name).charges]:
             if charge.end is not None:
                 charge.end(error)
+
+    def book(self, name: str, used: UsageCounts) -> None:
+        """Add what requests of an account have cost that were not admitted here."""
+        entry = self._entry(name)
+        entry.count_used(used, self.seconds())
+        entry.book(used, self.now())
 
     # --- on disk ---------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import secrets
 import time
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from cllm.core.stored_ids import make_id
 from cllm.errors import BadRequest
 from cllm.server.anthropic.batch_lines import (
     CUSTOM_ID,
@@ -116,11 +116,13 @@ async def create(request: Request) -> MessageBatch:
     admit(call, len(data))
     requests = await off_loop(call, lambda: read_requests(data))
     content = await off_loop(call, lambda: write_requests(requests))
-    batch_id = f"msgbatch_{secrets.token_hex(12)}"
-    file = new_file(account.name, f"{batch_id}.jsonl", PURPOSE, len(content), KEPT)
+    batch_id = make_id("msgbatch_", call.replica_name)
+    file_id = make_id("file-", call.replica_name)
+    file = new_file(account.name, f"{batch_id}.jsonl", PURPOSE, len(content), KEPT, file_id)
     record = BatchRecord(
         id=batch_id,
         account=account.name,
+        carried=call.carried,
         model=find_model(request, requests[0]),
         endpoint=ENDPOINT,
         input_file_id=file.id,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, HTTPException
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, HTTPException, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +19,8 @@ def check_front(request: Request) -> None:
         raise HTTPException(404, "Not Found")
 
 
+USAGE_PATH = "/internal/usage"
+
 router = APIRouter(include_in_schema=False, dependencies=[Depends(check_front)])
 
 
@@ -25,3 +30,16 @@ async def lease(request: Request) -> Response:
     state = get_state(request)
     content = write_lease(state.identity, state.registry, state.settings.scheduler)
     return Response(content, media_type="application/json")
+
+
+@router.get(USAGE_PATH)
+async def usage(
+    request: Request,
+    front: Annotated[str, Query(min_length=1, max_length=100)],
+    after: Annotated[int, Query(ge=0)] = 0,
+) -> Response:
+    """Return what requests of a front have cost: the reports that it has not taken yet, because
+    their numbers are higher than ``after``.
+    """
+    reports = get_state(request).access.reports.take(front, after)
+    return Response(msgspec.json.encode(reports), media_type="application/json")

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from cllm.core.stored_ids import make_id
 from cllm.errors import BadRequest
 from cllm.server.batches import open_batches, send_files, store_file
 from cllm.server.body import (
@@ -113,9 +114,9 @@ async def upload(request: Request) -> FileObject:
         assert isinstance(content, UploadFile)
         size = content.size or 0
         expires_after = body.expires_after.seconds if body.expires_after else None
-        file = new_file(
-            get_call(request).account().name, body.file, body.purpose, size, expires_after
-        )
+        call = get_call(request)
+        file_id = make_id("file-", call.replica_name)
+        file = new_file(call.account().name, body.file, body.purpose, size, expires_after, file_id)
         await store_file(store, file, content.file)
     finally:
         await form.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from typing import Annotated, Any, Literal, NotRequired, cast
 
@@ -12,6 +11,7 @@ from pydantic import Field, with_config
 from starlette.requests import Request
 from typing_extensions import TypedDict
 
+from cllm.core.stored_ids import make_id
 from cllm.server.batches import open_batches
 from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import get_call
@@ -133,8 +133,9 @@ async def create(request: Request) -> BatchObject:
     window = re.fullmatch(WINDOW, body.completion_window)
     assert window is not None
     record = BatchRecord(
-        id=f"batch_{secrets.token_hex(12)}",
+        id=make_id("batch_", get_call(request).replica_name),
         account=account.name,
+        carried=get_call(request).carried,
         model=model_for(request).name,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from cllm.core.params import LARGEST
+from cllm.core.stored_ids import make_id
 from cllm.errors import BadRequest
 from cllm.server.body import describe_route, read_body
 from cllm.server.body_limits import check_num_parts
@@ -24,7 +25,7 @@ from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.chat import chat_generation
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import ListPage, make_page
-from cllm.server.openai.responses.items import PLACES, new_id
+from cllm.server.openai.responses.items import PLACES
 from cllm.server.openai.responses.schema import ResponseBody, TextFormat, rename_fields
 from cllm.server.openai.responses.stream import ResponseEvents, ResponseUsage
 from cllm.server.openai.responses.tools import OtherTool
@@ -118,8 +119,9 @@ async def response_generation(
     names the parts of the body that were left out.
     """
     chat, items, skipped = await translate(call, service, body)
+    response_id = make_id("resp_", call.replica_name, 16)
     with rename_fields():
-        generation = await chat_generation(call, service, chat, new_id("resp"), param="input")
+        generation = await chat_generation(call, service, chat, response_id, param="input")
     head = response_head(call, service, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
     events = ResponseEvents(

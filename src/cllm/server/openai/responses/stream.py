@@ -13,15 +13,15 @@ import msgspec
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from cllm.core.stored_ids import derive_id
 from cllm.server.errors import describe_in_stream
-from cllm.server.openai.responses.items import new_id
 from cllm.server.openai.responses.tools import ToolTarget, extract_input
 from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.output_reader import Delta, Usage
 from cllm.text.tools.parser import Channel
 
-PREFIXES = {Channel.TEXT: "msg", Channel.REASONING: "rs", Channel.CALL: "fc"}
+PREFIXES = {Channel.TEXT: "msg_", Channel.REASONING: "rs_", Channel.CALL: "fc_"}
 DELTAS = {
     Channel.TEXT: "response.output_text",
     Channel.REASONING: "response.reasoning_text",
@@ -64,15 +64,15 @@ class OutputItem:
     is one delta.
     """
 
-    def __init__(self, channel: Channel, index: int, call: int, tool: ToolTarget) -> None:
-        """The item has the place ``index`` in the output. If it is a call, it is the one with the
-        number ``call`` in the answer, and calls ``tool``.
+    def __init__(
+        self, response_id: str, channel: Channel, index: int, call: int, tool: ToolTarget
+    ) -> None:
+        """The item has the place ``index`` in the output of a response. If it is a call, it is the
+        one with the number ``call`` in the answer, and calls ``tool``.
         """
         self.channel, self.index, self.call, self.tool = channel, index, call, tool
-        self.id, self.call_id = (
-            new_id("ctc" if tool.is_custom else PREFIXES[channel]),
-            new_id("call"),
-        )
+        self.id = derive_id("ctc_" if tool.is_custom else PREFIXES[channel], response_id, index)
+        self.call_id = derive_id("call_", response_id, index)
         self._texts: list[str] = []
         self._logprobs: list[bytes] = []  # as JSON, because several events repeat them
         self.kind = CUSTOM_DELTA if tool.is_custom else DELTAS[channel]
@@ -206,7 +206,11 @@ class ResponseEvents:
 
     def _open(self, channel: Channel, call: int = 0, name: str = "") -> bytes:
         self._item = item = OutputItem(
-            channel, len(self._output), call, self._called.get(name) or ToolTarget(name)
+            self.response["id"],
+            channel,
+            len(self._output),
+            call,
+            self._called.get(name) or ToolTarget(name),
         )
         added = {"output_index": item.index, "item": item.resource("in_progress")}
         data = self._event("response.output_item.added", **added)

@@ -1,0 +1,1 @@
+"""The front of a cluster: one address for many servers, its replicas."""

@@ -1,0 +1,40 @@
+"""What a front of a cluster tells a replica about a request."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import msgspec
+
+from cllm.core.account import Account
+
+
+class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The account of a request, which the front has found by the request's credentials.
+
+    The request is scheduled as one of the account ``scheduled``, which also depends on the user
+    that the body names and on the client's address, with the share ``weight``. ``replica`` is the
+    replica's name, which becomes a part of the ids of what the request stores. The front called
+    ``front`` asks for the usage of the request under the id ``request``.
+    """
+
+    account: Account
+    scheduled: Account
+    weight: float = 1.0
+    replica: str = ""
+    front: str = ""
+    request: str = ""
+
+
+def encode_carried(carried: Carried) -> str:
+    """Return the value of the header that carries an account."""
+    return base64.b64encode(msgspec.json.encode(carried)).decode()
+
+
+def decode_carried(value: str) -> Carried:
+    """Return what ``encode_carried`` has written. Raises ValueError."""
+    try:
+        return msgspec.json.decode(base64.b64decode(value, validate=True), type=Carried)
+    except (binascii.Error, msgspec.DecodeError) as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,200 @@
+"""What accounts pay at a front, and what they may use."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from starlette.requests import Request
+
+from cllm.cluster.accounts import Accounts
+from cllm.config.settings import Settings
+from cllm.core.account import Account, AccountLimits
+from cllm.core.carried import Carried, decode_carried
+from cllm.core.request import Priority
+from cllm.errors import RateLimited
+from cllm.server.access import Access
+from cllm.server.auth import ACCOUNT
+from cllm.store.charges import UsageCounts
+from cllm.store.keys import AccountRecord
+from cllm.store.usage_reports import UsageReport, UsageReports
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def access(tmp_path):
+    return Access(
+        Settings.model_validate(
+            {
+                "server": {"keys_file": str(tmp_path / "keys.json")},
+                "scheduler": {"weights": {"user-ann": 3.0}},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def accounts(access):
+    access.ledger.is_valid = lambda _: True
+    return Accounts(access, "front1")
+
+
+def make_request(access, account=None, key=""):
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "headers": [(b"authorization", f"Bearer {key}".encode())] if key else [],
+        "client": ("10.0.0.7", 1),
+        "app": SimpleNamespace(state=SimpleNamespace(access=access)),
+    }
+    if account is not None:
+        scope[ACCOUNT] = account
+    return Request(scope)
+
+
+def make_account(**limits):
+    return AccountRecord(**limits).make_account("ann")
+
+
+def body(**fields):
+    return json.dumps({"messages": [], **fields}).encode()
+
+
+def carried_by(admission):
+    return decode_carried(admission.encode("replica1"))
+
+
+def used(accounts):
+    return accounts.access.ledger.totals().get("ann", UsageCounts())
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "scheduled"),
+    [
+        ("secret", {}, "key-"),
+        ("", {"user": "ann"}, "user-ann"),
+        ("", {"metadata": {"user_id": "ann"}}, "user-ann"),
+        ("", {"user": 7}, "address-10.0.0.7"),
+        ("", {}, "address-10.0.0.7"),
+    ],
+)
+def test_account_of_an_open_server_comes_from_key_user_or_address(
+    access, accounts, key, fields, scheduled
+):
+    carried = carried_by(accounts.admit(make_request(access, key=key), CHAT, body(**fields)))
+    assert carried.scheduled.name.startswith(scheduled)
+    assert carried.account.name == (carried.scheduled.name if key else "")
+    assert carried.account.is_admin
+    assert carried.weight == (3.0 if scheduled == "user-ann" else 1.0)
+    assert (carried.replica, carried.front) == ("replica1", "front1")
+
+
+def test_rights_and_class_of_an_account_are_carried_but_not_its_limits(access, accounts):
+    account = make_account(priority="batch", models=("small",), requests_per_minute=3)
+    carried = carried_by(accounts.admit(make_request(access, account), CHAT, body()))
+    assert carried.account.priority == Priority.BATCH
+    assert carried.account.models == ("small",)
+    assert carried.account.limits == AccountLimits()
+    assert carried.account.is_carried
+    assert carried.account.num_reserved is None
+
+
+def test_front_pays_what_the_replica_says(access, accounts):
+    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission.note_usage(UsageCounts(1, 10, 4, 5))
+    admission.close("replica1")
+    assert used(accounts) == UsageCounts(1, 10, 4, 5)
+
+
+def test_request_with_several_prompts_counts_as_several(access, accounts):
+    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission.note_usage(UsageCounts(3, 10, 4, 5))
+    admission.close("replica1")
+    assert used(accounts) == UsageCounts(3, 10, 4, 5)
+
+
+def test_rejected_request_costs_nothing(access, accounts):
+    account = make_account(requests_per_minute=1)
+    for _ in range(3):
+        accounts.admit(make_request(access, account), CHAT, body()).close(
+            "replica1", has_failed=True
+        )
+    assert used(accounts).requests == 3  # the total since the start has those taken back too
+    assert access.ledger.of_month("ann") == UsageCounts()
+
+
+def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
+    account = make_account(concurrent_requests=1)
+    admission = accounts.admit(make_request(access, account), CHAT, body())
+    admission.note_progress(10, 0, 2)
+    admission.close("replica1")
+    assert accounts.awaited == {"replica1"}
+    report = UsageReport(1, "ann", admission.id, UsageCounts(1, 10, 0, 3))
+    accounts.take("replica1", "epoch", [report])
+    accounts.take("replica1", "epoch", [report])  # the same one again
+    assert used(accounts) == UsageCounts(1, 10, 0, 3)
+    assert not accounts.awaited
+    accounts.admit(make_request(access, account), CHAT, body())
+
+
+def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accounts):
+    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission.note_progress(10, 0, 2)
+    admission.close("replica1")
+    accounts.lose("replica2")
+    assert accounts.awaited == {"replica1"}
+    accounts.lose("replica1")
+    assert used(accounts) == UsageCounts(1, 10, 0, 2)
+
+
+def test_batches_are_booked_once(access, accounts):
+    report = UsageReport(7, "ann", "", UsageCounts(2, 10, 0, 4))
+    accounts.take("replica1", "epoch", [report])
+    accounts.take("replica1", "epoch", [report])
+    assert used(accounts) == UsageCounts(2, 10, 0, 4)
+    assert accounts.last_taken("replica1", "epoch") == 7
+    assert accounts.last_taken("replica1", "another epoch") == 0
+
+
+def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):
+    account = make_account(tokens_per_minute=100)
+    first = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
+    second = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
+    shares = [carried_by(one).account.num_reserved for one in (first, second)]
+    assert sum(shares) <= 100
+    with pytest.raises(RateLimited):
+        second.reserve(70)  # what the replica says that it needs
+    first.note_usage(UsageCounts(1, 10, 0, 20))
+    first.close("replica1")
+    third = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
+    third.reserve(70)
+    assert carried_by(third).account.num_reserved == 70
+
+
+def test_routes_that_compute_nothing_reserve_nothing(access, accounts):
+    account = make_account(requests_per_minute=1)
+    for _ in range(3):
+        accounts.admit(make_request(access, account), "/tokenize", b"{}").close("replica1")
+    assert used(accounts) == UsageCounts()
+
+
+def test_reports_wait_for_their_front_until_it_has_taken_them():
+    reports = UsageReports()
+    carried = SimpleNamespace(front="front1", scheduled=SimpleNamespace(name="ann"))
+    reports.add(carried, UsageCounts(1, 2, 0, 3), "r1")
+    reports.add(carried, UsageCounts(), "r2")  # it has cost nothing
+    reports.add(carried, UsageCounts(1, 4, 0, 5), "")
+    assert [one.number for one in reports.take("front1", 0)] == [1, 2]
+    assert [one.number for one in reports.take("front1", 1)] == [2]
+    assert reports.take("front2", 0) == []
+    assert reports.take("front1", 2) == []
+
+
+def test_weight_of_a_carried_account_reaches_the_policy(access):
+    seen = []
+    service = SimpleNamespace(engine=SimpleNamespace(set_weights=seen.append))
+    for weight in (4.0, 1.0):
+        access.note_carried(Carried(Account("ann"), Account("ann"), weight))
+        access._check([service])
+    assert seen == [{"user-ann": 3.0, "ann": 4.0}, {"user-ann": 3.0}]
