@@ -67,7 +67,10 @@ EXTENDS = {("llama_server", "openai")}
 PURE = {"core", "scheduler", "kv_cache", "sampling", "routing"}
 NOT_PURE = {"asyncio", "threading", "multiprocessing", "pydantic", "fastapi", "starlette", "ctypes"}
 # Only these may import a particular backend; other modules use backends through them.
-KNOW_BACKENDS = ("cllm.cli.probe", "cllm.cli.bench.simulate", "cllm.bench.")
+KNOW_BACKENDS = (
+    *("cllm.cli.probe", "cllm.cli.rpc_worker"),
+    *("cllm.cli.bench.simulate", "cllm.bench."),
+)
 NO_BACKEND = {"cllm.backends.base", "cllm.backends.params", "cllm.backends.registry"}
 
 

@@ -31,6 +31,7 @@ EXAMPLES = {
     "bench": "cllm bench load http://127.0.0.1:8000",
     "simulate": "cllm simulate --help",
     "explain": "cllm explain --steps 5",
+    "rpc-worker": "cllm rpc-worker --address 10.0.0.5:50052",
     "keys": "cllm keys add anna --tokens-per-minute 10000",
     "config": "cllm config show --port 8080",
 }

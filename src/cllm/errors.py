@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Exit status of an engine that has lost an RPC worker: the failure is temporary (sysexits.h).
+WORKER_LOST_STATUS = 75
+
 
 class CLLMError(Exception):
     """Base of all errors below; ``str(error)`` is one line that people can read."""

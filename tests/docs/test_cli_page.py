@@ -27,8 +27,8 @@ def test_page_is_up_to_date() -> None:
 
 def test_page_has_the_commands_that_exist() -> None:
     table = render_page().partition("## ")[0]
-    described = re.findall(r"^\| ((?:`\w+` ?)+) \|", table, re.MULTILINE)
-    names = [name for cell in described for name in re.findall(r"`(\w+)`", cell)]
+    described = re.findall(r"^\| ((?:`[\w-]+` ?)+) \|", table, re.MULTILINE)
+    names = [name for cell in described for name in re.findall(r"`([\w-]+)`", cell)]
     assert sorted(names) == sorted([*COMMANDS, *(one for more in ALIASES.values() for one in more)])
     assert set(names) == {name for name in app if not name.startswith("-")}
 

@@ -53,6 +53,11 @@ SIMULATE = """Replay a trace through the scheduler in simulated time.
 
 2. cllm simulate trace.jsonl  replays it, and prints waiting times and rates.
 """
+RPC_WORKER = """Lend this machine's memory and processors to a server on another machine.
+
+The server loads the model, and sends this worker its layers: backend.llama_cpp.rpc names the
+workers. Both need a build of llama.cpp with RPC.
+"""
 
 COMMANDS = {
     "serve": ("cllm.cli.serve:serve", SERVE),
@@ -91,6 +96,7 @@ COMMANDS = {
         "cllm.cli.explain:explain",
         "Show what a running server computes, which requests wait, and why.",
     ),
+    "rpc-worker": ("cllm.cli.rpc_worker:rpc_worker", RPC_WORKER),
     "keys": ("cllm.cli.keys:app", "Create, list and revoke the API keys of a server."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }

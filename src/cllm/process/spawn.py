@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from cllm.errors import WORKER_LOST_STATUS
 from cllm.process.launch import ANYWHERE, Place, Popen, launch
 from cllm.process.messages import LENGTH, FromChild
 
@@ -121,14 +122,17 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether a person or the system ended the process with a signal. Its own faults and this
-        process do not count.
+        """Whether a person or the system ended the process with a signal, or it lost an RPC worker.
+        Its own faults and this process do not count.
         """
-        return not self._was_killed and -self._process.returncode in OUTSIDE_SIGNALS
+        status = self._process.returncode
+        return not self._was_killed and (-status in OUTSIDE_SIGNALS or status == WORKER_LOST_STATUS)
 
     def describe_end(self) -> str:
         """Return how the process ended, in words."""
         code = self._process.returncode
+        if code == WORKER_LOST_STATUS:
+            return "an RPC worker was lost"
         if code < 0:
             with contextlib.suppress(ValueError):
                 return signal.Signals(-code).name

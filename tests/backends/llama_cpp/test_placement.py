@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from types import SimpleNamespace
 
@@ -93,7 +92,7 @@ def test_flash_attention_can_be_chosen(flash) -> None:
         ({"rope_scale": 2, "rope_scaling": "none"}, "f16", "rope_scale needs"),
         ({"override_tensors": "blk"}, "f16", "override_tensors must be patterns"),
         ({"override_tensors": "(=CPU"}, "f16", "override_tensors must be patterns"),
-        ({"override_tensors": "blk=CUDA7"}, "f16", "there is no device CUDA7"),
+        ({"override_tensors": "blk=CUDA7"}, "f16", "llama.cpp has no device CUDA7"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused(options, kv_type, message) -> None:
@@ -140,39 +139,3 @@ def test_shares_are_passed_on() -> None:
     placed = placement.Placement(Options(), "f16")
     placed.apply(c_params)
     assert vars(c_params) == {"split_mode": 1, "main_gpu": 0}
-
-
-def test_rpc_servers_need_a_build_with_rpc() -> None:
-    """This build has none, and says so in one line; so it does for what is no address."""
-    with pytest.raises(StartupError, match="has no RPC backend"):
-        placement.Placement(Options(rpc="127.0.0.1:50052"), "f16")
-    with pytest.raises(StartupError, match="must be addresses"):
-        placement.Placement(Options(rpc="nonsense"), "f16")
-
-
-def test_rpc_servers_are_registered_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With stand-ins for llama.cpp's functions."""
-    registered: list[object] = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
-    def add(address: bytes) -> int:
-        return 7 if address == b"10.0.0.5:50052" else 0
-
-    functions = {
-        "ggml_backend_reg_by_name": lambda name: name,
-        "ggml_backend_reg_get_proc_address": lambda backend, name: (
-            ctypes.cast(add, ctypes.c_void_p).value
-        ),
-        "ggml_backend_register": registered.append,
-    }
-    monkeypatch.setattr(placement, "bind", lambda _, name, *types: functions[name])
-    monkeypatch.setattr(placement.lib, "llama_supports_rpc", lambda: True)
-    placement.add_rpc_server.cache_clear()
-    placement.add_rpc_server("10.0.0.5:50052")
-    assert registered == [7]
-    assert "10.0.0.5:50052: RPC is not encrypted" in caplog.text
-    with pytest.raises(StartupError, match=r"there is no RPC server at 10\.0\.0\.6:1"):
-        placement.add_rpc_server("10.0.0.6:1")
-    placement.add_rpc_server.cache_clear()

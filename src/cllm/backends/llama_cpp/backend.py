@@ -90,8 +90,9 @@ def read_options(params: BackendParams) -> Options:
 
 
 def uses_gpu(params: BackendParams) -> bool:
-    """Return whether the weights will be on a GPU."""
-    return read_options(params).n_gpu_layers != 0 and supports_gpu_offload()
+    """Return whether the weights will be on a GPU, or on RPC workers."""
+    options = read_options(params)
+    return options.n_gpu_layers != 0 and (bool(options.rpc) or supports_gpu_offload())
 
 
 class Probed(NamedTuple):

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp import library  # noqa: F401  # checks the version, and starts llama.cpp
-from cllm.backends.llama_cpp.variants import bind
-
-GPU_TYPES = (1, 2)  # values of ggml_backend_dev_type: GPUs with their own memory, integrated GPUs
+from cllm.backends.llama_cpp.variants import GPU_TYPES, bind
+from cllm.errors import StartupError
 
 
 class Device(NamedTuple):
@@ -51,6 +50,15 @@ def _list_gpus(functions: ctypes.CDLL) -> Iterator[Device]:
             measure(device, ctypes.byref(free), ctypes.byref(total))
             names = name(device).decode(), describe(device).decode()
             yield Device(*names, free.value, total.value)
+
+
+def device_handle(name: str) -> int:
+    """Return llama.cpp's pointer to a device. Raises StartupError if there is none of this name."""
+    find = bind(lib._lib, "ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)  # noqa: SLF001
+    handle: int | None = find(name.encode())
+    if not handle:
+        raise StartupError(f"llama.cpp has no device {name}")
+    return handle
 
 
 if __name__ == "__main__":

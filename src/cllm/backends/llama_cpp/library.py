@@ -22,6 +22,8 @@ import llama_cpp
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp.variants import (
+    GPU_TYPES,
+    bind,
     find_kernels,
     load_backends,
     load_own_kernels,
@@ -29,7 +31,7 @@ from cllm.backends.llama_cpp.variants import (
     name_variant,
     switch_own_kernels,
 )
-from cllm.errors import StartupError
+from cllm.errors import WORKER_LOST_STATUS, StartupError
 from cllm.observe.cpu_time import decoding
 
 log = logging.getLogger("cllm.llama_cpp")
@@ -75,7 +77,15 @@ def _abort(message: bytes) -> None:
     reason = re.sub(r"^\S*/", "", message.decode("utf-8", "replace").strip())
     for handle in _abort_handlers:
         handle(reason)
+    if is_worker_lost(reason):
+        log.critical("an RPC worker was lost; the engine ends")
+        os._exit(WORKER_LOST_STATUS)
     log.critical("llama.cpp aborts: %s", reason)
+
+
+def is_worker_lost(reason: str) -> bool:
+    """Return whether libllama aborts because of ``reason`` if it has lost an RPC worker."""
+    return "Remote RPC server crashed" in reason
 
 
 # kept alive here, because libllama has only the pointer
@@ -163,7 +173,11 @@ def own_kernels() -> ctypes.CDLL | None:
 
 def supports_gpu_offload() -> bool:
     """Return whether this build of llama.cpp can use a GPU of this machine."""
-    return bool(lib.llama_supports_gpu_offload())
+    if not lib.llama_supports_rpc():
+        return bool(lib.llama_supports_gpu_offload())
+    # a build with RPC says that it can use a GPU even if there is none
+    find = bind(lib._lib, "ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)  # noqa: SLF001
+    return any(find(kind) for kind in GPU_TYPES)
 
 
 def read_metadata(model: Any, key: str) -> str | None:

@@ -121,9 +121,11 @@ def load(
 ) -> Backend:
     with loadable():
         from cllm.backends.llama_cpp.backend import LlamaCppBackend
-        from cllm.backends.llama_cpp.library import aborts
+        from cllm.backends.llama_cpp.library import aborts, is_worker_lost
 
     def report_abort(why: str) -> None:
+        if is_worker_lost(why):
+            on_abort("backend.llama_cpp.rpc: a worker was lost, or has too little memory")
         on_abort(f"{params.path} is damaged, or llama.cpp does not support it: {why}")
 
     with aborts(report_abort):

@@ -62,9 +62,10 @@ class Options(BaseModel):
     rpc: str | None = Field(
         default=None,
         max_length=1000,
-        description="Servers of llama.cpp's RPC backend whose devices are used like GPUs, such as "
-        "10.0.0.5:50052, with commas between them. Whoever reaches such a server can run code on "
-        "it, and prompts are sent unencrypted: only in a private network.",
+        description="RPC workers (cllm rpc-worker) whose devices are used like GPUs, such as "
+        "10.0.0.5:50052, with commas between them. Whoever reaches a worker can run code on "
+        "it, and prompts are sent unencrypted: only loopback and private addresses are allowed. "
+        "Needs a build of llama.cpp with GGML_RPC.",
     )
     main_gpu: int = Field(
         default=0, ge=0, le=15, description="Number of the GPU to use if split is none."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import re
 from functools import cache
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.llama_cpp.devices import Device, list_gpus
+from cllm.backends.llama_cpp.devices import Device, device_handle, list_gpus
+from cllm.backends.llama_cpp.rpc import add_worker
 from cllm.backends.llama_cpp.variants import bind
 from cllm.errors import StartupError
 
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options
-
-log = logging.getLogger("cllm.llama_cpp")
 
 SECTION = "backend.llama_cpp"
 SPLIT_MODES = {
@@ -65,12 +63,12 @@ def chosen_gpus(options: Options, gpus: list[Device] | None = None) -> list[Devi
 
 
 def list_all_gpus(options: Options) -> list[Device]:
-    """Return the GPUs of this machine and of RPC servers.
+    """Return the GPUs of this machine and of RPC workers.
 
-    Raises StartupError if an RPC server cannot be used.
+    Raises StartupError if an RPC worker cannot be used.
     """
     for address in split_list(options.rpc or ""):
-        add_rpc_server(address)
+        add_worker(address)
     return list_gpus()
 
 
@@ -164,25 +162,6 @@ def describe_positions(options: Options) -> str:
     return "" if own == ("auto", 1.0, None, None) else f" rope {own}"
 
 
-@cache  # llama.cpp keeps the devices of a process
-def add_rpc_server(address: str) -> None:
-    """Let llama.cpp use the devices of an RPC server. Raises StartupError."""
-    functions, pointer, text = lib._lib, ctypes.c_void_p, ctypes.c_char_p  # noqa: SLF001
-    if not re.fullmatch(r"[\w.-]+:\d{1,5}", address):
-        raise StartupError(f"{SECTION}.rpc must be addresses such as 10.0.0.5:50052, not {address}")
-    if not lib.llama_supports_rpc():
-        raise StartupError(
-            f"{SECTION}.rpc: this build of llama.cpp has no RPC backend; it needs -DGGML_RPC=ON"
-        )
-    log.warning("%s: RPC is not encrypted, and whoever reaches it can run code there", address)
-    backend = bind(functions, "ggml_backend_reg_by_name", pointer, text)(b"RPC")
-    find = bind(functions, "ggml_backend_reg_get_proc_address", pointer, pointer, text)
-    add = ctypes.CFUNCTYPE(pointer, text)(find(backend, b"ggml_backend_rpc_add_server"))
-    if not (devices := add(address.encode())):
-        raise StartupError(f"{SECTION}.rpc: there is no RPC server at {address}")
-    bind(functions, "ggml_backend_register", None, pointer)(devices)
-
-
 @cache  # llama.cpp keeps the first strategy of a process
 def init_numa(strategy: str) -> None:
     lib.llama_numa_init(NUMA[strategy])
@@ -228,14 +207,6 @@ def read_overrides(text: str | None) -> list[tuple[str, str]]:
             )
         overrides.append((pattern, device))
     return overrides
-
-
-def device_handle(name: str) -> int:
-    find = bind(lib._lib, "ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)  # noqa: SLF001
-    handle: int | None = find(name.encode())
-    if not handle:
-        raise StartupError(f"{SECTION}: there is no device {name}")
-    return handle
 
 
 def buffer_type(device: str) -> int:

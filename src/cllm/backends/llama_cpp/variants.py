@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from cllm.errors import StartupError
 
-CPU = 0  # of ggml_backend_dev_type
+# Values of ggml_backend_dev_type: CPUs, GPUs with their own memory, integrated GPUs
+CPU, GPU_TYPES = 0, (1, 2)
 FILE_NAME = re.compile(r"(?:lib)?ggml-cpu-(.+)\.(?:so|dylib|dll)$")
 
 
