@@ -115,6 +115,8 @@ def test_cancelled_task_closes_the_work():
 class FakeAnswer:
     """Chunks from the test; each is a list of deltas or an error."""
 
+    delivered = None
+
     def __init__(self, *chunks) -> None:
         self.chunks = list(chunks)
         self.finished = False

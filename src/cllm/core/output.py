@@ -23,6 +23,9 @@ class FinishReason(enum.StrEnum):
     GRAMMAR = "grammar"
 
 
+FAILURES = frozenset({FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.TIMEOUT})
+
+
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The logprob of a token and those of the most probable tokens: natural logarithms of the
     model's probabilities.

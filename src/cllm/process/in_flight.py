@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
+from cllm.core.output import FAILURES, NO_TOKEN, FinishReason, TokenOutput
 from cllm.core.request import Priority, Request, SequenceProgress
 from cllm.engine.commands import Add, Resume
 from cllm.errors import CLLMError
@@ -16,7 +16,8 @@ from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache, digest, rename_output
 
-FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
+# what each unfinished sequence has delivered in another pool, by request id and index
+Begun = Mapping[str, Mapping[int, SequenceProgress]]
 
 
 class OutputStream:
@@ -124,6 +125,16 @@ class InFlightRequest:
             stream.put(rename_output(output, request_id))
         self.readers.setdefault(stream, []).append(request_id)
         stream.in_flight[request_id] = self
+
+    def begin_after(self, begun: Mapping[int, SequenceProgress]) -> None:
+        """Begin after what another pool has delivered, which has finished all sequences that are
+        not in ``begun``.
+        """
+        self.unfinished = set(begun)
+        self._progress = dict(begun)
+        self.has_begun = len(begun) < self.request.params.n or any(
+            progress.tokens for progress in begun.values()
+        )
 
     def leave(self, stream: OutputStream) -> None:
         self.readers.pop(stream, None)
@@ -238,7 +249,7 @@ class InFlightRequests:
         return entry.make_command() if entry.unfinished else None
 
     def submit(
-        self, requests: list[Request], claim: Claim = NO_CLAIM
+        self, requests: list[Request], claim: Claim = NO_CLAIM, begun: Begun | None = None
     ) -> tuple[OutputStream, list[Request]]:
         """Return a stream for ``requests``, and those of them that must be computed.
 
@@ -247,29 +258,38 @@ class InFlightRequests:
         A deterministic request takes a known result from the cache, or shares the computation of an
         equal request, unless that has a lower class. A request with its own time limit is never
         shared.
+
+        Requests that another pool has ``begun`` are computed by themselves, except those that it
+        has finished.
         """
-        keys = [digest(request) for request in requests]
+        keys = [None if begun is not None else digest(request) for request in requests]
         requests = [
             request.with_seed() if key is None else request
             for request, key in zip(requests, keys, strict=True)
         ]
         new: dict[bytes | str, Request] = {}
         for request, key in zip(requests, keys, strict=True):
+            if begun is not None and not begun[request.request_id]:
+                continue
             if key not in self._results and self._find_equal(request, key) is None:
                 new.setdefault(
                     key if key is not None and may_share(request) else request.request_id, request
                 )
-        first = self.backlog.admit(list(new.values()), claim) if new else None
+        is_admitted = begun is not None  # by the other pool
+        first = self.backlog.admit(list(new.values()), claim) if new and not is_admitted else None
         stream = OutputStream(requests)
         positions = []
         for request, key in zip(requests, keys, strict=True):
-            if key is not None and key in self._results:
+            if begun is not None and not begun[request.request_id]:
+                positions.append(QueuePosition())
+            elif key is not None and key in self._results:
                 positions.append(self._recall(stream, request, key))
             elif (entry := self._find_equal(request, key)) is not None:
                 positions.append(self._share(stream, request, entry))
             else:
                 positions.append(first or self.backlog.estimate_position(request))
-                self._start(stream, request, key, positions[-1])
+                own = None if begun is None else begun[request.request_id]
+                self._start(stream, request, key, positions[-1], own)
                 first = None
         stream.queue_position = positions[0]
         return stream, list(new.values())
@@ -295,6 +315,7 @@ class InFlightRequests:
         request: Request,
         key: bytes | None,
         queue_position: QueuePosition,
+        begun: Mapping[int, SequenceProgress] | None,
     ) -> None:
         shares = key is not None and may_share(request)
         entry = InFlightRequest(
@@ -305,6 +326,9 @@ class InFlightRequests:
         if key is not None and shares:
             self._open[key] = entry
         self.backlog.record_submission(request)
+        if begun is not None:
+            self.backlog.record_end(request, 0, request.params.n - len(begun))
+            entry.begin_after(begun)
 
     def _find_equal(self, request: Request, key: bytes | None) -> InFlightRequest | None:
         """Return an equal request in the engine, or None if there is none or ``request`` itself

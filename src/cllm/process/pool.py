@@ -34,7 +34,7 @@ from cllm.process.assignments import Assignments
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
-from cllm.process.in_flight import InFlightRequests, OutputStream
+from cllm.process.in_flight import Begun, InFlightRequests, OutputStream
 from cllm.process.launch import ONE_ENGINE, EngineSpec
 from cllm.process.member import Member
 from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame
@@ -358,21 +358,25 @@ class Pool:
         load = QueueLoad(num_requests=1, num_seqs=1, num_tokens=num_tokens)
         self._in_flight.backlog.check(Newcomer(account, priority, load, num_tokens), claim)
 
-    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> OutputStream:
+    def submit(
+        self, requests: list[Request], claim: Claim = NO_CLAIM, begun: Begun | None = None
+    ) -> OutputStream:
         """Send requests to the engine, or find their results.
 
-        The caller must call ``close_stream`` later.
+        The caller must call ``close_stream`` later. Requests that another pool has ``begun``
+        continue after what that has delivered.
 
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
         self.check_available()
-        stream, new = self._in_flight.submit(requests, claim)
+        stream, new = self._in_flight.submit(requests, claim, begun)
         frames: dict[Member, list[bytes]] = {}
         for request in new:
             member, booked = self._assignments.assign(request)
             member.give(request.request_id, booked)
             if member.has(request.request_id):
-                frames.setdefault(member, []).append(frame(Add(request)))
+                command = begun and self._in_flight.make_command(request.request_id)
+                frames.setdefault(member, []).append(frame(command or Add(request)))
         for member, own in frames.items():
             member.write(b"".join(own))
         self._send_yielding(stream)  # it may read what no other client reads

@@ -15,9 +15,11 @@ from cllm.core.carried import Carried
 from cllm.server.auth import ACCOUNT, CARRIED, name_for_key, read_key
 from cllm.server.state import ServerState, get_state
 from cllm.serving.answer import SchedulingOptions
+from cllm.serving.delivered import Delivered
 from cllm.store.audit import write_audit
 
 CALL = "cllm.call"  # in the scope of a request
+DELIVERED = "cllm.delivered"  # in the scope of a request that another server has begun to answer
 
 
 @dataclass(eq=False, slots=True)
@@ -28,8 +30,9 @@ class Call:
     credentials ("" without any). ``request`` is the HTTP request, whose client may disconnect, or
     None in a batch. ``num_bytes`` counts the body and the stored responses that it continues.
     ``body_hash`` is the same for the same body. ``time_limits`` are those in the body; they count
-    from its arrival. ``lora`` has the adapters that the body names.
-    ``carried`` is set if the request came from a front, which has found its account.
+    from its arrival. ``lora`` has the adapters that the body names. ``carried`` is set if the
+    request came from a front, which has found its account. If another server has begun to answer
+    the request, the client has the part ``delivered``.
     """
 
     state: ServerState
@@ -40,6 +43,7 @@ class Call:
     time_limits: SchedulingOptions = field(default_factory=SchedulingOptions)
     lora: Sequence[Any] | None = None
     carried: Carried | None = None
+    delivered: Delivered | None = None
 
     def account(self, user: str | None = None) -> Account:
         """Return the account of the credentials, or else of ``user``, or else the anonymous one.
@@ -85,4 +89,5 @@ def get_call(request: Request) -> Call:
         name = name_for_key(read_key(request.headers))
         call = request.scope[CALL] = Call(get_state(request), name, request)
         call.carried = request.scope.get(CARRIED)
+        call.delivered = request.scope.get(DELIVERED)
     return call

@@ -66,7 +66,9 @@ class SchedulingBody(Body):
         ticket = "" if call.request is None else call.request.headers.get(TICKET, "")
         return replace(
             self.time_limits(),
-            arrived=call.time_limits.arrived,
+            arrived=call.time_limits.arrived
+            - (0.0 if call.delivered is None else call.delivered.elapsed),
+            delivered=call.delivered,
             account=account,
             priority=account.choose_priority(None if asked is None else Priority[asked.upper()]),
             cache_salt=call.state.access.salt(account, self.cache_salt or ""),

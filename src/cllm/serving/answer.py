@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
@@ -15,7 +16,6 @@ from cllm.core.account import ANONYMOUS, Account
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import AdapterFile, Adapters, Priority, Request
-from cllm.core.vocabulary import Pieces
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -23,6 +23,7 @@ from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.in_flight import OutputStream
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
+from cllm.serving.delivered import Delivered, Origin, ProgressRecorder, digest_inputs
 from cllm.store.charges import Charge
 from cllm.text.chat_format import OutputPlan
 from cllm.text.grammar import CheckedGrammar
@@ -46,7 +47,8 @@ class SchedulingOptions:
     """How a generation is scheduled: its account, its priority, and its time limits in seconds.
 
     Its cached prefixes and results are shared only with requests that have the same ``cache_salt``.
-    ``claim`` identifies a reserved place in the queue. Time limits count from ``arrived``.
+    ``claim`` identifies a reserved place in the queue. Time limits count from ``arrived``. If
+    another server has begun the answer, its client has the part ``delivered``.
     """
 
     account: Account = ANONYMOUS
@@ -56,6 +58,7 @@ class SchedulingOptions:
     cache_salt: str = ""
     claim: Claim = NO_CLAIM
     arrived: float = field(default_factory=time.monotonic, compare=False)
+    delivered: Delivered | None = None
 
     def compute_remaining(self, seconds: float | None) -> float | None:
         """Return what is left of a time limit, at least 0; None without a limit."""
@@ -92,7 +95,8 @@ class Generation:
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. Errors call the prompt's field
     ``param``. ``Service.prepare`` makes the generation of a chat's next message. If the message may
     be more than text, ``plan`` says how to parse it. ``unenforced`` are the schema keywords that
-    were left out because they cannot be enforced.
+    were left out because they cannot be enforced. The answer was ``created`` at a time in seconds
+    since 1970. If another server has begun it, it keeps its id and that time.
     """
 
     request_id: str
@@ -105,6 +109,20 @@ class Generation:
     times: Times = field(default_factory=Times)
     unenforced: tuple[str, ...] = ()
     model: str = ""  # set by the service
+    created: float = field(default_factory=time.time)
+    engine_id: str = field(init=False)  # the request id in this server's engines, never used again
+
+    def __post_init__(self) -> None:
+        self.engine_id = self.request_id
+        if (delivered := self.scheduling.delivered) is not None:
+            self.request_id, self.created = delivered.origin.request_id, delivered.origin.created
+
+    def derive_id(self, *place: int, digits: int = 24) -> str:
+        """Return hex digits that identify a part of the answer, such as a call. They are always the
+        same for the same ``place``, also if another server continues the answer.
+        """
+        name = "-".join((self.request_id, *map(str, place))).encode()
+        return hashlib.blake2b(name, digest_size=digits // 2).hexdigest()
 
     def bind(self, answer: CheckedGrammar) -> None:
         """Constrain the text by a grammar."""
@@ -116,7 +134,9 @@ class Answer:
     """The streamed answer to a generation.
 
     Iterate over it, or call listen() and take(). Close it; otherwise generation continues unread.
-    ``queue_position`` is the position at submission.
+    ``queue_position`` is the position at submission. If another server has begun the answer,
+    ``delivered`` has the deltas that its client has already, in the same parts; ``take`` returns
+    the rest.
     """
 
     def __init__(
@@ -125,10 +145,11 @@ class Answer:
         stream: OutputStream,
         engine: Pool,
         metrics: Metrics,
-        pieces: Pieces,
+        reader: OutputReader,
         timeout: float | None,
         recorder: Recorder | None,
         charge: Charge | None = None,
+        delivered: list[list[Delta]] | None = None,
     ) -> None:
         """``timeout`` limits the seconds that the answer may take. ``charge`` is the amount that
         its account has reserved for it.
@@ -141,13 +162,18 @@ class Answer:
         self._charge = charge
         if charge is not None:
             charge.end = self._fail
-        self._reader = OutputReader(stream.requests, pieces, generation.plan, generation.usage)
-        times = generation.times
-        self._begun = times.submitted = times.first = times.latest = time.monotonic()
+        self._reader = reader
+        self.delivered = delivered
+        self._progress: ProgressRecorder | None = None
+        times, before = generation.times, generation.scheduling.delivered
+        self._begun = times.latest = time.monotonic()
+        times.submitted = times.first = self._begun - (0.0 if before is None else before.elapsed)
         self._outcome = "abort"
         self._closed = False
         self._error: CLLMError | None = None  # why the engine ended it; raised by the next take
         self._limits = list_limits(timeout, generation.scheduling)
+        if generation.usage.completion_tokens:  # it has started on another server
+            self._limits = [limit for limit in self._limits if not limit.is_for_start]
         # asyncio.timeout would cancel the reader's task even while that does something else
         self._timers = {
             limit: asyncio.get_running_loop().call_later(
@@ -232,6 +258,19 @@ class Answer:
         """Call ``wake`` whenever there may be something to take. None stops the calls."""
         self._stream.listen(wake)
 
+    def record_progress(self) -> ProgressRecorder:
+        """Record from now on what ``take`` reads, so that another server can continue."""
+        generation, requests = self.generation, self._stream.requests
+        origin = Origin(
+            generation.request_id,
+            generation.created,
+            [request.params.seed for request in requests],
+            digest_inputs(self._engine.info, requests),
+            generation.usage.cached_tokens,
+        )
+        self._progress = ProgressRecorder(requests, origin, generation.usage)
+        return self._progress
+
     async def __aiter__(self) -> AsyncGenerator[list[Delta], None]:
         """Yield the deltas as they arrive, those of one step together, until every choice has
         finished.
@@ -262,6 +301,8 @@ class Answer:
             outputs = self._stream.take()
             if not outputs:
                 return None
+            if self._progress is not None:
+                self._progress.add(outputs)
             now, before = time.monotonic(), self.generation.usage.completion_tokens
             deltas = self._read(outputs)
             if count := self.generation.usage.completion_tokens - before:
@@ -312,11 +353,12 @@ class Answer:
 
 def list_limits(timeout: float | None, scheduling: SchedulingOptions) -> list[Limit]:
     """Return the time limits of a generation that is submitted now and may take ``timeout``
-    seconds.
+    seconds, including those that another server has spent on it.
     """
-    limits = []
+    limits, before = [], scheduling.delivered
     if timeout is not None:
-        limits.append(Limit(time.monotonic() + timeout, took_too_long(timeout)))
+        left = timeout if before is None else timeout - before.elapsed
+        limits.append(Limit(time.monotonic() + left, took_too_long(timeout)))
     if (seconds := scheduling.deadline) is not None:
         limits.append(Limit(scheduling.arrived + seconds, missed_deadline(seconds)))
     if (seconds := scheduling.queue_timeout) is not None:

@@ -34,12 +34,14 @@ from cllm.serving.answer import (
     make_request,
     took_too_long,
 )
+from cllm.serving.delivered import digest_inputs
 from cllm.serving.model_texts import ModelTexts, is_loading
 from cllm.store.charges import Charge
 from cllm.store.usage import EXPECTED_OUTPUT, UsageLedger
 from cllm.text.chat import Chat
 from cllm.text.chat_format import THINKING
 from cllm.text.grammar import FREE, CheckedGrammar, Constraint
+from cllm.text.output_reader import OutputReader
 from cllm.text.templates.fences import CUT, OPEN
 
 # characters; the queue is checked before a text of this length or more is tokenized
@@ -379,7 +381,7 @@ class Service:
         self._check(generation)
         requests = [
             make_request(
-                f"{generation.request_id}-{i}",
+                f"{generation.engine_id}-{i}",
                 prompt,
                 generation.params,
                 generation.scheduling,
@@ -387,10 +389,19 @@ class Service:
             )
             for i, prompt in enumerate(generation.prompts)
         ]
+        usage, delivered = generation.usage, generation.scheduling.delivered
+        usage.prompt_tokens = sum(map(len, generation.prompts))
+        reader = OutputReader(requests, self.vocabulary.pieces, generation.plan, usage)
+        deltas = begun = None
+        if delivered is not None:
+            requests = delivered.restore(requests, digest_inputs(self.info, requests))
+            usage.cached_tokens = delivered.origin.num_reused_tokens
+            deltas = delivered.read(reader, requests)
+            begun = delivered.list_begun(requests, reader.list_unfinished())
         charge = self._reserve(generation)
         try:
             with self.admission():
-                stream = self.engine.submit(requests, generation.scheduling.claim)
+                stream = self.engine.submit(requests, generation.scheduling.claim, begun)
         except BaseException as error:
             if charge is not None:
                 charge.settle(failed=True)
@@ -399,22 +410,19 @@ class Service:
                     self.recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
             raise
         generation.model = self.model_name
-        generation.usage.prompt_tokens = sum(map(len, generation.prompts))
-        generation.usage.cached_tokens = stream.num_reused_tokens
-        self.metrics.count_request(
-            generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled
-        )
+        usage.cached_tokens += stream.num_reused_tokens
+        self.metrics.count_request(usage.prompt_tokens, stream.num_shared, stream.num_recalled)
         self.metrics.count_unenforced_keywords(generation.unenforced)
-        pieces = self.vocabulary.pieces
         return Answer(
             generation,
             stream,
             self.engine,
             self.metrics,
-            pieces,
+            reader,
             self.request_timeout,
             self.recorder,
             charge,
+            deltas,
         )
 
     def _reserve(self, generation: Generation) -> Charge | None:

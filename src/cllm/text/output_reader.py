@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cllm.core.output import FinishReason, Logprobs, TokenOutput
+from cllm.core.output import FAILURES, FinishReason, Logprobs, TokenOutput
 from cllm.core.request import Request
 from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat_format import OutputPlan
 from cllm.text.choice import Choice
 from cllm.text.tools.parser import Channel
-
-FAILURES = frozenset({FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.TIMEOUT})
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -104,6 +102,10 @@ class OutputReader:
     def num_tokens(self, request_id: str) -> list[int]:
         """Return how many tokens of each choice of a request were read."""
         return [self._choices[request_id, j].num_tokens for j in range(self._n)]
+
+    def list_unfinished(self) -> list[int]:
+        """Return the choices that have not finished."""
+        return [choice.index for choice in self._choices.values() if not choice.finish]
 
     def read(self, outputs: Iterable[TokenOutput]) -> tuple[list[Delta], list[Ended]]:
         """Return the deltas of ``outputs``, and the choices that have finished.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, Literal, NotRequired
 
 from pydantic_core import to_json
@@ -104,12 +103,12 @@ def make_ending(last: Delta) -> MessageEnding:
     return {"stop_reason": reason, "stop_sequence": last.stop or None}
 
 
-def make_empty_block(delta: Delta) -> ContentBlock:
+def make_empty_block(generation: Generation, delta: Delta) -> ContentBlock:
     """Return the block that ``delta`` begins, without content."""
     if delta.channel is Channel.CALL:
         return {
             "type": "tool_use",
-            "id": f"toolu_{secrets.token_hex(12)}",
+            "id": f"toolu_{generation.derive_id(delta.call)}",
             "name": delta.name,
             "input": {},
         }
@@ -128,7 +127,7 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
             if last.text or last.name:
                 if where != (last.channel, last.call):
                     where = (last.channel, last.call)
-                    blocks.append(make_empty_block(last))
+                    blocks.append(make_empty_block(answer.generation, last))
                     texts.append([])
                 if shows_thinking or last.channel is not Channel.REASONING:
                     texts[-1].append(last.text)
@@ -183,7 +182,7 @@ class MessageEvents:
         self._where = (delta.channel, delta.call)
         kind, field = DELTAS[delta.channel]
         self._head = self._delta_head(kind, field)
-        block = self._index, to_json(make_empty_block(delta))
+        block = self._index, to_json(make_empty_block(self._generation, delta))
         return b"event: content_block_start\ndata: " + (
             b'{"type":"content_block_start","index":%d,"content_block":%s}\n\n' % block
         )

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.serving.answer import Answer
+from cllm.serving.delivered import LENGTH, ProgressRecorder
 from cllm.text.output_reader import Delta
 
 T = TypeVar("T")
@@ -26,6 +27,11 @@ YIELD_AFTER = 1.0
 DIRECT_SEND = "cllm.send"
 # key in the scope's state of a function that writes bytes that readers of the stream skip
 PROBE = "cllm.probe"
+# in the scope of a request whose answer, if it is a stream, consists of frames
+WANTS_FRAMES = "cllm.wants_frames"
+FRAMED = (b"x-cllm-framed", b"1")
+# groups of deltas that are formatted before others get their turn
+MANY_DELTAS = 1000
 # Characters at which str.splitlines ends a line (and so do httpx and clients that use it), with
 # their escaped form. JSON escapes the other line ends anyway.
 LINE_ENDS = tuple((end.encode(), rb"\u%04x" % ord(end)) for end in "\u2028\u2029\x85")
@@ -73,6 +79,9 @@ class EventStream(Response):
 
     A task watches for a disconnect, so that the stream ends and releases its resources as soon as
     the client has gone, even if there is nothing to write.
+
+    A front gets frames: the length of the progress (see Progress), the length of the data, the
+    progress, and the data. Each frame has what was read together.
     """
 
     media_type = "text/event-stream"
@@ -98,14 +107,19 @@ class EventStream(Response):
         self._is_yielding = False
         self._num_sent = 0
         self._is_last = False  # nothing follows the latest data
+        self._progress: ProgressRecorder | None = None  # if there are frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            headers = self.raw_headers
+            if WANTS_FRAMES in scope:
+                self._progress = self._answer.record_progress()
+                headers = [*headers, FRAMED]
             await send(
                 {
                     "type": "http.response.start",
                     "status": self.status_code,
-                    "headers": self.raw_headers,
+                    "headers": headers,
                 }
             )
             scope.get("state", {})[PROBE] = self._break_silence
@@ -119,7 +133,7 @@ class EventStream(Response):
         watching = asyncio.create_task(wait_for_disconnect(receive))
         error: BaseException | None = None
         try:
-            self._write(self._events.begin())
+            self._write(await self._begin())
             self._answer.listen(self._pump)
             self._pump()
             await self._beat(watching)
@@ -133,6 +147,20 @@ class EventStream(Response):
                 error = self._ended.exception()
         if error:
             raise error
+
+    async def _begin(self) -> bytes:
+        """Return the bytes before the first delta. If another server has sent them, and what
+        followed, bring the events to the same state and return what is missing.
+        """
+        data, delivered = self._events.begin(), self._answer.delivered
+        if delivered is None:
+            return data
+        for count, deltas in enumerate(delivered):
+            self._events.deltas(deltas)
+            if count % MANY_DELTAS == MANY_DELTAS - 1:
+                await asyncio.sleep(0)
+        self._is_last = self._answer.finished
+        return self._events.end() if self._is_last else b""
 
     async def _beat(self, watching: asyncio.Task[None]) -> None:
         """Send heartbeats during silence, until everything has been sent or the client has gone."""
@@ -173,13 +201,18 @@ class EventStream(Response):
         except Exception as error:  # noqa: BLE001  # the status line has been sent: it goes into the stream
             self._is_last = True
             data = self._events.fault(error)
+            if self._progress is not None:
+                self._progress.error = error
         return data
 
     def _write(self, data: bytes) -> None:
-        if not data and not self._is_last:
+        if not data and not self._is_last and self._progress is None:
             return
         self._num_sent += 1
         data = escape_line_ends(data)
+        if self._progress is not None:
+            progress = self._progress.take(is_last=self._is_last)
+            data = LENGTH.pack(len(progress)) + LENGTH.pack(len(data)) + progress + data
         message = {"type": "http.response.body", "body": data, "more_body": not self._is_last}
         self._writing = begin(self._send(message))
         if self._writing is not None:

@@ -5,7 +5,6 @@ line.
 from __future__ import annotations
 
 import datetime
-import secrets
 import time
 from typing import Any, Literal, NotRequired
 
@@ -128,9 +127,13 @@ class Clock:
         }
 
 
-def head_object(model: str) -> OllamaHead:
-    now = datetime.datetime.now(datetime.UTC)
-    return {"model": model, "created_at": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
+def head_object(model: str, created: float | None = None) -> OllamaHead:
+    """Return the fields that begin every object. ``created`` is in seconds since 1970; by default
+    it is now.
+    """
+    seconds = time.time() if created is None else created
+    date = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return {"model": model, "created_at": date.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
 
 
 def no_prompt(model: str, reason: Literal["load", "unload"], *, chat: bool) -> dict[str, Any]:
@@ -158,7 +161,8 @@ class CallCollector:
     Each is sent when it is complete, because its arguments are an object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
         self.complete: list[CompleteCall] = []
         self._name = ""
         self._call = -1
@@ -178,7 +182,8 @@ class CallCollector:
                 "name": self._name,
                 "arguments": parse_partial_object("".join(self._parts)),
             }
-            self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
+            name = f"call_{self._generation.derive_id(self._call, digits=12)}"
+            self.complete.append({"id": name, "function": function})
             self._name, self._parts = "", []
 
 
@@ -188,7 +193,7 @@ async def collect(
     """Return the whole answer."""
     token_logprobs: list[TokenLogprob] = []
     texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
-    calls, last = CallCollector(), Delta(0, "", 0)
+    calls, last = CallCollector(answer.generation), Delta(0, "", 0)
     async for deltas in answer:
         clock.token()
         for last in deltas:
@@ -203,7 +208,8 @@ async def collect(
     )
     if answer.generation.params.logprobs is not None:
         content["logprobs"] = await in_thread(lambda: list_logprobs(vocabulary, token_logprobs))
-    return {**head_object(model), **content, **clock.ending(answer.generation, last)}
+    head = head_object(model, answer.generation.created)
+    return {**head, **content, **clock.ending(answer.generation, last)}
 
 
 class OllamaLines:
@@ -222,9 +228,9 @@ class OllamaLines:
         self._vocabulary = vocabulary
         self._chat = chat
         self._clock = clock
-        self._calls = CallCollector()
+        self._calls = CallCollector(generation)
         self._last = Delta(0, "", 0)
-        head = to_json(head_object(model))[:-1]
+        head = to_json(head_object(model, generation.created))[:-1]
         self._head = head
         self._text = head + (
             b',"message":{"role":"assistant","content":' if chat else b',"response":'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, cast
@@ -205,7 +204,7 @@ def make_head(service: Service, generation: Generation, kind: str) -> AnswerHead
     return {
         "id": generation.request_id,
         "object": kind,
-        "created": int(time.time()),
+        "created": int(generation.created),
         "model": service.model_name,
         "system_fingerprint": f"fp_{sha[:12]}",
     }
@@ -256,7 +255,8 @@ async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> b
 async def collect(answer: Answer) -> list[ChoiceAccumulator]:
     """Return all choices of a generation, those of its first prompt first."""
     generation = answer.generation
-    choices = [ChoiceAccumulator() for _ in range(len(generation.prompts) * generation.params.n)]
+    num_choices = len(generation.prompts) * generation.params.n
+    choices = [ChoiceAccumulator(generation, index) for index in range(num_choices)]
     async for deltas in answer:
         for delta in deltas:
             choices[delta.index].add(delta)

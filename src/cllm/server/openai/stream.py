@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NotRequired
 
@@ -65,8 +64,9 @@ def usage_object(usage: Usage) -> TokenUsage:
     }
 
 
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def call_id(generation: Generation, choice: int, call: int) -> str:
+    """Return the id of the ``call``-th call of a choice, always the same."""
+    return f"call_{generation.derive_id(choice, call)}"
 
 
 class Chunks:
@@ -138,7 +138,7 @@ class Chunks:
         call: dict[str, Any] = {"index": delta.call}
         if delta.name:
             call |= {
-                "id": new_call_id(),
+                "id": call_id(self._generation, delta.index, delta.call),
                 "type": "function",
                 "function": {"name": delta.name, "arguments": delta.text},
             }
@@ -190,7 +190,9 @@ class Chunks:
 class ChoiceAccumulator:
     """Collects a choice that is not streamed."""
 
-    def __init__(self) -> None:
+    def __init__(self, generation: Generation, index: int) -> None:
+        self._generation = generation
+        self._index = index
         self.text: list[str] = []
         self.token_logprobs: list[TokenLogprob] = []
         self.finish = ""
@@ -219,10 +221,10 @@ class ChoiceAccumulator:
             message["content"] = text or None
             message["tool_calls"] = [
                 {
-                    "id": new_call_id(),
+                    "id": call_id(self._generation, self._index, call),
                     "type": "function",
                     "function": {"name": name, "arguments": "".join(parts)},
                 }
-                for name, parts in self._calls
+                for call, (name, parts) in enumerate(self._calls)
             ]
         return message

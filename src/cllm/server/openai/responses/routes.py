@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
@@ -288,7 +287,7 @@ def response_head(
     head: ResponseObject = {
         "id": generation.request_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": int(generation.created),
         "status": "in_progress",
         "background": False,
         "completed_at": None,
