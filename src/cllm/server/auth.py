@@ -26,14 +26,16 @@ from cllm.errors import BadRequest, CLLMError, Unauthorized
 from cllm.server.access import Access
 from cllm.server.addresses import is_loopback, split_host
 from cllm.server.cluster.key import INTERNAL
+from cllm.server.http.sse import WANTS_FRAMES
 from cllm.server.page import PATHS
 from cllm.store.charges import RequestUsage, track_usage
 
 ACCOUNT = "cllm.account"  # in the scope of a request that has a valid key
 CARRIED = "cllm.carried"  # in the scope of a request that a front has sent for an account
-# Headers between fronts and replicas. Only a request with the cluster key may have the first one;
+# Headers between fronts and replicas. Only a request with the cluster key may have the first two;
 # the others are in answers to such requests.
 CARRIED_HEADER = "x-cllm-account"
+PROGRESS_HEADER = "x-cllm-progress"  # asks for streams in frames, which tell their progress
 USAGE_HEADER = "x-cllm-usage"  # UsageCounts as JSON
 NEEDED_HEADER = "x-cllm-needed-tokens"  # tokens that the front must reserve for the request
 # Paths that need no key, because they reveal nothing about the model or its users. CORS preflights
@@ -88,11 +90,11 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         headers = request.headers
-        if scope["path"].startswith(INTERNAL) and self._access.is_front(headers):
-            await self._app(scope, receive, send)
-            return
         if CARRIED_HEADER in headers and self._access.is_front(headers):
             await self._serve_front(request, receive, send)
+            return
+        if scope["path"].startswith(INTERNAL) and self._access.is_front(headers):
+            await self._app(scope, receive, send)
             return
         try:
             self._check_host(request)
@@ -116,6 +118,8 @@ class Guard:
             await self._answer(request, fault)(scope, receive, send)
             return
         scope[CARRIED] = carried
+        if PROGRESS_HEADER in request.headers:
+            scope[WANTS_FRAMES] = True
         self._access.note_carried(carried)
         with track_usage() as usage:
 

@@ -17,6 +17,7 @@ from cllm.errors import BadRequest, EngineError, FatalRequest
 from cllm.text.output_reader import Delta, OutputReader, Usage
 
 LENGTH = struct.Struct(">I")
+MAX_PROGRESS_BYTES = 16_000_000  # of one stream; one that has more cannot be continued
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.server.cluster.continuation import CONTINUE_PATH, read_continue
 from cllm.server.cluster.lease import LEASE_PATH, write_lease
 from cllm.server.state import get_state
 
@@ -30,6 +31,12 @@ async def lease(request: Request) -> Response:
     state = get_state(request)
     content = write_lease(state.identity, state.registry, state.settings.scheduler)
     return Response(content, media_type="application/json")
+
+
+@router.post(CONTINUE_PATH)
+async def continue_stream(request: Request) -> Response:
+    """Return the rest of a stream that another replica has begun."""
+    return await read_continue(request)
 
 
 @router.get(USAGE_PATH)
