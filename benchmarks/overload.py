@@ -27,9 +27,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.bench.load.connection import HTTPClient, Response
 from cllm.bench.servers import MODEL, RunningServer, cllm
 from cllm.cli.main import install_signal_handlers
+from cllm.http_connection import HTTPClient, Response
 
 TIMES = 10  # number of clients, as a multiple of those that can run and wait
 FRESH = 2.0  # rate of new requests, as a multiple of the rate that can be served

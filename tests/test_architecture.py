@@ -38,6 +38,7 @@ GROUND = {
     "private_files": set(),
     "input_files": set(),
     "http_client": {"errors"},
+    "http_connection": set(),
     "models": {"errors", "environment", "http_client", "input_files"},
     "config": {"errors", "input_files"},
     "observe": {

@@ -6,11 +6,15 @@ from typing import Any
 
 import cllm
 from cllm.cli.main import COMMANDS
+from cllm.cluster.leases import Replicas
+from cllm.cluster.metrics import FrontMetrics
 from cllm.config.settings import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.observe.metrics import Metrics, ServerMetrics, render
+from cllm.routing.router import Router
 from cllm.server.app import routes
+from cllm.server.cluster.key import ClusterKey
 
 PAGE = (Path(__file__).parents[1] / "docs" / "public_api.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
@@ -63,6 +67,7 @@ def test_metrics():
     registries = [
         ServerMetrics().update({}, 0),
         Metrics("m").update(Stats(), engines=engines, **current),
+        FrontMetrics(Replicas([], ClusterKey(Settings()), Router("prefix", 1), 3.0)).registry,
     ]
     page = render(registries).decode()
     found = re.findall(r"^# TYPE (cllm:\w+) ", page, re.MULTILINE)

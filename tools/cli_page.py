@@ -34,6 +34,7 @@ EXAMPLES = {
     "rpc-worker": "cllm rpc-worker --address 10.0.0.5:50052",
     "keys": "cllm keys add anna --tokens-per-minute 10000",
     "config": "cllm config show --port 8080",
+    "cluster": "cllm cluster front --urls http://10.0.0.5:8000,http://10.0.0.6:8000",
 }
 EXIT_CODES = {
     "0": "success",

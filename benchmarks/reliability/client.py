@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cllm.bench.load.connection import HTTPClient, Response
 from cllm.bench.servers import RunningServer, cllm
+from cllm.http_connection import HTTPClient, Response
 
 FAKE = ("--backend.name", "fake", "--context", "8192")
 END, ANSWER_LENGTH = (

@@ -44,15 +44,16 @@ class Server:
         *arguments: str,
         max_files: int | None = None,
         program: Iterable[str] = (),
+        command: Iterable[str] = ("serve",),
         stdin: int | None = None,
         **environment: str,
     ) -> None:
-        """``max_files``: limit of open files. ``program``: arguments of Python before ``serve``, in
-        place of ``-m cllm``. ``stdin``: as for subprocess.Popen.
+        """``max_files``: limit of open files. ``program``: arguments of Python before ``command``,
+        in place of ``-m cllm``. ``stdin``: as for subprocess.Popen.
         """
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
-        command = ["serve", "--port", "0", *arguments]
+        command = [*command, "--port", "0", *arguments]
         is_plain = not (program or max_files or stdin)
         if not is_plain:
             command = [sys.executable, *(program or ("-m", "cllm")), *command]

@@ -98,6 +98,7 @@ COMMANDS = {
     ),
     "rpc-worker": ("cllm.cli.rpc_worker:rpc_worker", RPC_WORKER),
     "keys": ("cllm.cli.keys:app", "Create, list and revoke the API keys of a server."),
+    "cluster": ("cllm.cli.cluster:app", "Serve from several machines at one address."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }
 ALIASES = {"list": ("ls",)}

@@ -32,6 +32,7 @@ SHORT_NAMES = {
     "server.api_key": "--api-key",
     "server.insecure": "--insecure",
     "server.enable_faults": "--enable-faults",
+    "cluster.urls": "--urls",
     "model.path": "--model",
     "model.max_context_length": "--context",
     "backend.llama_cpp.n_threads": "--threads",

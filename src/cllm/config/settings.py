@@ -409,7 +409,7 @@ class StorageSettings(Section):
 
 
 class ClusterSettings(Section):
-    """Several servers behind one address."""
+    """Several servers behind one address, see [clusters](cluster.md)."""
 
     urls: Names = Field(
         default=[],

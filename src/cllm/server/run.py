@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -211,7 +211,13 @@ def as_startup_error(error: BaseException) -> BaseException:
 
 
 def run_forever(setup: ServerSetup) -> None:
-    """Run a server in a new event loop, with uvloop if it is installed.
+    """Run a server; see ``run_in_loop``."""
+    run_in_loop(lambda signals: ServerRun(setup, signals).serve())
+
+
+def run_in_loop(serve: Callable[[list[int]], Coroutine[None, None, bool]]) -> None:
+    """Run a server in a new event loop, with uvloop if it is installed. ``serve`` gets the list of
+    the signals that arrive before the server can handle them, and returns whether it has served.
 
     Raises StartupError if it cannot start, and KeyboardInterrupt if SIGINT arrived before it could
     serve.
@@ -230,6 +236,6 @@ def run_forever(setup: ServerSetup) -> None:
     if can_reload():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the settings can be read again
     with asyncio.Runner(loop_factory=factory) as runner:
-        served = runner.run(ServerRun(setup, signals).serve())
+        served = runner.run(serve(signals))
     if not served and signal.SIGINT in signals:
         raise KeyboardInterrupt

@@ -23,10 +23,10 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from cllm.bench.load.answer import DETAIL, TimedAnswer, printable
-from cllm.bench.load.connection import BrokenHTTP, CannotConnect, HTTPClient
 from cllm.bench.load.dialects import DIALECTS, Api, ClientDialect
 from cllm.bench.load.workload import Group, RequestSpec, Stage, Task, word_tasks
 from cllm.errors import StartupError
+from cllm.http_connection import BrokenHTTP, CannotConnect, HTTPClient
 from cllm.observe.cpu_time import read_tree_cpu_seconds
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
+from cllm.observe.metrics import ServerMetrics
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
@@ -38,7 +40,7 @@ TICKS_PER_CHECK = 4  # ticks between two checks of the accounts
 ERROR_SECONDS = 2  # time for streams that the shutdown ends to send their error
 
 
-class HttpServer(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """uvicorn with a graceful shutdown: after SIGTERM, running streams get ``drain_timeout``
     seconds to finish, and then end with an error.
 
@@ -46,28 +48,45 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        registry: Registry,
-        batches: Batches | None,
-        access: Access,
-        settings: Settings,
+        self, config: uvicorn.Config, metrics: ServerMetrics, access: Access, settings: Settings
     ) -> None:
         super().__init__(config)
         limit = max_connections(raise_descriptor_limit())
         self.server_state: Connections = Connections(
             limit, settings.server.max_connections_per_address
         )
-        self.registry = registry
-        registry.metrics.connections.set_function(lambda: len(self.server_state.connections))
-        self.batches = batches
+        self._metrics = metrics
+        metrics.connections.set_function(lambda: len(self.server_state.connections))
         self.early: list[int] = []
         self.is_stopped_by_signal = False
         self.has_served = False  # set once the log says that requests are computed
         self._drain_timeout = settings.server.drain_timeout
         self._access = access
         self._last_tick = 0.0
-        self._reloading: asyncio.Task[None] | None = None
+
+        self.on_started: Callable[[], None] = lambda: None
+
+    # --- What differs between servers ------------------------------------------------------------
+
+    async def open_work(self) -> None:
+        """Start what runs besides requests."""
+
+    def check(self) -> None:
+        """Do what is due every 0.4 seconds."""
+        self._access.check([])
+
+    def drain(self) -> None:
+        """Accept no further requests."""
+
+    def count_unfinished(self) -> int:
+        """Return the number of requests that have not been answered completely."""
+        raise NotImplementedError
+
+    def end_requests(self, error: EngineError) -> None:
+        """End all requests with an error."""
+        raise NotImplementedError
+
+    # --- What they share -------------------------------------------------------------------------
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections.
@@ -81,8 +100,8 @@ class HttpServer(uvicorn.Server):
             self._loop.create_task(self._accept(listener)) for listener in sockets or ()
         ]
         await self._access.open()
-        if self.batches is not None:
-            await self.batches.start()
+        await self.open_work()
+        self.on_started()
 
     async def on_tick(self, counter: int) -> bool:
         """Measure how late uvicorn's clock is. At some ticks, also check the accounts and idle
@@ -91,11 +110,10 @@ class HttpServer(uvicorn.Server):
         now = self._loop.time()
         if self._last_tick:
             lag = max(0.0, now - self._last_tick - TICK_SECONDS)
-            self.registry.metrics.event_loop_lag.observe(lag)
+            self._metrics.event_loop_lag.observe(lag)
         self._last_tick = now
         if counter % TICKS_PER_CHECK == 0:
-            self._access.check(self.registry.loaded.services)
-            self.registry.loaded.unload_expired()
+            self.check()
         return await super().on_tick(counter)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -104,6 +122,70 @@ class HttpServer(uvicorn.Server):
 
         listener.setblocking(False)
         await self.server_state.accept(listener, protocol, self.config.ssl)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # a signal handler can interrupt any code, so it must not write to streams itself
+        self.is_stopped_by_signal = True
+        if self.should_exit:
+            self._loop.call_soon_threadsafe(self._end_streams)
+        self.drain()
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.drain()
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        going = self.count_unfinished()
+        requests = "1 request" if going == 1 else f"{going} requests"
+        waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"
+        if self.has_served:
+            log.info("the server shuts down with %s%s", requests, waits if going else "")
+        timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            if self.has_served:
+                log.info("the server has shut down")
+
+    def _end_streams(self) -> None:
+        self.end_requests(EngineError("The server is shutting down."))
+
+
+class HttpServer(GracefulServer):
+    """A server that computes requests with the models of a registry."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        registry: Registry,
+        batches: Batches | None,
+        access: Access,
+        settings: Settings,
+    ) -> None:
+        super().__init__(config, registry.metrics, access, settings)
+        self.registry = registry
+        self.batches = batches
+        self._reloading: asyncio.Task[None] | None = None
+
+    async def open_work(self) -> None:
+        if self.batches is not None:
+            await self.batches.start()
+
+    def check(self) -> None:
+        self._access.check(self.registry.loaded.services)
+        self.registry.loaded.unload_expired()
+
+    def drain(self) -> None:
+        self.registry.loaded.drain()
+
+    def count_unfinished(self) -> int:
+        return self.registry.loaded.num_unfinished
+
+    def end_requests(self, error: EngineError) -> None:
+        for service in self.registry.loaded.services:
+            service.engine.end_all(error)
 
     def reload(self) -> None:
         """Read the settings of the models again, and log the result or the error."""
@@ -119,39 +201,13 @@ class HttpServer(uvicorn.Server):
 
         self._reloading = asyncio.create_task(reload())
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # a signal handler can interrupt any code, so it must not write to streams itself
-        self.is_stopped_by_signal = True
-        if self.should_exit:
-            self._loop.call_soon_threadsafe(self._end_streams)
-        self.registry.loaded.drain()
-        super().handle_exit(sig, frame)
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.registry.loaded.drain()
+        self.drain()
         if self._reloading is not None:
             self._reloading.cancel()
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
         if self.batches is not None:
             await self.batches.stop()
-        going = self.registry.loaded.num_unfinished
-        requests = "1 request" if going == 1 else f"{going} requests"
-        waits = f"; it waits up to {self._drain_timeout:g} s, Ctrl-C again ends them now"
-        if self.has_served:
-            log.info("the server shuts down with %s%s", requests, waits if going else "")
-        timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-            if self.has_served:
-                log.info("the server has shut down")
-
-    def _end_streams(self) -> None:
-        for service in self.registry.loaded.services:
-            service.engine.end_all(EngineError("The server is shutting down."))
+        await super().shutdown(sockets)
 
 
 def open_server(registry: Registry, settings: Settings, access: Access) -> HttpServer:
@@ -159,7 +215,15 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     app = create_app(registry, settings, access)
     registry.on_rescan = partial(add_all_created, registry, app.state.created)
     registry.on_rescan()
-    config = uvicorn.Config(
+    config = make_config(app, access, settings)
+    return HttpServer(config, registry, app.state.batches, access, settings)
+
+
+def make_config(app: ASGIApp, access: Access, settings: Settings) -> uvicorn.Config:
+    """Return the configuration of a server whose requests ``app`` answers, after the checks of
+    ``guard``.
+    """
+    return uvicorn.Config(
         guard(heads_as_gets(app), access, settings),
         http=Protocol,
         ws="none",
@@ -174,7 +238,6 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + ERROR_SECONDS,
     )
-    return HttpServer(config, registry, app.state.batches, access, settings)
 
 
 def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:

@@ -13,7 +13,7 @@ import select
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 from urllib.parse import quote, urlsplit
 
@@ -31,6 +31,8 @@ Feed = Callable[[bytes, float], bool]
 """Takes bytes of a body, cut anywhere, and the time at which they were read. Returns True if it
 wants no more.
 """
+Begin = Callable[["Response"], None]
+"""Takes a response whose head has arrived. Its ``Feed`` then receives the body of any status."""
 
 
 class CannotConnect(ConnectionError):
@@ -44,12 +46,14 @@ class BrokenHTTP(ConnectionError):
 class Response:
     """A response.
 
-    The names in ``headers`` are lower case. ``body`` is empty if a ``Feed`` received it.
+    The names in ``headers`` and ``fields`` are lower case; ``fields`` has repeated ones too.
+    ``body`` is empty if a ``Feed`` received it.
     """
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
+        self.fields: list[tuple[bytes, bytes]] = []
         self.body = b""
 
     def keep(self, data: bytes, now: float) -> bool:
@@ -114,16 +118,38 @@ class HTTPClient:
         length = "" if body is None else f"Content-Length: {len(body)}\r\n"
         method = "GET" if body is None else "POST"
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode()
-        connection = self._take() or await self._open()
+        connection = await self.take()
         try:
             return await connection.exchange(head + (body or b""), feed)
         finally:
-            if connection.reusable and self._keep_alive:
-                self._idle.append(connection)
-            else:
-                connection.close()
+            self.release(connection)
 
-    def _take(self) -> Connection | None:
+    def write_head(self, method: str, path: str, fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """Return the head of a request with ``fields`` and no others but Host. ``path`` may have a
+        query.
+        """
+        first = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._address}\r\n".encode()
+        lines = [b"%s: %s\r\n" % field for field in fields]
+        return b"".join([first, *lines, b"\r\n"])
+
+    async def take(self) -> Connection:
+        """Return a connection for one exchange; pass it to ``release`` afterwards. Raises
+        CannotConnect and TimeoutError.
+        """
+        return self._take_idle() or await self._open()
+
+    def release(self, connection: Connection) -> None:
+        """Keep a connection for another request. If its exchange has not ended, close it."""
+        if connection.reusable and self._keep_alive:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def forget_closed(self) -> None:
+        """Forget idle connections that the server has closed."""
+        self._idle = [connection for connection in self._idle if connection.reusable]
+
+    def _take_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable and not connection.readable():
@@ -168,17 +194,41 @@ class Connection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None  # set while a request is in progress
         self._wanted: Feed | None = None
         self._feed: Feed | None = None  # set while a body is being read
+        self._begin: Begin | None = None
+        self._writable: asyncio.Future[None] | None = None  # set while writing should pause
         self._now = 0.0
         self.reusable = True
 
-    async def exchange(self, request: bytes, feed: Feed | None) -> Response:
+    async def exchange(
+        self, request: bytes, feed: Feed | None, begin: Begin | None = None
+    ) -> Response:
+        """Send ``request`` and return the response when it is complete or ``feed`` wants no more.
+
+        ``feed`` receives the body of a 200, or with ``begin`` that of any response. Raises
+        BrokenHTTP, or ConnectionError if the connection is lost.
+        """
         response = self._response = Response()
         self._ended = ended = asyncio.get_running_loop().create_future()
-        self._wanted = feed
+        self._wanted, self._begin = feed, begin
         self.reusable = False
         self._transport.write(request)
         await ended
         return response
+
+    async def write(self, data: bytes) -> None:
+        """Send more of the request's body, once the server has read most of what was sent."""
+        if self._writable is not None:
+            await self._writable
+        self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        """Stop reading the response. Bytes that have been read are still delivered."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read the response again, unless the connection is closed."""
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def readable(self) -> bool:
         """Return whether bytes or the end of the stream can be read.
@@ -222,12 +272,21 @@ class Connection(asyncio.Protocol):
             self._end(BrokenHTTP(f"{error}: {data[:100]!r}"))
             self.close()
 
+    def pause_writing(self) -> None:
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
     def connection_lost(self, error: Exception | None) -> None:
         self.reusable = False
+        self.resume_writing()
         response = self._response
-        if response.status and (
-            response.status != 200 or (not response.has_length and error is None)
-        ):
+        is_refusal = response.status != 200 and self._begin is None
+        has_begun = response.status >= (200 if self._begin else 1)
+        if has_begun and (is_refusal or (not response.has_length and error is None)):
             self._end()
         else:
             self._end(ConnectionError(error or "closed by the server before the end of the answer"))
@@ -237,14 +296,22 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._ended is None:
             raise BrokenHTTP("an answer without a request")
+        self._response.headers.clear()  # those of a 1xx response
+        self._response.fields.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._response.headers[name.lower()] = value
+        name = name.lower()
+        self._response.headers[name] = value
+        self._response.fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         response = self._response
         response.status = self._parser.get_status_code()
-        self._feed = self._wanted if self._wanted and response.status == 200 else response.keep
+        if self._begin is not None and response.status >= 200:
+            self._feed = self._wanted
+            self._begin(response)
+        else:
+            self._feed = self._wanted if self._wanted and response.status == 200 else response.keep
 
     def on_body(self, data: bytes) -> None:
         if self._feed and self._feed(data, self._now):

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Client, Endpoint, find_model, open_connections
-from cllm.bench.load.connection import Connection, HTTPClient, Response
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
+from cllm.http_connection import Connection, HTTPClient, Response
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -1,0 +1,70 @@
+"""``cllm cluster``: one address for several servers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from cyclopts import App
+
+from cllm.cli.remarks import print_notes, remarks_on_access
+from cllm.cli.settings_flags import ConfigFlag, flags, settings_from_flags
+from cllm.config.settings import OPTIONS
+from cllm.observe import log
+from cllm.server.access import Access, check_access
+from cllm.server.run import address, address_elsewhere, listen
+
+if TYPE_CHECKING:
+    from cllm.cluster.front import Front
+
+    FrontFlags = dict[str, object]
+else:
+    SECTIONS = ("server.", "cluster.", "log.", "scheduler.weights", "scheduler.priorities")
+    OTHERS = {"storage.folder"}
+    FrontFlags = flags(
+        option
+        for option in OPTIONS.values()
+        if option.key.startswith(SECTIONS) or option.key in OTHERS
+    )
+
+app = App(name="cluster", help="Serve from several machines at one address.")
+
+
+@app.command
+def front(*, config: ConfigFlag = None, settings: FrontFlags | None = None) -> None:
+    """Pass requests to the servers named by --urls, each to the one that knows its prompt best,
+    until Ctrl-C.
+
+    The servers are started with cllm serve, and have the same cluster key.
+    """
+    from cllm.cluster.run import run_front  # takes a second to import
+
+    loaded = settings_from_flags(config, settings)
+    tree = loaded.settings
+    print_notes(loaded)
+    log.configure(tree.log.level)
+    access = Access(tree)
+    check_access(tree, access)
+    listener = listen(tree.server.host, tree.server.port)
+    scheme = "http" if tree.server.tls_certificate is None else "https"
+    url = address(listener, scheme)
+
+    def on_ready(front: Front) -> None:
+        replicas = front.replicas.all
+        listed = [*front.replicas.listed()]
+        names = {model.name for one in listed if one.lease for model in one.lease.models}
+        what = ", ".join(sorted(names)) or "no replica answers yet"
+        print(
+            f"cLLM serves {len(listed)} of {len(replicas)} replicas at {url}: {what}",
+            file=sys.stderr,
+        )
+        for replica in replicas:
+            if replica.trouble:
+                print(f"cllm: {replica.url}: {replica.trouble}", file=sys.stderr)
+        if elsewhere := address_elsewhere(listener, scheme):
+            print(f"cllm: other machines can use {elsewhere}", file=sys.stderr)
+        for line in remarks_on_access(access, tree):
+            print("cllm:", line, file=sys.stderr)
+        sys.stderr.flush()
+
+    run_front(tree, access, listener, on_ready)

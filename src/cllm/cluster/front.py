@@ -1,0 +1,388 @@
+"""The application of a front: chooses a replica for each request and passes the answer on.
+
+A request is asked for again once, on another replica if there is one, if the first one has not sent
+a byte of its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from urllib.parse import quote
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cllm.cluster.faults import write_fault
+from cllm.cluster.leases import Choice, Replica, Replicas
+from cllm.cluster.metrics import FrontMetrics
+from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
+from cllm.cluster.relay import SILENCE, Relay, drop_hop_by_hop
+from cllm.config.settings import Settings
+from cllm.core.account import Account
+from cllm.errors import BadRequest, CLLMError, EngineError
+from cllm.http_connection import Connection
+from cllm.http_connection import Response as Answer
+from cllm.routing.router import Booking, Router, RoutingRequest
+from cllm.server.access import Access
+from cllm.server.app import PATHS, answer_fault
+from cllm.server.auth import ACCOUNT, name_for_key, read_key, route_not_allowed
+from cllm.server.body import receive_parts
+from cllm.server.cluster.key import INTERNAL
+from cllm.server.errors import describe
+from cllm.server.http.sse import wait_for_disconnect
+from cllm.server.queueing import TICKET
+
+log = logging.getLogger("cllm.cluster")
+
+MAX_BLOCKS = 1_000_000  # of the prefix table, 1,024 bytes each
+MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answer begins
+# Header fields that only a front may send to a replica
+OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
+REPLACED = frozenset({b"host", b"content-length", b"expect"})
+# Paths of bodies that are passed on as they arrive
+UPLOADS = frozenset({"/v1/files", "/v1/messages/batches"})
+MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
+CHUNKED = (b"transfer-encoding", b"chunked")
+SAFE_IN_PATHS = "/:@!$&'()*+,;=~-._"
+# Methods and paths of requests that change nothing, so that they can be sent again when their
+# connection has been lost
+REPEATABLE = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"),
+        *("/v1/messages/count_tokens", "/v1/rerank", "/v1/reranking", "/v2/rerank"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/v1/responses"),
+        *("/completion", "/completions", "/chat/completions", "/infill", "/embedding"),
+        *("/embeddings", "/tokenize", "/detokenize", "/apply-template", "/rerank", "/reranking"),
+        *("/generate", "/encode", "/decode"),
+    }
+)
+
+
+class ReplicaLost(EngineError):
+    """The replica that answered a request has ended or cannot be reached."""
+
+
+class Refused(Exception):
+    """A replica has refused a request; ``relay`` has its answer."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self.relay = relay
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds after which the client may retry."""
+        value = self.relay.response.headers.get(b"retry-after", b"")
+        return float(value) if value.isdigit() else 1.0
+
+
+class Front:
+    """The ASGI application, inside the checks of ``guard``."""
+
+    def __init__(self, settings: Settings, access: Access) -> None:
+        """Raises StartupError if the settings cannot be used."""
+        self.settings = settings
+        self.access = access
+        self.router = Router("prefix-window", MAX_BLOCKS)
+        self.replicas = Replicas(
+            settings.cluster.urls,
+            access.cluster_key,
+            self.router,
+            settings.cluster.lease_seconds,
+        )
+        self.metrics = FrontMetrics(self.replicas)
+        self.state = SimpleNamespace(access=access, settings=settings, routes=())
+        self.num_held_bytes = 0
+        self.running: set[Forwarding] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # as the framework does it, for ``get_state``
+        request = Request(scope, receive)
+        try:
+            check_path(request)
+            if (answer := self.answer_here(request)) is not None:
+                await answer(scope, receive, send)
+                return
+            await Forwarding(self, request, send).run()
+        except ClientDisconnect:
+            pass
+        except CLLMError as error:
+            await answer_fault(request, describe(error))(scope, receive, send)
+
+    # --- Where other parts of a front hook in ----------------------------------------------------
+
+    def answer_here(self, request: Request) -> ASGIApp | None:
+        """Return the answer to a request that the front answers itself, or from the answers of
+        several replicas; None for a request that one replica answers.
+        """
+        path: str = request.scope["path"]
+        ready = self.replicas.ready
+        if path == "/ready":
+            content = {"status": "ready" if ready else "loading"}
+            return JSONResponse(content, 200 if ready else 503)
+        if path == "/metrics":
+            return Response(self.render_metrics(request), media_type=CONTENT_TYPE_LATEST)
+        return None
+
+    def render_metrics(self, request: Request) -> bytes:
+        """Return the metrics of the front. Administrators see the usage of each account too."""
+        account: Account | None = request.scope.get(ACCOUNT)
+        ledger = self.access.ledger
+        usage = ledger.totals() if account is None or account.is_admin else {}
+        return self.metrics.render(usage, ledger.num_failed_writes)
+
+    def find_home(self, request: Request, body: bytes) -> str:
+        """Return the name of the replica that must answer a request, because it stores what the
+        request names; "" if any may. Raises BadRequest (404) if that replica is gone.
+        """
+        return ""
+
+    def find_account(self, request: Request) -> tuple[str, str]:
+        """Return the account that a request is scheduled for, and the tenant whose cache it
+        uses.
+        """
+        account: Account | None = request.scope.get(ACCOUNT)
+        if account is not None:
+            return account.name, self.access.salt(account, "")
+        address = request.client.host if request.client else ""
+        return name_for_key(read_key(request.headers)) or address, ""
+
+    def add_fields(self, request: Request, replica: Replica) -> list[tuple[bytes, bytes]]:
+        """Return the header fields that only a front may send."""
+        return []
+
+
+def check_path(request: Request) -> None:
+    """Replace the path by the one of the route that it means. Raises BadRequest (404, 403)."""
+    scope = request.scope
+    path: str = scope["path"]
+    known = PATHS.find(path)
+    is_hidden = known is None or known.startswith(INTERNAL)
+    # a proxy before a replica could remove these segments, and reach another path
+    if known is None or is_hidden or {".", ".."} & {*path.split("/")}:
+        message = f"{request.method} {path}: Not Found"
+        raise BadRequest(message[:300], code="not_found", status=404)
+    account: Account | None = scope.get(ACCOUNT)
+    if known != path:
+        if account is not None and not account.may_use_route(known):
+            raise route_not_allowed(account, path)
+        scope["path"] = known
+
+
+class Forwarding:
+    """One request, from its body to the end of its answer."""
+
+    def __init__(self, front: Front, request: Request, send: Send) -> None:
+        self._front = front
+        self._request = request
+        self._send = send
+        self._path: str = request.scope["path"]
+        self._is_upload = request.method == "POST" and self._path in UPLOADS
+        self._is_repeatable = request.method in ("GET", "HEAD") or self._path in REPEATABLE
+        self._body = b""
+        self._ended = asyncio.get_running_loop().create_future()  # set to end it early
+
+    def end(self, error: CLLMError) -> None:
+        """End the request with ``error``."""
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    async def run(self) -> None:
+        """Answer the request. Raises CLLMError before the first byte of the answer."""
+        front = self._front
+        front.running.add(self)
+        front.metrics.running.inc()
+        try:
+            if not self._is_upload:
+                await self._read_body()
+            front.num_held_bytes += len(self._body)
+            try:
+                await self._answer()
+            finally:
+                front.num_held_bytes -= len(self._body)
+        finally:
+            front.running.discard(self)
+            front.metrics.running.dec()
+            self._ended.cancel()
+
+    async def _read_body(self) -> None:
+        limit = self._front.settings.server.max_body_mb * 1_000_000
+        message = f"The body is larger than {limit} bytes."
+        too_large = BadRequest(message, code="request_too_large", status=413)
+        parts = [part async for part in receive_parts(self._request, limit, too_large)]
+        self._body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if self._front.num_held_bytes + len(self._body) > MAX_HELD_BYTES:
+            raise EngineError("Too many large requests are in progress; please retry.")
+
+    # --- choice ----------------------------------------------------------------------------------
+
+    async def _answer(self) -> None:
+        """Ask one replica, or two."""
+        front = self._front
+        asked = read_asked(self._body) if self._body else NOTHING
+        choices = front.replicas.find(find_model_name(asked))
+        account, tenant = front.find_account(self._request)
+        home = front.find_home(self._request, self._body) or self._find_ticket()
+        model = choices[0].model.name if choices else ""
+        wanted = make_routing_request(asked, model, tenant, account)
+        refusal: Refused | None = None
+        failure: CLLMError | None = None
+        tried: list[Replica] = []
+        while len(tried) < 2:
+            choice, booking = self._choose(choices, wanted, home, tried, refusal)
+            if choice is None or booking is None:
+                break
+            try:
+                await self._ask(choice.replica)
+                return
+            except Refused as again:
+                front.metrics.retries.labels("refused").inc()
+                refusal = min(refusal or again, again, key=lambda one: one.retry_after)
+            except ReplicaLost as error:
+                front.metrics.retries.labels("lost").inc()
+                failure = error
+            finally:
+                booking.release()
+            tried.append(choice.replica)
+        if refusal is not None:
+            await refusal.relay.pass_on()
+            return
+        raise failure or EngineError("No replica can answer the request now.")
+
+    def _choose(
+        self,
+        choices: list[Choice],
+        wanted: RoutingRequest,
+        home: str,
+        tried: list[Replica],
+        refusal: Refused | None,
+    ) -> tuple[Choice | None, Booking | None]:
+        """Book the request on a replica; return None if there is none for a further attempt."""
+        usable = [one for one in choices if one.replica.is_listed and one.replica not in tried]
+        if home:
+            usable = [one for one in usable if one.replica.name == home] or usable
+        if refusal is not None and refusal.relay.response.status != 503:
+            limit = refusal.retry_after
+            usable = [one for one in usable if one.model.waiting_seconds < limit]
+        elif not usable and refusal is None:  # the only replica has lost the connection
+            usable = [one for one in choices if one.replica.is_listed]
+        if not usable:
+            return None, None
+        booking = self._front.router.choose(wanted, [one.candidate for one in usable])
+        by_number = {one.candidate.number: one for one in usable}
+        return by_number[booking.number], booking
+
+    def _find_ticket(self) -> str:
+        """Return the name of the replica that has reserved a place for the request."""
+        return self._request.headers.get(TICKET, "").rpartition(".")[0]
+
+    # --- one attempt -----------------------------------------------------------------------------
+
+    async def _ask(self, replica: Replica) -> None:
+        """Pass the answer of a replica on. Raises Refused, and ReplicaLost if nothing has been sent
+        to the client and another replica may be asked.
+        """
+        front = self._front
+        try:
+            connection = await replica.client.take()
+        except OSError as error:  # also a TimeoutError
+            front.replicas.lose(replica, str(error))
+            replica.wake.set()
+            raise ReplicaLost("The replica cannot be reached.") from error
+        relay = Relay(connection, replica.name, self._request.scope, self._send)
+        head = self._write_head(replica)
+        answering = asyncio.ensure_future(
+            connection.exchange(head + self._body, relay.feed, relay.begin)
+        )
+        watching = asyncio.ensure_future(self._watch(connection))
+        replica.running.add(connection)
+        try:
+            await asyncio.wait(
+                {answering, watching, self._ended}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answering.done():
+                await self._finish(replica, relay, answering)
+            elif self._ended.done():
+                await self._fail(relay, self._ended.result())
+            elif watching.done():
+                watching.result()  # raises the error of the body, if there is one
+        finally:
+            replica.running.discard(connection)
+            for task in (answering, watching):
+                task.cancel()
+            await asyncio.gather(answering, watching, return_exceptions=True)
+            replica.client.release(connection)
+            await relay.close()
+
+    def _write_head(self, replica: Replica) -> bytes:
+        scope, front = self._request.scope, self._front
+        path = quote(self._path, safe=SAFE_IN_PATHS)
+        query: bytes = scope["query_string"]
+        if query:
+            path += "?" + query.decode("latin-1")
+        fields = [
+            (name, value)
+            for name, value in drop_hop_by_hop(scope["headers"])
+            if name not in REPLACED and not name.startswith(OWN_FIELDS)
+        ]
+        ticket = TICKET.encode()
+        fields = [
+            (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields
+        ]
+        if self._is_upload:
+            length = self._request.headers.get("content-length")
+            framing = (b"content-length", length.encode()) if length else CHUNKED
+            fields.append(framing)
+        elif self._body or self._request.method not in ("GET", "HEAD"):
+            fields.append((b"content-length", b"%d" % len(self._body)))
+        fields += front.add_fields(self._request, replica)
+        return replica.client.write_head(self._request.method, path, fields)
+
+    async def _watch(self, connection: Connection) -> None:
+        """Send the rest of the body, and return when the client has disconnected."""
+        if self._is_upload:
+            is_chunked = "content-length" not in self._request.headers
+            too_large = BadRequest("The body is too large.", status=413)
+            async for part in receive_parts(self._request, MAX_UPLOAD, too_large):
+                if part:
+                    await connection.write(
+                        b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part
+                    )
+            if is_chunked:
+                await connection.write(b"0\r\n\r\n")
+        await wait_for_disconnect(self._request.receive)
+
+    async def _finish(
+        self, replica: Replica, relay: Relay, answering: asyncio.Future[Answer]
+    ) -> None:
+        """Pass on the end of the answer, or what has become of it."""
+        error = answering.exception()
+        if error is None:
+            if relay.is_refusal:
+                raise Refused(relay)
+            await relay.pass_on()
+            return
+        if not isinstance(error, OSError):
+            raise error
+        replica.wake.set()  # to find out at once whether it has died
+        if not relay.has_started:
+            if self._is_repeatable:
+                raise ReplicaLost("The replica has ended.") from error
+            message = (
+                "The replica has ended before it has answered. It may have done what was asked."
+            )
+            raise BadRequest(message, code="replica_lost", status=502)
+        await self._fail(relay, ReplicaLost("The replica has ended."))
+
+    async def _fail(self, relay: Relay, error: CLLMError) -> None:
+        """End the answer with ``error``. Raises it if the answer has not begun."""
+        if not relay.has_started:
+            raise error
+        self._front.metrics.cut.inc()
+        if relay.kind in SILENCE:
+            await relay.end_with(write_fault(self._request, error))
+        # other answers end without their last bytes, so the client sees that they are cut

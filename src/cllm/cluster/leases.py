@@ -1,0 +1,295 @@
+"""What a front knows of its replicas: leases, which it pulls every second.
+
+A replica without a fresh lease gets no further requests. The lease of a replica that cannot be
+reached, that ends a connection, or that drains, ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from cllm.errors import StartupError
+from cllm.http_connection import CannotConnect, Connection, HTTPClient, reason
+from cllm.routing.router import Candidate, Router
+from cllm.server.cluster.key import KEY_HEADER, ClusterKey
+from cllm.server.cluster.lease import LEASE_PATH, Lease, ModelLease
+
+PULL_SECONDS = 1.0
+LEAST_TIMEOUT = 0.5  # seconds for the answer, however long the last lease is still valid
+MAX_LEASE_BYTES = 4_000_000
+LOST_AFTER = 3  # times the lease's seconds, after which running requests are given up
+MAX_NAMES = 1000  # names of models from requests that are remembered
+
+log = logging.getLogger("cllm.cluster")
+
+
+class BadLease(Exception):
+    """The answer of a replica is no lease that can be used."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """A replica at a fixed address.
+
+    ``lease`` is its last one, and stays when it has expired. While ``is_listed``, it gets requests.
+    ``numbers`` has a number for the router for each of its models that computes. ``running`` has
+    the connections on which it answers, ``trouble`` the reason why it has no fresh lease.
+    """
+
+    url: str
+    client: HTTPClient
+    lease: Lease | None = None
+    is_listed: bool = False
+    received: float = -math.inf  # when the lease was received
+    numbers: dict[str, int] = field(default_factory=dict)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    running: set[Connection] = field(default_factory=set)
+    trouble: str = "it has not answered yet"
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """Its name, which stays the same when it is restarted; its address until it is known."""
+        return self.url if self.lease is None else self.lease.name
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A replica that may answer a request, its model, and the router's view of both."""
+
+    replica: Replica
+    model: ModelLease
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.replica.candidates[self.model.origin]
+
+
+class Replicas:
+    """The replicas of a front."""
+
+    def __init__(
+        self, urls: list[str], key: ClusterKey, router: Router, lease_seconds: float
+    ) -> None:
+        """Raises StartupError for an address that cannot be used."""
+        self._key = key
+        self._router = router
+        self._lease_seconds = lease_seconds
+        self._found: dict[str | None, list[Choice]] = {}  # by the name in the request
+        self._tasks: list[asyncio.Task[None]] = []
+        self.all = [Replica(url, make_client(url)) for url in dict.fromkeys(urls)]
+        # called with a replica whose lease is new, has expired, or has another epoch
+        self.on_change: Callable[[Replica], None] = lambda _: None
+
+    # --- choice ----------------------------------------------------------------------------------
+
+    def find(self, model: str | None) -> list[Choice]:
+        """Return the replicas that may answer a request for ``model``, None for the default one.
+
+        If no replica has that model, return all of them: they explain that in the words of the
+        request's dialect, or find a file that is new.
+        """
+        found = self._found.get(model)
+        if found is None:
+            if len(self._found) >= MAX_NAMES:
+                self._found.clear()
+            found = self._found[model] = self._find(model) or self._find(None)
+        return found
+
+    def _find(self, model: str | None) -> list[Choice]:
+        for status in ("ready", "loading"):
+            choices = [
+                Choice(replica, found)
+                for replica in self.listed()
+                if replica.lease is not None and replica.lease.status == status
+                if (found := find_model(replica.lease, model)) is not None
+            ]
+            if choices:
+                return choices
+        return []
+
+    def listed(self) -> Iterator[Replica]:
+        """Yield the replicas that get requests."""
+        return (replica for replica in self.all if replica.is_listed)
+
+    def get(self, name: str) -> Replica | None:
+        """Return the replica ``name`` if it gets requests."""
+        return next((one for one in self.listed() if one.name == name), None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a replica computes requests."""
+        return any(one.lease is not None and one.lease.status == "ready" for one in self.listed())
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Pull all leases once, and begin to pull them every second."""
+        await asyncio.gather(*map(self.pull, self.all))
+        self._tasks = [asyncio.create_task(self._follow(replica)) for replica in self.all]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.all:
+            replica.client.close()
+
+    async def _follow(self, replica: Replica) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            replica.wake.clear()
+            begun = clock()
+            try:
+                async with asyncio.timeout(PULL_SECONDS):
+                    await replica.wake.wait()
+            except TimeoutError:
+                pass
+            try:
+                await self.pull(replica)
+            except Exception:  # it must not end the pulls
+                log.exception("the lease of %s could not be read", replica.url)
+            await asyncio.sleep(max(0.0, begun + PULL_SECONDS / 10 - clock()))
+
+    async def pull(self, replica: Replica) -> None:
+        """Ask a replica for its lease."""
+        clock = asyncio.get_running_loop().time
+        left = replica.received + self._lease_seconds - clock()
+        replica.client.forget_closed()
+        try:
+            async with asyncio.timeout(max(LEAST_TIMEOUT, left)):
+                lease = await self._read_lease(replica)
+            self._check_name(replica, lease)
+        except TimeoutError:
+            self.lose(replica, "it does not answer")
+        except (OSError, BadLease) as error:
+            text = str(error) if isinstance(error, (BadLease, CannotConnect)) else reason(error)
+            self.lose(replica, text)
+        else:
+            replica.received = clock()
+            self._take(replica, lease)
+        if clock() > replica.received + LOST_AFTER * self._lease_seconds:
+            for connection in [*replica.running]:
+                connection.close()
+
+    async def _read_lease(self, replica: Replica) -> Lease:
+        """Raises BadLease, OSError and TimeoutError."""
+        data = bytearray()
+
+        def feed(part: bytes, _: float) -> bool:
+            data.extend(part)
+            return len(data) > MAX_LEASE_BYTES
+
+        fields = [(KEY_HEADER.encode(), self._key.find().encode())]
+        head = replica.client.write_head("GET", LEASE_PATH, fields)
+        connection = await replica.client.take()
+        try:
+            response = await connection.exchange(head, feed, lambda _: None)
+        finally:
+            replica.client.release(connection)
+        if response.status in (401, 403, 404):
+            raise BadLease("it does not accept the cluster key")
+        if response.status != 200:
+            raise BadLease(f"it answers with status {response.status}")
+        try:
+            return msgspec.json.decode(bytes(data), type=Lease)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadLease(f"its lease is not valid: {str(error)[:200]}") from None
+
+    def _check_name(self, replica: Replica, lease: Lease) -> None:
+        """Raise BadLease if another address has the same name now."""
+        for other in self.listed():
+            if other is not replica and other.name == lease.name:
+                raise BadLease(f"it has the same name as {other.url}")
+
+    def _take(self, replica: Replica, lease: Lease) -> None:
+        """Use a lease from now on."""
+        before = replica.lease
+        if before is None or before.epoch != lease.epoch or before.name != lease.name:
+            for number in replica.numbers.values():  # its caches are empty
+                self._router.forget_prefixes(number)
+        replica.lease = lease
+        self._update_candidates(replica, lease)
+        is_listed = lease.status != "draining" and bool(lease.models)
+        if is_listed and not replica.is_listed:
+            log.info("the replica %s at %s gets requests", lease.name, replica.url)
+        elif replica.is_listed and not is_listed:
+            log.info("the replica %s at %s gets no further requests", lease.name, replica.url)
+        is_changed = is_listed != replica.is_listed or describe(before) != describe(lease)
+        replica.trouble = "" if is_listed else f"it is {lease.status}"
+        replica.is_listed = is_listed
+        if is_changed:
+            self._found.clear()
+            self.on_change(replica)
+
+    def _update_candidates(self, replica: Replica, lease: Lease) -> None:
+        origins = {model.origin: model for model in lease.models}
+        for name in replica.numbers.keys() - origins.keys():
+            self._router.forget(replica.numbers.pop(name))
+        for name in origins.keys() - replica.numbers.keys():
+            replica.numbers[name] = self._find_free_number()
+        replica.candidates = {
+            name: self._make_candidate(replica.numbers[name], model)
+            for name, model in origins.items()
+        }
+
+    def _find_free_number(self) -> int:
+        taken = {number for one in self.all for number in one.numbers.values()}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
+    def _make_candidate(self, number: int, model: ModelLease) -> Candidate:
+        """Return the router's view of a model. Of its waiting time, the share that is due to
+        requests of others counts.
+        """
+        num_here = model.num_running + model.num_waiting
+        num_others = max(0, num_here - self._router.booked(number).num_seqs)
+        share = num_others / num_here if num_here else 0.0
+        return Candidate(
+            number, model.max_num_seqs, share * model.waiting_seconds, model.prompt_token_seconds
+        )
+
+    def lose(self, replica: Replica, trouble: str) -> None:
+        """Note that a replica cannot be used until its next lease."""
+        if replica.is_listed or trouble != replica.trouble:
+            log.warning("the replica at %s gets no requests: %s", replica.url, trouble)
+        replica.trouble = trouble
+        if replica.is_listed:
+            replica.is_listed = False
+            self._found.clear()
+            self.on_change(replica)
+
+
+def describe(lease: Lease | None) -> tuple[object, ...]:
+    """Return what of a lease matters for ``find``."""
+    if lease is None:
+        return ()
+    models = [(model.name, model.origin, *model.aliases) for model in lease.models]
+    return lease.name, lease.epoch, lease.status, models
+
+
+def find_model(lease: Lease, name: str | None) -> ModelLease | None:
+    """Return the model of a replica that a request names, as ``Registry.find`` does."""
+    if not name:
+        return lease.models[0]
+    plain = name.removesuffix(":latest")
+    for model in lease.models:
+        if model.name.removesuffix(":latest") == plain:
+            return model
+    for model in lease.models:
+        if any(fnmatchcase(name, alias) for alias in model.aliases):
+            return model
+    return None
+
+
+def make_client(url: str) -> HTTPClient:
+    """Return the client of a replica. Raises StartupError for an address that cannot be used."""
+    try:
+        return HTTPClient(url.rstrip("/"), {})
+    except ValueError as error:
+        raise StartupError(f"cluster.urls: {url!r} cannot be used: {error}") from None

@@ -1,0 +1,186 @@
+"""Passes the answer of a replica to the client as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from starlette.types import Message, Scope, Send
+
+from cllm.http_connection import Connection, Response
+from cllm.server.http.sse import DIRECT_SEND, HEARTBEAT_BYTES, PROBE, begin
+from cllm.server.queueing import TICKET
+
+# Fields that concern one connection (RFC 9110, 7.6.1), or that this server writes itself.
+HOP_BY_HOP = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer"),
+        *(b"transfer-encoding", b"upgrade", b"proxy-authenticate", b"proxy-authorization"),
+        *(b"date", b"server"),
+    }
+)
+# What replicas tell their front
+INNER_FIELDS = frozenset({b"x-cllm-usage", b"x-cllm-framed", b"x-cllm-needed-tokens"})
+INVALID = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")  # in values of fields
+EVENTS, LINES = b"text/event-stream", b"application/x-ndjson"
+# how the parts of a stream end, after which a client skips these bytes
+SILENCE = {EVENTS: (b"\n\n", HEARTBEAT_BYTES), LINES: (b"\n", b" ")}
+REFUSALS = frozenset({429, 503, 529})  # another replica may answer these requests
+# Answers of known length up to this one are passed on when they are complete, so that the request
+# can be repeated if the replica dies before that.
+MAX_COLLECTED = 1_000_000  # bytes
+
+
+def drop_hop_by_hop(fields: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return header fields without those that concern one connection."""
+    named = {
+        name.strip().lower()
+        for field, value in fields
+        if field == b"connection"
+        for name in value.split(b",")
+    }
+    return [field for field in fields if field[0] not in HOP_BY_HOP and field[0] not in named]
+
+
+class Relay:
+    """The answer of one replica to one request.
+
+    A refusal, or a short answer that is no stream, is collected until it is complete; ``pass_on``
+    then sends it. Other answers are passed on as they arrive. While the client does not read,
+    nothing is read from the replica.
+    """
+
+    def __init__(self, connection: Connection, replica: str, scope: Scope, send: Send) -> None:
+        """``replica`` is the name of the replica."""
+        self._connection: Connection | None = connection
+        self._replica = replica
+        self._send = send
+        self._send_body = scope.get(DIRECT_SEND, send)
+        self._state: dict[str, Any] = scope.get("state", {})
+        self._writing: asyncio.Task[None] | None = None  # waits until the client has read
+        self._pending: list[Message] = []  # what has arrived meanwhile
+        self._collected: bytearray | None = None  # the body, unless it is passed on
+        self._is_at_end = False  # of a part of the stream
+        self.response = Response()
+        self.kind = b""  # the media type
+        self.has_started = False  # the client has got a part of the answer
+        self.error: BaseException | None = None
+
+    # --- called while the replica answers --------------------------------------------------------
+
+    def begin(self, response: Response) -> None:
+        """Take the head of the answer."""
+        self.response = response
+        self.kind = response.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        length = response.headers.get(b"content-length", b"")
+        is_short = length.isdigit() and int(length) <= MAX_COLLECTED
+        if self.is_refusal or (self.kind not in SILENCE and is_short):
+            self._collected = bytearray()
+        else:
+            self._start()
+
+    def feed(self, data: bytes, _: float) -> bool:
+        """Take bytes of the body. Return True if the answer cannot be passed on."""
+        if self._collected is not None:
+            self._collected += data
+            return len(self._collected) > MAX_COLLECTED
+        self._write({"type": "http.response.body", "body": data, "more_body": True})
+        ending = SILENCE.get(self.kind)
+        self._is_at_end = ending is not None and data.endswith(ending[0])
+        return self.error is not None
+
+    def _start(self) -> None:
+        fields = self.list_fields()
+        self._write(
+            {"type": "http.response.start", "status": self.response.status, "headers": fields}
+        )
+        self.has_started = True
+        if self.kind in SILENCE:
+            self._state[PROBE] = self._break_silence
+
+    def list_fields(self) -> list[tuple[bytes, bytes]]:
+        """Return the header fields for the client. A ticket gets the name of the replica, which has
+        reserved a place.
+        """
+        replica, ticket = self._replica.encode(), TICKET.encode()
+        return [
+            (name, b"%s.%s" % (replica, value) if name == ticket else value)
+            for name, value in drop_hop_by_hop(self.response.fields)
+            if name not in INNER_FIELDS and not INVALID.search(value)
+        ]
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether another replica may answer the request."""
+        return self.response.status in REFUSALS
+
+    def _break_silence(self) -> None:
+        """Write bytes that the client skips, if it can skip them now."""
+        if self._writing is None and self._is_at_end:
+            data = SILENCE[self.kind][1]
+            self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    # --- what the client reads -------------------------------------------------------------------
+
+    def _write(self, message: Message) -> bool:
+        """Send a message to the client, or keep it until the client has read what was sent before.
+        Return whether the client reads.
+        """
+        if self._writing is not None:
+            self._pending.append(message)
+            return False
+        is_start = message["type"] == "http.response.start"
+        self._writing = begin((self._send if is_start else self._send_body)(message))
+        if self._writing is not None:
+            if self._connection is not None:
+                self._connection.pause_reading()
+            self._writing.add_done_callback(self._go_on)
+        return self._writing is None
+
+    def _go_on(self, task: asyncio.Task[None]) -> None:
+        """Write what has arrived while the client did not read."""
+        self._writing = None
+        if task.cancelled():
+            return
+        self.error = self.error or task.exception()
+        pending, self._pending = self._pending, []
+        for number, message in enumerate(pending):
+            if not self._write(message):
+                self._pending += pending[number + 1 :]
+                return
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    async def flush(self) -> None:
+        """Wait until everything has been written. Raises the error of writing, if there was one."""
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
+        if self.error is not None:
+            raise self.error
+
+    async def pass_on(self) -> None:
+        """Send what has been collected, or the end of a stream."""
+        body = b""
+        if self._collected is not None:
+            body, self._collected = bytes(self._collected), None
+            self._start()
+        self._write({"type": "http.response.body", "body": body, "more_body": False})
+        await self.flush()
+
+    async def end_with(self, data: bytes) -> None:
+        """End a stream that the replica did not end, with ``data`` for the client."""
+        if not self._is_at_end:  # of the head, or of a whole part
+            data = SILENCE[self.kind][0] + data
+        self._write({"type": "http.response.body", "body": data, "more_body": False})
+        await self.flush()
+
+    async def close(self) -> None:
+        """Stop writing what the replica sends. A refusal can still be passed on."""
+        self._state.pop(PROBE, None)
+        connection, self._connection = self._connection, None
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            if connection is not None:
+                connection.resume_reading()

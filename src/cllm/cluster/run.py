@@ -1,0 +1,69 @@
+"""Runs a front."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from cllm.cluster.front import Front
+from cllm.config.settings import Settings
+from cllm.errors import EngineError, StartupError
+from cllm.server.access import Access
+from cllm.server.http.server import GracefulServer, make_config
+from cllm.server.run import run_in_loop
+
+
+class FrontServer(GracefulServer):
+    """The HTTP server of a front."""
+
+    def __init__(
+        self, config: uvicorn.Config, front: Front, access: Access, settings: Settings
+    ) -> None:
+        super().__init__(config, front.metrics.server, access, settings)
+        self._front = front
+
+    async def open_work(self) -> None:
+        await self._front.replicas.open()
+
+    def count_unfinished(self) -> int:
+        return len(self._front.running)
+
+    def end_requests(self, error: EngineError) -> None:
+        for forwarding in [*self._front.running]:
+            forwarding.end(error)
+
+
+def run_front(
+    settings: Settings,
+    access: Access,
+    listener: socket.socket,
+    on_ready: Callable[[Front], None],
+) -> None:
+    """Run a front until SIGTERM or SIGINT. ``on_ready`` is called once it accepts requests.
+
+    Raises StartupError if it cannot start.
+    """
+    if not settings.cluster.urls:
+        raise StartupError("name the replicas with --urls http://HOST:PORT,...")
+    access.cluster_key.find_or_create()
+
+    async def serve(signals: list[int]) -> bool:
+        front = Front(settings, access)
+        server = FrontServer(make_config(front, access, settings), front, access, settings)
+        server.early = signals
+
+        def report() -> None:
+            server.has_served = True
+            on_ready(front)
+
+        server.on_started = report
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            await front.replicas.close()
+            await access.close()
+        return server.has_served
+
+    run_in_loop(serve)
