@@ -315,6 +315,92 @@ def test_popular_prefix_gets_several_homes() -> None:
     assert router.choose(request(1, 2, 99), replicas).number in homes
 
 
+def test_idle_routers_agree_on_unknown_prefixes() -> None:
+    """Five routers, which number the replicas differently, each get a request of 200 prefixes."""
+    places: list[list[int]] = []
+    for seed in range(5):
+        router, order = Router("prefix-window", 1000, seed=seed), list(range(40))
+        random.Random(seed).shuffle(order)
+        known = [Candidate(number, 8, identity=name) for number, name in enumerate(order)]
+        rng = random.Random(1)
+        chosen = []
+        for _ in range(200):
+            booking = router.choose(request(rng.getrandbits(64), 2), known)
+            chosen.append(order[booking.number])
+            booking.release()
+        places.append(chosen)
+    assert all(chosen == places[0] for chosen in places)
+    assert len({*places[0]}) > 30, "they are spread"
+
+
+def test_few_prefixes_move_when_a_replica_leaves() -> None:
+    blocks = [random.Random(seed).getrandbits(64) for seed in range(300)]
+    homes = []
+    for known in (candidates(10), candidates(9)):
+        router = Router("prefix-window", 10_000)
+        homes.append([])
+        for block in blocks:
+            booking = router.choose(request(block), known)
+            booking.release()
+            homes[-1].append(booking.number)
+    assert [a for a, b in zip(*homes, strict=True) if a != b] == [9] * homes[0].count(9)
+
+
+@given(st.integers(0, 20), st.integers(0, 40))
+def test_lease_corrects_load(num_booked: int, num_seqs: int) -> None:
+    """What other fronts have sent counts; what has been booked is never counted less."""
+    router = Router("prefix-window", 100)
+    bookings = fill(router, 0, num_booked)
+    router.correct(0, num_seqs)
+    assert router.booked(0).num_others == max(0, num_seqs - num_booked)
+    load = max(num_booked, num_seqs)
+    fill(router, 1, load + 1)
+    assert router.choose(request(5), candidates(2, 100)).number == 0
+    fill(router, 0, 1)
+    assert router.choose(request(6), candidates(2, 100)).number == 1
+    for booking in bookings:
+        booking.release()
+    router.correct(0, 0)
+    assert router.booked(0).num_others == 0
+
+
+def test_account_avoids_queues_of_other_fronts() -> None:
+    router = Router("prefix-window", 100)
+    full = candidates(2, max_num_seqs=2)
+    fill(router, 0, 4, "light")
+    router.correct(1, 3)
+    assert router.choose(request(9, account="light"), full).number == 0
+
+
+def test_first_token_ends_booking_of_prompt() -> None:
+    router = Router("prefix-window", 100)
+    booking = router.choose(request(1, 2), candidates(1))
+    assert (booking.num_tokens, router.booked(0).num_tokens) == (32, 32)
+    for _ in range(2):
+        booking.finish_prompt()
+        assert (booking.num_tokens, router.booked(0).num_tokens) == (0, 0)
+    booking.release()
+    booking.finish_prompt()
+    assert (router.booked(0).num_seqs, router.booked(0).num_tokens) == (0, 0)
+
+
+def test_slow_replica_gets_fewer_requests() -> None:
+    """Each replica works on one request at a time; one of them takes three times as long."""
+    router = Router("prefix-window", 1000)
+    replicas = [Candidate(i, 4, prompt_token_seconds=0.03 if i == 0 else 0.01) for i in range(4)]
+    queues: dict[int, list[Booking]] = {i: [] for i in range(4)}
+    counts = [0] * 4
+    for now in range(900):
+        if now % 2 == 0:
+            booking = router.choose(request(1000 + now), replicas)
+            counts[booking.number] += 1
+            queues[booking.number].append(booking)
+        for number, queue in queues.items():
+            if queue and now % (18 if number == 0 else 6) == 0:
+                queue.pop(0).release()
+    assert counts[0] < 0.6 * min(counts[1:])
+
+
 # --- names of prefixes --------------------------------------------------------------------------
 
 TEXTS = st.lists(st.binary(max_size=12), max_size=5)

@@ -7,6 +7,7 @@ reached, that ends a connection, or that drains, ends at once.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -234,8 +235,10 @@ class Replicas:
             self._router.forget(replica.numbers.pop(name))
         for name in origins.keys() - replica.numbers.keys():
             replica.numbers[name] = self._find_free_number()
+        # fronts number their replicas differently, and must choose the same one all the same
+        identity = int.from_bytes(hashlib.blake2b(lease.name.encode(), digest_size=8).digest())
         replica.candidates = {
-            name: self._make_candidate(replica.numbers[name], model)
+            name: self._make_candidate(replica.numbers[name], model, identity)
             for name, model in origins.items()
         }
 
@@ -243,15 +246,20 @@ class Replicas:
         taken = {number for one in self.all for number in one.numbers.values()}
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
-    def _make_candidate(self, number: int, model: ModelLease) -> Candidate:
-        """Return the router's view of a model. Of its waiting time, the share that is due to
-        requests of others counts.
+    def _make_candidate(self, number: int, model: ModelLease, identity: int) -> Candidate:
+        """Return the router's view of a model, and correct what the router has booked there. Of its
+        waiting time, the share that is due to requests of others counts.
         """
         num_here = model.num_running + model.num_waiting
+        self._router.correct(number, num_here)
         num_others = max(0, num_here - self._router.booked(number).num_seqs)
         share = num_others / num_here if num_here else 0.0
         return Candidate(
-            number, model.max_num_seqs, share * model.waiting_seconds, model.prompt_token_seconds
+            number,
+            model.max_num_seqs,
+            share * model.waiting_seconds,
+            model.prompt_token_seconds,
+            identity,
         )
 
     def lose(self, replica: Replica, trouble: str) -> None:

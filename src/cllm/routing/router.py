@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -23,6 +23,10 @@ CROWDED = 2  # times the least load; above it, a replica gets no requests for it
 # More requests than the least load are not crowded either, in prefix-window; but at most half of
 # what a replica can run.
 WINDOW = 8
+# Replicas with as many requests are equally good for an unknown prefix if their seconds differ by
+# at most this factor, or by as little as this.
+SIMILAR, SIMILAR_SECONDS = 1.25, 0.05
+MASK = (1 << 64) - 1
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -46,31 +50,37 @@ class Candidate(msgspec.Struct, frozen=True):
     ``number`` counts from 0; another replica may have it after ``Router.forget``. The replica runs
     ``max_num_seqs`` sequences at the same time. A new request would wait there for
     ``waiting_seconds`` because of requests that this router did not book. Computing a token of a
-    prompt takes ``prompt_token_seconds``.
+    prompt takes ``prompt_token_seconds``. ``identity`` is a number that all routers know the
+    replica by; without it, ``number`` is.
     """
 
     number: int
     max_num_seqs: int
     waiting_seconds: float = 0.0
     prompt_token_seconds: float = 1.0
+    identity: int | None = None
 
 
 class BookedLoad:
-    """The load of one replica: the number of sequences of its requests, the number of prompt tokens
-    that it probably has to compute, and how many requests each account has.
+    """The load of one replica.
+
+    This router has booked ``num_seqs`` sequences there, with ``num_tokens`` prompt tokens that
+    probably have to be computed, and so many requests of each of ``accounts``. The replica has
+    ``num_others`` sequences besides: see ``Router.correct``.
     """
 
-    __slots__ = ("accounts", "num_seqs", "num_tokens")
+    __slots__ = ("accounts", "num_others", "num_seqs", "num_tokens")
 
     def __init__(self) -> None:
         self.num_seqs = 0
         self.num_tokens = 0
+        self.num_others = 0
         self.accounts: Counter[str] = Counter()
 
 
 class Booking:
     """The choice for one request: the number of the replica, and the prompt tokens that are booked
-    there until ``release``.
+    there until ``finish_prompt`` or ``release``.
     """
 
     __slots__ = ("_account", "_booked", "_num_seqs", "num_tokens", "number")
@@ -87,13 +97,21 @@ class Booking:
         booked.num_tokens += num_tokens
         booked.accounts[account] += 1
 
+    def finish_prompt(self) -> None:
+        """Undo the booking of the prompt tokens, because the first token has come. Calling it again
+        does nothing.
+        """
+        if self._booked is not None:
+            self._booked.num_tokens -= self.num_tokens
+            self.num_tokens = 0
+
     def release(self) -> None:
         """Undo the booking. Raises RuntimeError the second time."""
         if self._booked is None:
             raise RuntimeError("the booking has already been released")
+        self.finish_prompt()
         booked, self._booked = self._booked, None
         booked.num_seqs -= self._num_seqs
-        booked.num_tokens -= self.num_tokens
         booked.accounts[self._account] -= 1
         if not booked.accounts[self._account]:
             del booked.accounts[self._account]
@@ -150,6 +168,11 @@ class Router:
         booked = self._booked[number]
         return Booking(number, booked, max(0, num_tokens), request.account, request.num_seqs)
 
+    def correct(self, number: int, num_seqs: int) -> None:
+        """Note that a replica has ``num_seqs`` sequences now, those of other routers among them."""
+        booked = self._booked[number]
+        booked.num_others = max(0, num_seqs - booked.num_seqs)
+
     def forget(self, number: int) -> None:
         """Remove a replica that has ended. Its bookings can still be released."""
         self._booked.pop(number, None)
@@ -176,7 +199,12 @@ class Router:
         self, request: RoutingRequest, candidates: Sequence[Candidate]
     ) -> Candidate:
         """Return the replica that knows the longest prefix, unless it is crowded."""
-        best = min(self._list_longest(request, candidates), key=self._load, default=None)
+        offered = sum(1 << one.number for one in candidates)
+        longest = next(
+            (bits for bits in reversed(self._list_holders(request.blocks)) if bits & offered), 0
+        )
+        homes = [one for one in candidates if longest >> one.number & 1]
+        best = min(homes, key=self._load, default=None)
         if best is None or self._load(best) > CROWDED * max(self._least(candidates), 1):
             return self._choose_least_loaded(request, candidates)
         return best
@@ -186,55 +214,89 @@ class Router:
     ) -> Candidate:
         """Return the replica that knows the longest prefix, among those that are not crowded.
 
-        If none of them knows any, return the least loaded one, which knows the prefix from then on;
-        if all are full, one where no other account waits.
+        If none of them knows any, return one of the least loaded ones, which knows the prefix from
+        then on; if all are full, one where no other account waits.
         """
-        least = self._least(candidates)
-        window = [one for one in candidates if not is_crowded(self._load(one), least, one)]
-        if longest := self._list_longest(request, window):
-            return min(longest, key=self._load)
-        calm = [one for one in candidates if not self._others_wait(one, request.account)]
-        rest = calm if least >= min(one.max_num_seqs for one in candidates) else ()
-        order = [(self._load(one), self._seconds(one)) for one in rest or candidates]
-        best = min(order)
-        return self._rng.choice(
-            [one for one, rank in zip(rest or candidates, order, strict=True) if rank == best]
+        loads = [self._load(one) for one in candidates]
+        least = min(loads)
+        by_number: dict[int, tuple[Candidate, int]] = {}
+        seen = 0
+        for holders in reversed(self._list_holders(request.blocks)):
+            if not by_number:
+                by_number = {
+                    one.number: (one, load) for one, load in zip(candidates, loads, strict=True)
+                }
+            found = [
+                (load, number)
+                for number in list_bits(holders & ~seen)
+                for one, load in (by_number.get(number, NOBODY),)
+                if one is not None and not is_crowded(load, least, one)
+            ]
+            if found:
+                return by_number[min(found)[1]][0]
+            seen |= holders
+        if least >= min(one.max_num_seqs for one in candidates):
+            account = request.account
+            calm = [at for at, one in enumerate(candidates) if not self._others_wait(one, account)]
+            if calm:
+                candidates, loads = [candidates[at] for at in calm], [loads[at] for at in calm]
+                least = min(loads)
+        return self._choose_new(
+            request, [one for one, load in zip(candidates, loads, strict=True) if load == least]
         )
+
+    def _choose_new(self, request: RoutingRequest, candidates: list[Candidate]) -> Candidate:
+        """Return the replica that gets an unknown prefix, of equally loaded ``candidates``.
+
+        Of those where its prompt would be computed soonest, all routers choose the same one, by the
+        prefix's first block (rendezvous hashing: Thaler and Ravishankar, 1998).
+        """
+        seconds = [self._estimate_seconds(one, request.num_tokens) for one in candidates]
+        most = max(SIMILAR * min(seconds), min(seconds) + SIMILAR_SECONDS)
+        best = [one for one, each in zip(candidates, seconds, strict=True) if each <= most]
+        if len(best) == 1:
+            return best[0]
+        if not request.blocks:
+            return self._rng.choice(best)
+        block = request.blocks[0] * 0x9E3779B97F4A7C15 & MASK
+        return max(best, key=lambda one: mix(block ^ identify(one)))
 
     # --- load -----------------------------------------------------------------------------------
 
     def _load(self, replica: Candidate) -> int:
-        return self._booked[replica.number].num_seqs
+        booked = self._booked[replica.number]
+        return booked.num_seqs + booked.num_others
 
     def _least(self, candidates: Sequence[Candidate]) -> int:
         return min(map(self._load, candidates))
 
-    def _seconds(self, replica: Candidate) -> float:
-        """Return the estimated time until a new request's prompt is computed."""
-        num_tokens = self._booked[replica.number].num_tokens
+    def _estimate_seconds(self, replica: Candidate, num_tokens: int) -> float:
+        """Return the estimated time until a new prompt of ``num_tokens`` is computed."""
+        num_tokens += self._booked[replica.number].num_tokens
         return replica.waiting_seconds + num_tokens * replica.prompt_token_seconds
 
     def _others_wait(self, replica: Candidate, account: str) -> bool:
         booked = self._booked[replica.number]
-        return booked.num_seqs > replica.max_num_seqs and bool(booked.accounts.keys() - {account})
+        if booked.num_seqs + booked.num_others <= replica.max_num_seqs:
+            return False
+        return booked.num_others > 0 or bool(booked.accounts.keys() - {account})
 
     # --- prefixes -------------------------------------------------------------------------------
 
-    def _list_longest(
-        self, request: RoutingRequest, candidates: Sequence[Candidate]
-    ) -> list[Candidate]:
-        """Return the ``candidates`` that know the longest prefix of the request; none if they know
-        no prefix.
+    def _list_holders(self, blocks: Sequence[int]) -> list[int]:
+        """Return the bits of the replicas that know the first blocks: those that know the first
+        one, then those that know more, each time fewer.
         """
-        bits = longest = 0
-        for one in candidates:
-            bits |= 1 << one.number
-        for block in request.blocks:
-            bits &= self._table.get(block, 0)
-            if not bits:
-                break
-            longest = bits
-        return [one for one in candidates if longest >> one.number & 1]
+        holders: list[int] = []
+        bits = -1
+        for block in blocks:
+            known = bits & self._table.get(block, 0)
+            if known != bits:
+                if not known:
+                    break
+                holders.append(known)
+                bits = known
+        return holders
 
     def _remember(self, blocks: Sequence[int], bit: int) -> int:
         """Record that a replica gets ``blocks``. Return how many of the first ones it knew.
@@ -248,6 +310,28 @@ class Router:
         while len(self._table) > self.max_blocks:
             self._table.popitem(last=False)
         return knows.index(False) if False in knows else len(knows)
+
+
+NOBODY: tuple[Candidate | None, int] = (None, 0)
+
+
+def list_bits(bits: int) -> Iterator[int]:
+    """Yield the positions of the bits that are 1, lowest first."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def identify(replica: Candidate) -> int:
+    return replica.number if replica.identity is None else replica.identity
+
+
+def mix(value: int) -> int:
+    """Return a hash of 64 bits: the finalizer of SplitMix64."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
 
 
 def name_prefixes(salt: bytes, parts: Iterable[bytes], size: int, most: int = 256) -> list[int]:
