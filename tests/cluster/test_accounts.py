@@ -14,9 +14,10 @@ from cllm.core.request import Priority
 from cllm.errors import RateLimited
 from cllm.server.access import Access
 from cllm.server.auth import ACCOUNT
+from cllm.serving.delivered import Ending
 from cllm.store.charges import UsageCounts
 from cllm.store.keys import AccountRecord
-from cllm.store.usage_reports import UsageReport, UsageReports
+from cllm.store.usage_reports import TakenReports, UsageReport, UsageReports
 
 CHAT = "/v1/chat/completions"
 
@@ -103,23 +104,44 @@ def test_rights_and_class_of_an_account_are_carried_but_not_its_limits(access, a
 def test_front_pays_what_the_replica_says(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, body())
     admission.note_usage(UsageCounts(1, 10, 4, 5))
-    admission.close("replica1")
+    admission.close()
     assert used(accounts) == UsageCounts(1, 10, 4, 5)
 
 
 def test_request_with_several_prompts_counts_as_several(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, body())
     admission.note_usage(UsageCounts(3, 10, 4, 5))
-    admission.close("replica1")
+    admission.close()
     assert used(accounts) == UsageCounts(3, 10, 4, 5)
+
+
+def test_second_attempt_is_paid_only_once(access, accounts):
+    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission.encode("replica1")
+    first = admission.id
+    admission.encode("replica2")
+    usage = b'{"requests":1,"prompt_tokens":10,"cached_tokens":0,"completion_tokens":5}'
+    admission.end({b"x-cllm-usage": usage}, is_stream=False)
+    admission.close()
+    accounts.take("replica1", TakenReports("e", [UsageReport(1, "ann", first, UsageCounts(1))]))
+    assert used(accounts) == UsageCounts(1, 10, 0, 5)
+
+
+def test_last_progress_of_a_stream_tells_its_usage(access, accounts):
+    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission.encode("replica1")
+    admission.note_ending(Ending(10, 5, 4, 0))
+    admission.close()
+    assert used(accounts) == UsageCounts(1, 10, 4, 5)
 
 
 def test_rejected_request_costs_nothing(access, accounts):
     account = make_account(requests_per_minute=1)
     for _ in range(3):
-        accounts.admit(make_request(access, account), CHAT, body()).close(
-            "replica1", has_failed=True
-        )
+        admission = accounts.admit(make_request(access, account), CHAT, body())
+        admission.encode("replica1")
+        admission.end({}, is_stream=False)
+        admission.close()
     assert used(accounts).requests == 3  # the total since the start has those taken back too
     assert access.ledger.of_month("ann") == UsageCounts()
 
@@ -127,12 +149,13 @@ def test_rejected_request_costs_nothing(access, accounts):
 def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
     account = make_account(concurrent_requests=1)
     admission = accounts.admit(make_request(access, account), CHAT, body())
+    admission.encode("replica1")
     admission.note_progress(10, 0, 2)
-    admission.close("replica1")
+    admission.close()
     assert accounts.awaited == {"replica1"}
     report = UsageReport(1, "ann", admission.id, UsageCounts(1, 10, 0, 3))
-    accounts.take("replica1", "epoch", [report])
-    accounts.take("replica1", "epoch", [report])  # the same one again
+    for _ in range(2):
+        accounts.take("replica1", TakenReports("epoch", [report]))
     assert used(accounts) == UsageCounts(1, 10, 0, 3)
     assert not accounts.awaited
     accounts.admit(make_request(access, account), CHAT, body())
@@ -140,21 +163,27 @@ def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
 
 def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission.encode("replica1")
     admission.note_progress(10, 0, 2)
-    admission.close("replica1")
-    accounts.lose("replica2")
+    admission.close()
+    accounts.take("replica1", TakenReports("epoch", []))
+    accounts.take("replica2", TakenReports("epoch", []))
     assert accounts.awaited == {"replica1"}
-    accounts.lose("replica1")
+    accounts.take("replica1", TakenReports("another epoch", []))
+    assert not accounts.awaited
     assert used(accounts) == UsageCounts(1, 10, 0, 2)
 
 
 def test_batches_are_booked_once(access, accounts):
     report = UsageReport(7, "ann", "", UsageCounts(2, 10, 0, 4))
-    accounts.take("replica1", "epoch", [report])
-    accounts.take("replica1", "epoch", [report])
+    for _ in range(2):
+        accounts.take("replica1", TakenReports("epoch", [report]))
     assert used(accounts) == UsageCounts(2, 10, 0, 4)
-    assert accounts.last_taken("replica1", "epoch") == 7
-    assert accounts.last_taken("replica1", "another epoch") == 0
+    assert accounts.last_taken("replica1") == ("epoch", 7)
+    report.number = 1  # of a replica that was started again
+    accounts.take("replica1", TakenReports("another epoch", [report]))
+    assert accounts.last_taken("replica1") == ("another epoch", 1)
+    assert used(accounts) == UsageCounts(4, 20, 0, 8)
 
 
 def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):
@@ -166,7 +195,7 @@ def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):
     with pytest.raises(RateLimited):
         second.reserve(70)  # what the replica says that it needs
     first.note_usage(UsageCounts(1, 10, 0, 20))
-    first.close("replica1")
+    first.close()
     third = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
     third.reserve(70)
     assert carried_by(third).account.num_reserved == 70
@@ -175,7 +204,7 @@ def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):
 def test_routes_that_compute_nothing_reserve_nothing(access, accounts):
     account = make_account(requests_per_minute=1)
     for _ in range(3):
-        accounts.admit(make_request(access, account), "/tokenize", b"{}").close("replica1")
+        accounts.admit(make_request(access, account), "/tokenize", b"{}").close()
     assert used(accounts) == UsageCounts()
 
 

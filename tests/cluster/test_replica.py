@@ -3,6 +3,7 @@
 import json
 import time
 
+import msgspec
 import pytest
 from conftest import PATIENCE
 
@@ -12,7 +13,7 @@ from cllm.core.request import Priority
 from cllm.core.stored_ids import find_replica
 from cllm.store.charges import UsageCounts
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
-from cllm.store.usage_reports import UsageReport
+from cllm.store.usage_reports import TakenReports
 
 KEY = "a-key-of-a-cluster"
 FAKE = ("--backend.name", "fake", "--context", "4096", "--kv.max-memory-mb", "64")
@@ -43,12 +44,17 @@ def read_usage(answer):
 
 
 def take_reports(server, front, after=0):
+    params = {"front": front, "after": after}
+    if after:
+        params["epoch"] = read_taken(server, {"front": "another one"}).epoch
+    return read_taken(server, params).reports
+
+
+def read_taken(server, params):
     answer = server.client.get(
-        "/internal/usage",
-        params={"front": front, "after": after},
-        headers={"x-cllm-cluster-key": KEY},
+        "/internal/usage", params=params, headers={"x-cllm-cluster-key": KEY}
     )
-    return [UsageReport(**{**one, "used": UsageCounts(**one["used"])}) for one in answer.json()]
+    return msgspec.json.decode(answer.content, type=TakenReports)
 
 
 def wait_for_reports(server, front, count):
@@ -144,6 +150,8 @@ def test_streams_and_aborted_requests_are_reported(replica):
     assert first.used.completion_tokens == told["completion_tokens"]
     assert second.request == "req_2"
     assert 0 < second.used.completion_tokens < 4000
+    other = {"front": "front2", "after": first.number, "epoch": "another one"}
+    assert len(read_taken(replica, other).reports) == 2
     assert [one.request for one in take_reports(replica, "front2", first.number)] == ["req_2"]
     assert len(take_reports(replica, "front2")) == 1  # the first has been taken
 
@@ -219,15 +227,17 @@ def test_message_batches_are_reported_too(replica):
 
 
 def test_requests_are_scheduled_under_the_account_that_the_front_names(start_server):
-    server = start_server(*FAKE, "--max-num-seqs", "1", CLLM_CLUSTER_KEY=KEY)
-    body = {**HELLO, "stream": True, "max_tokens": 4000, "user": "ignored"}
+    options = ("--backend.name", "fake", "--context", "32768", "--max-num-seqs", "1")
+    server = start_server(*options, CLLM_CLUSTER_KEY=KEY)
+    body = {**HELLO, "stream": True, "max_tokens": 30_000, "user": "ignored"}
     scheduled = Account("address-10.0.0.7", is_admin=True)
     sent = {
         "x-cllm-cluster-key": KEY,
         "x-cllm-account": encode_carried(Carried(ANONYMOUS, scheduled, replica="r1")),
     }
     with server.client.stream("POST", CHAT, json=body, headers=sent) as first:
-        next(first.iter_lines())
+        lines = first.iter_lines()  # its end would close the stream
+        next(lines)
         body["messages"] = [{"role": "user", "content": "something else"}]
         with server.client.stream("POST", CHAT, json=body, headers=sent):
             page = server.client.get("/scheduler").json()

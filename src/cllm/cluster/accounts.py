@@ -9,7 +9,7 @@ that and asks again. In the end, the replica says what the request has cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,13 +17,15 @@ from starlette.requests import Request
 
 from cllm.core.account import NO_LIMITS
 from cllm.core.carried import Carried, encode_carried
-from cllm.errors import CLLMError
+from cllm.errors import CLLMError, EngineError
 from cllm.server.access import Access
+from cllm.server.auth import NEEDED_HEADER, USAGE_HEADER
 from cllm.server.call import get_call
 from cllm.server.http.request_id import request_id
+from cllm.serving.delivered import Ending
 from cllm.store.charges import Charge, UsageCounts
 from cllm.store.usage import EXPECTED_OUTPUT
-from cllm.store.usage_reports import UsageReport
+from cllm.store.usage_reports import TakenReports
 
 BYTES_PER_TOKEN = 4  # of a prompt, for the estimate
 REPORT_SECONDS = 10.0  # a replica that answers has reported a request's usage by then
@@ -38,6 +40,14 @@ CHARGED = frozenset(
         *("/generate", "/encode", "/benchmark"),
     }
 )
+
+
+class NeedsTokens(Exception):
+    """A replica has rejected a request for which ``num_tokens`` must be reserved."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens = num_tokens
 
 
 class Fields(msgspec.Struct):
@@ -86,7 +96,11 @@ class Admission:
         account has been revoked.
         """
         self._accounts = accounts
-        self.id = request_id(request)
+        self._id = request_id(request)
+        self._num_attempts = 0
+        self._replica = ""  # that was asked last
+        self._has_ended = False  # its whole answer has come
+        self._base_url = str(request.base_url)
         fields = read_fields(body) if body.lstrip()[:1] == b"{" else Fields()
         call = get_call(request)
         self.account = call.account()
@@ -110,8 +124,11 @@ class Admission:
         self._charge.end = self._end
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve the number of tokens that a replica says are needed. Raises RateLimited."""
-        assert self._charge is not None
+        """Reserve the number of tokens that a replica says are needed. Raises RateLimited, and
+        EngineError if so many have been reserved.
+        """
+        if self._charge is None or not self._is_limited or num_tokens <= self._charge.num_reserved:
+            raise EngineError("A replica does not accept what has been reserved for the request.")
         self._charge.settle(failed=True)
         self._reserve(num_tokens, max(0, self._num_estimated - num_tokens))
 
@@ -121,8 +138,15 @@ class Admission:
         if self._charge is not None:
             self._charge.end = end
 
+    @property
+    def id(self) -> str:
+        """The id of the latest attempt, under which its replica reports its usage."""
+        return f"{self._id}.{self._num_attempts}"
+
     def encode(self, replica: str) -> str:
-        """Return the header that carries the account to a replica."""
+        """Return the header that carries the account to a replica, for a new attempt."""
+        self._num_attempts += 1
+        self._replica, self._has_ended = replica, False
         accounts = self._accounts
         num_reserved = None
         if self._charge is not None and self._is_limited:
@@ -138,7 +162,10 @@ class Admission:
             for one in (self.account, self.scheduled)
         )
         weight = accounts.access.weights.get(scheduled.name, 1.0)
-        return encode_carried(Carried(account, scheduled, weight, replica, accounts.front, self.id))
+        carried = Carried(
+            account, scheduled, weight, replica, accounts.front, self.id, self._base_url
+        )
+        return encode_carried(carried)
 
     def note_progress(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """Note the tokens that the client has received so far."""
@@ -152,12 +179,29 @@ class Admission:
         self._used.requests = used.requests
         self._is_exact = True
 
-    def close(self, replica: str = "", *, has_failed: bool = False) -> None:
-        """End the reservation.
+    def end(self, headers: Mapping[bytes, bytes], *, is_stream: bool) -> None:
+        """Note that the whole answer of a replica has come, which began with ``headers``.
 
-        If the usage is not known, wait for the report of ``replica``, unless no replica has
-        answered the request, because it ``has_failed``.
+        Raises NeedsTokens if the replica rejects the request because too few are reserved.
         """
+        if (needed := headers.get(NEEDED_HEADER.encode())) is not None:
+            raise NeedsTokens(int(needed))
+        if (told := headers.get(USAGE_HEADER.encode())) is not None:
+            self.note_usage(msgspec.json.decode(told, type=UsageCounts))
+        # a stream that has not told its usage is reported
+        self._has_ended = told is not None or not is_stream
+
+    def note_ending(self, ending: Ending) -> None:
+        """Note the last progress of a stream, which tells its usage."""
+        num_requests = 0 if ending.error and not ending.completion_tokens else 1
+        used = UsageCounts(num_requests)
+        if num_requests:
+            used.prompt_tokens, used.cached_tokens = ending.prompt_tokens, ending.cached_tokens
+            used.completion_tokens = ending.completion_tokens
+        self.note_usage(used)
+
+    def close(self) -> None:
+        """End the reservation. If the usage is not known, wait for the report of the replica."""
         charge = self._charge
         if charge is None or not charge.is_open:
             return
@@ -167,15 +211,15 @@ class Admission:
             if num_more > 0:
                 more = UsageCounts(requests=num_more)
                 self._accounts.access.ledger.book(self.account.name, more)
-        elif has_failed or not replica:
+        elif self._has_ended or not self._replica:
             charge.settle(failed=True)
         else:
-            self._accounts.expect_report(self, replica)
+            self._accounts.expect_report(self, self._replica)
 
     def give_up(self) -> None:
         """Pay for what the client has received, because no report has come."""
         if self._charge is not None:
-            self._charge.settle()
+            self._charge.settle(failed=True)
 
 
 class Accounts:
@@ -184,8 +228,10 @@ class Accounts:
     def __init__(self, access: Access, front: str) -> None:
         self.access = access
         self.front = front
-        self._taken: dict[tuple[str, str], int] = {}  # number of the last report, by replica
+        # the epoch of each replica, and the number of the last report that was taken
+        self._taken: dict[str, tuple[str, int]] = {}
         self._expected: dict[str, tuple[Admission, str, float]] = {}  # by the request's id
+        self.on_expected: Callable[[str], None] = lambda _: None  # called with a replica's name
 
     def admit(self, request: Request, path: str, body: bytes) -> Admission:
         """Return the admission of a request. Raises what ``Admission`` raises."""
@@ -194,36 +240,52 @@ class Accounts:
     def expect_report(self, admission: Admission, replica: str) -> None:
         until = time.monotonic() + REPORT_SECONDS
         self._expected[admission.id] = admission, replica, until
+        self.on_expected(replica)
 
     @property
     def awaited(self) -> set[str]:
         """The names of replicas that have to report usage."""
         return {replica for _, replica, _ in self._expected.values()}
 
-    def last_taken(self, replica: str, epoch: str) -> int:
-        """Return the number of the last report that was taken from a run of a replica."""
-        return self._taken.get((replica, epoch), 0)
+    def last_taken(self, replica: str) -> tuple[str, int]:
+        """Return the epoch and the number of the last report that was taken from a replica."""
+        return self._taken.get(replica, ("", 0))
 
-    def take(self, replica: str, epoch: str, reports: Iterable[UsageReport]) -> None:
+    def take(self, replica: str, taken: TakenReports) -> None:
         """Book what a replica reports."""
-        for report in reports:
-            if report.number <= self.last_taken(replica, epoch):
+        epoch, last = self.last_taken(replica)
+        if epoch != taken.epoch:
+            last = 0
+            if epoch:
+                self.forget(replica)
+        for report in taken.reports:
+            if report.number <= last:
                 continue
-            self._taken[replica, epoch] = report.number
+            last = report.number
             if not report.request:  # of a batch
                 self.access.ledger.book(report.account, report.used)
             elif (expected := self._expected.pop(report.request, None)) is not None:
                 expected[0].note_usage(report.used)
                 expected[0].close()
+        self._taken[replica] = taken.epoch, last
+
+    def expire(self) -> None:
+        """Stop waiting for reports that are too late."""
         now = time.monotonic()
         for name, (admission, _, until) in [*self._expected.items()]:
             if until <= now:
                 del self._expected[name]
                 admission.give_up()
 
-    def lose(self, replica: str) -> None:
-        """Stop waiting for the reports of a replica that has died."""
+    def forget(self, replica: str) -> None:
+        """Stop waiting for the reports of a replica that has been started again."""
         for name, (admission, expected, _) in [*self._expected.items()]:
             if expected == replica:
                 del self._expected[name]
                 admission.give_up()
+
+    def give_up_all(self) -> None:
+        """Stop waiting for all reports."""
+        for admission, _, _ in self._expected.values():
+            admission.give_up()
+        self._expected.clear()

@@ -7,20 +7,25 @@ a byte of its answer.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from contextlib import closing
 from types import SimpleNamespace
-from urllib.parse import quote
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cllm.cluster.accounts import Accounts, Admission, NeedsTokens
+from cllm.cluster.ask import quote_path
 from cllm.cluster.faults import write_fault
-from cllm.cluster.leases import Choice, Replica, Replicas
+from cllm.cluster.gather import Gatherer
+from cllm.cluster.leases import Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
 from cllm.cluster.relay import SILENCE, Relay, drop_hop_by_hop
+from cllm.cluster.reports import ReportPuller
+from cllm.cluster.stored import find_stored
 from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.errors import BadRequest, CLLMError, EngineError
@@ -29,9 +34,10 @@ from cllm.http_connection import Response as Answer
 from cllm.routing.router import Booking, Router, RoutingRequest
 from cllm.server.access import Access
 from cllm.server.app import PATHS, answer_fault
-from cllm.server.auth import ACCOUNT, name_for_key, read_key, route_not_allowed
+from cllm.server.auth import ACCOUNT, CARRIED_HEADER, route_not_allowed
 from cllm.server.body import receive_parts
-from cllm.server.cluster.key import INTERNAL
+from cllm.server.cluster.key import INTERNAL, KEY_HEADER
+from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.server.errors import describe
 from cllm.server.http.sse import wait_for_disconnect
 from cllm.server.queueing import TICKET
@@ -45,9 +51,11 @@ OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-for
 REPLACED = frozenset({b"host", b"content-length", b"expect"})
 # Paths of bodies that are passed on as they arrive
 UPLOADS = frozenset({"/v1/files", "/v1/messages/batches"})
+# Paths of requests that store something under the account
+STORING = UPLOADS | {"/v1/batches"}
+FRONT_NAME_FILE = "front_name"  # in the storage folder
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
 CHUNKED = (b"transfer-encoding", b"chunked")
-SAFE_IN_PATHS = "/:@!$&'()*+,;=~-._"
 # Methods and paths of requests that change nothing, so that they can be sent again when their
 # connection has been lost
 REPEATABLE = frozenset(
@@ -95,9 +103,27 @@ class Front:
             settings.cluster.lease_seconds,
         )
         self.metrics = FrontMetrics(self.replicas)
+        name = ReplicaIdentity(settings.storage.folder, FRONT_NAME_FILE).name
+        self.accounts = Accounts(access, name)
+        self.reports = ReportPuller(self.replicas, self.accounts)
+        self._gatherer = Gatherer(
+            self.replicas,
+            self.accounts,
+            self.metrics,
+            settings.server.max_body_mb * 1_000_000,
+        )
         self.state = SimpleNamespace(access=access, settings=settings, routes=())
         self.num_held_bytes = 0
         self.running: set[Forwarding] = set()
+
+    async def open(self) -> None:
+        """Begin to follow the replicas."""
+        await self.replicas.open()
+        self.reports.open()
+
+    async def close(self) -> None:
+        await self.reports.close()
+        await self.replicas.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # as the framework does it, for ``get_state``
@@ -113,47 +139,42 @@ class Front:
         except CLLMError as error:
             await answer_fault(request, describe(error))(scope, receive, send)
 
-    # --- Where other parts of a front hook in ----------------------------------------------------
-
     def answer_here(self, request: Request) -> ASGIApp | None:
         """Return the answer to a request that the front answers itself, or from the answers of
         several replicas; None for a request that one replica answers.
         """
-        path: str = request.scope["path"]
-        ready = self.replicas.ready
-        if path == "/ready":
+        if request.scope["path"] == "/ready":
+            ready = self.replicas.ready
             content = {"status": "ready" if ready else "loading"}
             return JSONResponse(content, 200 if ready else 503)
-        if path == "/metrics":
-            return Response(self.render_metrics(request), media_type=CONTENT_TYPE_LATEST)
+        return self._gatherer.find(request)
+
+    def find_home(self, request: Request, body: bytes, account: str) -> Replica | None:
+        """Return the replica that must answer a request, because it stores what the request names,
+        or will store what ``account`` uploads; None if any may.
+
+        Raises BadRequest (404) if that replica is gone, and EngineError if it may come back.
+        """
+        path: str = request.scope["path"]
+        stored = find_stored(path, body)
+        if stored is not None:
+            replica = self.replicas.get(stored.replica)
+            if replica is None and self.replicas.is_expected(stored.replica):
+                message = f"The replica {stored.replica!r}, which stores it, does not answer."
+                raise EngineError(message)
+            if replica is None:
+                raise stored.gone()
+            return replica
+        if request.method == "POST" and path in STORING:
+            # the same one on all fronts, as long as the replicas are the same
+            listed = [*self.replicas.listed()]
+            return max(listed, key=lambda one: rank_home(account, one.name), default=None)
         return None
 
-    def render_metrics(self, request: Request) -> bytes:
-        """Return the metrics of the front. Administrators see the usage of each account too."""
-        account: Account | None = request.scope.get(ACCOUNT)
-        ledger = self.access.ledger
-        usage = ledger.totals() if account is None or account.is_admin else {}
-        return self.metrics.render(usage, ledger.num_failed_writes)
 
-    def find_home(self, request: Request, body: bytes) -> str:
-        """Return the name of the replica that must answer a request, because it stores what the
-        request names; "" if any may. Raises BadRequest (404) if that replica is gone.
-        """
-        return ""
-
-    def find_account(self, request: Request) -> tuple[str, str]:
-        """Return the account that a request is scheduled for, and the tenant whose cache it
-        uses.
-        """
-        account: Account | None = request.scope.get(ACCOUNT)
-        if account is not None:
-            return account.name, self.access.salt(account, "")
-        address = request.client.host if request.client else ""
-        return name_for_key(read_key(request.headers)) or address, ""
-
-    def add_fields(self, request: Request, replica: Replica) -> list[tuple[bytes, bytes]]:
-        """Return the header fields that only a front may send."""
-        return []
+def rank_home(account: str, replica: str) -> bytes:
+    """Return the rank of a replica among those that may store the uploads of an account."""
+    return hashlib.blake2b(f"{account}\0{replica}".encode(), digest_size=8).digest()
 
 
 def check_path(request: Request) -> None:
@@ -221,24 +242,37 @@ class Forwarding:
     # --- choice ----------------------------------------------------------------------------------
 
     async def _answer(self) -> None:
+        """Ask for the account's leave, then one replica or two."""
+        with closing(
+            self._front.accounts.admit(self._request, self._path, self._body)
+        ) as admission:
+            admission.on_end(self.end)
+            await self._ask_replicas(admission)
+
+    async def _ask_replicas(self, admission: Admission) -> None:
         """Ask one replica, or two."""
         front = self._front
         asked = read_asked(self._body) if self._body else NOTHING
-        choices = front.replicas.find(find_model_name(asked))
-        account, tenant = front.find_account(self._request)
-        home = front.find_home(self._request, self._body) or self._find_ticket()
+        name = find_model_name(asked)
+        account, tenant = admission.scheduled.name, front.access.salt(admission.account, "")
+        home = front.find_home(self._request, self._body, account)
+        choices = front.replicas.find(name) if home is None else [make_choice(home, name)]
+        ticket = self._find_ticket()
         model = choices[0].model.name if choices else ""
         wanted = make_routing_request(asked, model, tenant, account)
         refusal: Refused | None = None
         failure: CLLMError | None = None
         tried: list[Replica] = []
         while len(tried) < 2:
-            choice, booking = self._choose(choices, wanted, home, tried, refusal)
+            choice, booking = self._choose(choices, wanted, ticket, tried, refusal)
             if choice is None or booking is None:
                 break
             try:
-                await self._ask(choice.replica)
+                await self._ask(choice.replica, admission)
                 return
+            except NeedsTokens as error:
+                admission.reserve(error.num_tokens)
+                continue
             except Refused as again:
                 front.metrics.retries.labels("refused").inc()
                 refusal = min(refusal or again, again, key=lambda one: one.retry_after)
@@ -257,14 +291,14 @@ class Forwarding:
         self,
         choices: list[Choice],
         wanted: RoutingRequest,
-        home: str,
+        ticket: str,
         tried: list[Replica],
         refusal: Refused | None,
     ) -> tuple[Choice | None, Booking | None]:
         """Book the request on a replica; return None if there is none for a further attempt."""
         usable = [one for one in choices if one.replica.is_listed and one.replica not in tried]
-        if home:
-            usable = [one for one in usable if one.replica.name == home] or usable
+        if ticket:
+            usable = [one for one in usable if one.replica.name == ticket] or usable
         if refusal is not None and refusal.relay.response.status != 503:
             limit = refusal.retry_after
             usable = [one for one in usable if one.model.waiting_seconds < limit]
@@ -282,9 +316,9 @@ class Forwarding:
 
     # --- one attempt -----------------------------------------------------------------------------
 
-    async def _ask(self, replica: Replica) -> None:
-        """Pass the answer of a replica on. Raises Refused, and ReplicaLost if nothing has been sent
-        to the client and another replica may be asked.
+    async def _ask(self, replica: Replica, admission: Admission) -> None:
+        """Pass the answer of a replica on. Raises Refused or NeedsTokens, and ReplicaLost if
+        nothing has been sent to the client and another replica may be asked.
         """
         front = self._front
         try:
@@ -294,7 +328,7 @@ class Forwarding:
             replica.wake.set()
             raise ReplicaLost("The replica cannot be reached.") from error
         relay = Relay(connection, replica.name, self._request.scope, self._send)
-        head = self._write_head(replica)
+        head = self._write_head(replica, admission)
         answering = asyncio.ensure_future(
             connection.exchange(head + self._body, relay.feed, relay.begin)
         )
@@ -305,7 +339,7 @@ class Forwarding:
                 {answering, watching, self._ended}, return_when=asyncio.FIRST_COMPLETED
             )
             if answering.done():
-                await self._finish(replica, relay, answering)
+                await self._finish(replica, admission, relay, answering)
             elif self._ended.done():
                 await self._fail(relay, self._ended.result())
             elif watching.done():
@@ -318,9 +352,9 @@ class Forwarding:
             replica.client.release(connection)
             await relay.close()
 
-    def _write_head(self, replica: Replica) -> bytes:
-        scope, front = self._request.scope, self._front
-        path = quote(self._path, safe=SAFE_IN_PATHS)
+    def _write_head(self, replica: Replica, admission: Admission) -> bytes:
+        scope = self._request.scope
+        path = quote_path(self._path)
         query: bytes = scope["query_string"]
         if query:
             path += "?" + query.decode("latin-1")
@@ -339,7 +373,10 @@ class Forwarding:
             fields.append(framing)
         elif self._body or self._request.method not in ("GET", "HEAD"):
             fields.append((b"content-length", b"%d" % len(self._body)))
-        fields += front.add_fields(self._request, replica)
+        fields += [
+            (KEY_HEADER.encode(), self._front.access.cluster_key.find().encode()),
+            (CARRIED_HEADER.encode(), admission.encode(replica.name).encode()),
+        ]
         return replica.client.write_head(self._request.method, path, fields)
 
     async def _watch(self, connection: Connection) -> None:
@@ -357,11 +394,16 @@ class Forwarding:
         await wait_for_disconnect(self._request.receive)
 
     async def _finish(
-        self, replica: Replica, relay: Relay, answering: asyncio.Future[Answer]
+        self,
+        replica: Replica,
+        admission: Admission,
+        relay: Relay,
+        answering: asyncio.Future[Answer],
     ) -> None:
         """Pass on the end of the answer, or what has become of it."""
         error = answering.exception()
         if error is None:
+            admission.end(relay.response.headers, is_stream=relay.kind in SILENCE)
             if relay.is_refusal:
                 raise Refused(relay)
             await relay.pass_on()

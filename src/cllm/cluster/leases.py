@@ -26,6 +26,7 @@ PULL_SECONDS = 1.0
 LEAST_TIMEOUT = 0.5  # seconds for the answer, however long the last lease is still valid
 MAX_LEASE_BYTES = 4_000_000
 LOST_AFTER = 3  # times the lease's seconds, after which running requests are given up
+GONE_SECONDS = 60.0  # without a lease, after which what a replica stores counts as gone
 MAX_NAMES = 1000  # names of models from requests that are remembered
 
 log = logging.getLogger("cllm.cluster")
@@ -123,6 +124,11 @@ class Replicas:
         """Return the replica ``name`` if it gets requests."""
         return next((one for one in self.listed() if one.name == name), None)
 
+    def is_expected(self, name: str) -> bool:
+        """Return whether the replica ``name`` has been lost so recently that it may come back."""
+        now = asyncio.get_running_loop().time()
+        return any(one.name == name and now < one.received + GONE_SECONDS for one in self.all)
+
     @property
     def ready(self) -> bool:
         """Whether a replica computes requests."""
@@ -164,6 +170,8 @@ class Replicas:
         left = replica.received + self._lease_seconds - clock()
         replica.client.forget_closed()
         try:
+            if replica.lease is None:
+                left = self._lease_seconds
             async with asyncio.timeout(max(LEAST_TIMEOUT, left)):
                 lease = await self._read_lease(replica)
             self._check_name(replica, lease)
@@ -293,6 +301,12 @@ def find_model(lease: Lease, name: str | None) -> ModelLease | None:
         if any(fnmatchcase(name, alias) for alias in model.aliases):
             return model
     return None
+
+
+def make_choice(replica: Replica, model: str | None) -> Choice:
+    """Return the choice of a replica that must answer a request for ``model``."""
+    assert replica.lease is not None
+    return Choice(replica, find_model(replica.lease, model) or replica.lease.models[0])
 
 
 def make_client(url: str) -> HTTPClient:

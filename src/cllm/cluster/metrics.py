@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cllm.cluster.leases import Replicas
-from cllm.observe.metrics import AccountCounts, ServerMetrics, render
+from cllm.observe.metrics import AccountCounts, ServerMetrics
 
 
 class FrontMetrics:
@@ -39,6 +39,8 @@ class FrontMetrics:
         listed.labels("listed").set_function(lambda: sum(1 for _ in replicas.listed()))
         listed.labels("all").set_function(lambda: len(replicas.all))
 
-    def render(self, usage: Mapping[str, AccountCounts], num_failed_writes: int) -> bytes:
-        """Return the page for Prometheus. The arguments are those of ``ServerMetrics.update``."""
-        return render([self.server.update(usage, num_failed_writes), self.registry])
+    def list_registries(
+        self, usage: Mapping[str, AccountCounts], num_failed_writes: int
+    ) -> list[CollectorRegistry]:
+        """Return the metrics. The arguments are those of ``ServerMetrics.update``."""
+        return [self.server.update(usage, num_failed_writes), self.registry]

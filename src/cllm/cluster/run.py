@@ -25,7 +25,7 @@ class FrontServer(GracefulServer):
         self._front = front
 
     async def open_work(self) -> None:
-        await self._front.replicas.open()
+        await self._front.open()
 
     def count_unfinished(self) -> int:
         return len(self._front.running)
@@ -62,7 +62,7 @@ def run_front(
         try:
             await server.serve(sockets=[listener])
         finally:
-            await front.replicas.close()
+            await front.close()
             await access.close()
         return server.has_served
 

@@ -16,7 +16,8 @@ class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
     The request is scheduled as one of the account ``scheduled``, which also depends on the user
     that the body names and on the client's address, with the share ``weight``. ``replica`` is the
     replica's name, which becomes a part of the ids of what the request stores. The front called
-    ``front`` asks for the usage of the request under the id ``request``.
+    ``front``, whose clients reach it at ``base_url``, asks for the usage of the request under the
+    id ``request``.
     """
 
     account: Account
@@ -25,6 +26,7 @@ class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
     replica: str = ""
     front: str = ""
     request: str = ""
+    base_url: str = ""
 
 
 def encode_carried(carried: Carried) -> str:

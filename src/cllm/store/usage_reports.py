@@ -28,6 +28,13 @@ class UsageReport(msgspec.Struct):
     used: UsageCounts
 
 
+class TakenReports(msgspec.Struct):
+    """Reports of the run ``epoch`` of a replica, whose numbers ascend."""
+
+    epoch: str
+    reports: list[UsageReport]
+
+
 class UsageReports:
     """The reports that fronts have not taken yet, in memory, by the name of the front."""
 

@@ -167,14 +167,7 @@ async def list_batches(
     batches = await open_batches(request)
     records = await batches.list_for(get_call(request).account(), ENDPOINTS)
     ids = [record.id for record in records]
-    if before_id:
-        end = find_place(before_id, ids, "before_id")
-        begin = max(0, end - limit)
-        has_more = begin > 0
-    else:
-        begin = find_place(after_id, ids, "after_id") + 1 if after_id else 0
-        end = min(begin + limit, len(ids))
-        has_more = end < len(ids)
+    begin, end, has_more = choose_page(ids, before_id, after_id, limit)
     shown = records[begin:end]
     return {
         "data": [batch_object(request, record) for record in shown],
@@ -233,6 +226,21 @@ async def find(request: Request, batch_id: str) -> tuple[Batches, BatchRecord]:
     return batches, await batches.get(batch_id, get_call(request).account(), ENDPOINTS)
 
 
+def choose_page(
+    ids: list[str], before_id: str | None, after_id: str | None, limit: int
+) -> tuple[int, int, bool]:
+    """Return the begin and the end of a page of ``ids``, and whether there are more. Raises
+    BadRequest if an id is not among them.
+    """
+    if before_id:
+        end = find_place(before_id, ids, "before_id")
+        begin = max(0, end - limit)
+        return begin, end, begin > 0
+    begin = find_place(after_id, ids, "after_id") + 1 if after_id else 0
+    end = min(begin + limit, len(ids))
+    return begin, end, end < len(ids)
+
+
 def find_place(batch_id: str, ids: list[str], param: str) -> int:
     if batch_id not in ids:
         message = f"Invalid '{param}': {batch_id[:100]!r} is not in this list."
@@ -253,7 +261,9 @@ def batch_object(request: Request, record: BatchRecord) -> MessageBatch:
         status = "canceling"
     ended_at = record.times.get(record.status) if record.has_ended else None
     has_results = record.has_ended and not is_archived(record)
-    url = f"{request.base_url}v1/messages/batches/{record.id}/results"
+    carried = get_call(request).carried
+    base_url = carried.base_url if carried else request.base_url
+    url = f"{base_url}v1/messages/batches/{record.id}/results"
     return {
         "id": record.id,
         "type": "message_batch",

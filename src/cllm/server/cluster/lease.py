@@ -68,8 +68,9 @@ class Lease(msgspec.Struct, frozen=True):
 class ReplicaIdentity:
     """The name and the epoch of this server."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, name_file: str = NAME_FILE) -> None:
         """``folder`` is the storage folder; without one, the name is random."""
+        self._name_file = name_file
         self.epoch = secrets.token_hex(8)
         self._folder = folder
         self._name = ""
@@ -87,7 +88,7 @@ class ReplicaIdentity:
         """
         if self._folder is None:
             return ""
-        path = Path(self._folder).expanduser() / NAME_FILE
+        path = Path(self._folder).expanduser() / self._name_file
         with suppress(OSError, UnicodeDecodeError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

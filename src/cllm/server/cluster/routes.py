@@ -12,6 +12,7 @@ from starlette.responses import Response
 from cllm.server.cluster.continuation import CONTINUE_PATH, read_continue
 from cllm.server.cluster.lease import LEASE_PATH, write_lease
 from cllm.server.state import get_state
+from cllm.store.usage_reports import TakenReports
 
 
 def check_front(request: Request) -> None:
@@ -43,10 +44,14 @@ async def continue_stream(request: Request) -> Response:
 async def usage(
     request: Request,
     front: Annotated[str, Query(min_length=1, max_length=100)],
+    epoch: Annotated[str, Query(max_length=100)] = "",
     after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """Return what requests of a front have cost: the reports that it has not taken yet, because
-    their numbers are higher than ``after``.
+    their numbers are higher than ``after``, if that was a number of this epoch.
     """
-    reports = get_state(request).access.reports.take(front, after)
-    return Response(msgspec.json.encode(reports), media_type="application/json")
+    state = get_state(request)
+    own = state.identity.epoch
+    reports = state.access.reports.take(front, after if epoch == own else 0)
+    content = msgspec.json.encode(TakenReports(own, reports))
+    return Response(content, media_type="application/json")

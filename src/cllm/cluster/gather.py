@@ -1,0 +1,299 @@
+"""The routes that a front answers itself, mostly from the answers of several replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cllm import __version__
+from cllm.cluster.accounts import Accounts
+from cllm.cluster.ask import TIMEOUT, Told, ask, quote_path
+from cllm.cluster.leases import Replica, Replicas
+from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_sorted
+from cllm.cluster.metrics import FrontMetrics
+from cllm.errors import BadRequest, EngineError
+from cllm.server.anthropic.batches import choose_page
+from cllm.server.app import answer_fault
+from cllm.server.auth import CARRIED_HEADER
+from cllm.server.body import receive_parts
+from cllm.server.call import get_call
+from cllm.server.errors import install
+from cllm.server.native import usage
+from cllm.server.openai.paging import make_page
+
+MAX_PAGES = 1000  # that are read of a replica's list
+# Fields of clients that matter for the form of the answers
+PASSED_FIELDS = (b"anthropic-version", b"anthropic-beta", b"accept", b"content-type")
+# Lists whose union is answered: the field with the entries, and their key
+UNIONS = {
+    "/v1/models": ("data", "id"),
+    "/api/tags": ("models", "name"),
+    "/api/ps": ("models", "name"),
+}
+# Lists of stored objects: the number of entries in a page by default, and in the largest page
+STORED_LISTS = {
+    "/v1/files": (10_000, 10_000),
+    "/v1/batches": (20, 100),
+    "/v1/messages/batches": (20, 1000),
+}
+# Requests that change a server. All replicas do what they ask, unless ?replica= names one.
+CHANGES = frozenset(
+    {
+        *("/models/load", "/models/unload", "/lora-adapters", "/faults"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
+    }
+)
+OF_ONE = ("/scheduler", "/benchmark")  # ask the replica that ?replica= names
+
+
+class Gatherer:
+    """Answers requests from the answers of several replicas."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        accounts: Accounts,
+        metrics: FrontMetrics,
+        max_body_bytes: int,
+    ) -> None:
+        self._replicas = replicas
+        self._accounts = accounts
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+        self._own: FastAPI | None = None
+        self._handlers: Mapping[str, Callable[[Request], Coroutine[Any, Any, Response]]] = {
+            **dict.fromkeys(("/health", "/ping"), self._answer_health),
+            **dict.fromkeys(UNIONS, self._answer_union),
+            **dict.fromkeys(STORED_LISTS, self._answer_list),
+            "/metrics": self._answer_metrics,
+            "/version": answer_version,
+        }
+
+    def find(self, request: Request) -> ASGIApp | None:
+        """Return what answers a request, or None if one replica does."""
+        path: str = request.scope["path"]
+        if path == "/usage":
+            return self._answer_usage
+        if request.method == "GET" and (handler := self._handlers.get(path)) is not None:
+            return as_app(request, handler)
+        if request.method == "GET" and path.startswith("/v1/models/"):
+            return as_app(request, self._answer_first)
+        if path in OF_ONE or (path in CHANGES and request.method != "GET"):
+            return as_app(request, self._answer_change)
+        return None
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def _choose(self, request: Request) -> list[Replica]:
+        """Return the replicas that get requests, or the one that ?replica= names.
+
+        Raises BadRequest (404), and EngineError if there is none.
+        """
+        listed = sorted(self._replicas.listed(), key=lambda replica: replica.name)
+        if name := request.query_params.get("replica"):
+            listed = [replica for replica in listed if replica.name == name]
+            if not listed:
+                message = f"There is no replica {name[:100]!r} that gets requests."
+                raise BadRequest(message, param="replica", code="replica_gone", status=404)
+        if not listed:
+            raise EngineError("No replica can answer the request now.")
+        return listed
+
+    async def ask(
+        self,
+        replica: Replica,
+        request: Request,
+        target: str,
+        body: bytes = b"",
+        seconds: float | None = TIMEOUT,
+    ) -> Told | None:
+        """Return the answer of a replica to a client's request, sent to ``target``, a path with a
+        query; or None if it does not answer.
+        """
+        carried = self._accounts.admit(request, "", b"").encode(replica.name)
+        fields = [
+            (CARRIED_HEADER.encode(), carried.encode()),
+            *(field for field in request.headers.raw if field[0] in PASSED_FIELDS),
+        ]
+        method = "GET" if request.method == "HEAD" else request.method
+        key = self._accounts.access.cluster_key
+        return await ask(replica, key, method, target, fields, body, seconds)
+
+    async def _ask_all(self, request: Request) -> dict[str, Told]:
+        """Return the answers of the replicas to the same request, by their names."""
+        replicas, target = self._choose(request), write_target(request)
+        answers = await asyncio.gather(*(self.ask(one, request, target) for one in replicas))
+        pairs = zip(replicas, answers, strict=True)
+        told = {replica.name: answer for replica, answer in pairs if answer is not None}
+        if not told:
+            raise EngineError("No replica has answered the request.")
+        return told
+
+    # --- routes ----------------------------------------------------------------------------------
+
+    async def _answer_first(self, request: Request) -> Response:
+        """Answer with the first answer that is no error, because replicas have different models."""
+        answers = [*(await self._ask_all(request)).values()]
+        return next((one for one in answers if one.status == 200), answers[0]).pass_on()
+
+    async def _answer_union(self, request: Request) -> Response:
+        answers = [*(await self._ask_all(request)).values()]
+        known = [answer.read() for answer in answers if answer.status == 200]
+        if not known:
+            return answers[0].pass_on()
+        field, key = UNIONS[request.scope["path"]]
+        merged = merge_named(known, field, key)
+        if "last_id" in merged and merged[field]:
+            merged["first_id"], merged["last_id"] = merged[field][0][key], merged[field][-1][key]
+        return JSONResponse(merged)
+
+    async def _answer_health(self, request: Request) -> Response:
+        answers: dict[str, Any] = {replica.name: None for replica in self._replicas.all}
+        if any(self._replicas.listed()):
+            told = await self._ask_all(request)
+            errors = [answer for answer in told.values() if answer.status != 200]
+            if errors and len(errors) == len(told):
+                return errors[0].pass_on()
+            answers |= {name: one.read() for name, one in told.items() if one.status == 200}
+        return JSONResponse(merge_health(answers))
+
+    async def _answer_metrics(self, request: Request) -> Response:
+        pages: dict[str, str] = {}
+        if any(self._replicas.listed()):
+            told = await self._ask_all(request)
+            pages = {
+                name: answer.body.decode() for name, answer in told.items() if answer.status == 200
+            }
+        ledger = self._accounts.access.ledger
+        usage = ledger.totals() if get_call(request).account().is_admin else {}
+        own = self._metrics.list_registries(usage, ledger.num_failed_writes)
+        content = await asyncio.to_thread(merge_metrics, own, pages)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+    async def _answer_list(self, request: Request) -> Response:
+        """Answer with a page of a list of stored objects, which is read from all replicas."""
+        path, query = request.scope["path"], request.query_params
+        replicas = self._choose(request)
+        answers = await asyncio.gather(*(self._read_list(one, request) for one in replicas))
+        for answer in answers:
+            if isinstance(answer, Told):
+                return answer.pass_on()
+        lists = [answer for answer in answers if isinstance(answer, list)]
+        if not lists:
+            raise EngineError("No replica has answered the request.")
+        newest_first = merge_sorted(lists, lambda entry: entry["created_at"])
+        limit = int(query.get("limit", STORED_LISTS[path][0]))
+        if path == "/v1/messages/batches":
+            return JSONResponse(make_message_page(newest_first, query, limit))
+        entries = newest_first[::-1] if query.get("order") == "asc" else newest_first
+        return JSONResponse(make_page(entries, query.get("after"), limit))
+
+    async def _read_list(
+        self, replica: Replica, request: Request
+    ) -> list[dict[str, Any]] | Told | None:
+        """Return all entries of a replica's list, newest first; an error for the client; or None if
+        the replica does not answer.
+        """
+        path: str = request.scope["path"]
+        cursor = "after_id" if path == "/v1/messages/batches" else "after"
+        hidden = {"after", "after_id", "before_id", "order", "replica"}
+        query = [one for one in request.query_params.multi_items() if one[0] not in hidden]
+        if "order" in request.query_params:  # the first page checks it; the entries are sorted here
+            query.append(("order", request.query_params["order"]))
+        entries: list[dict[str, Any]] = []
+        for _ in range(MAX_PAGES):
+            answer = await self.ask(replica, request, f"{path}?{urlencode(query)}")
+            if answer is None:
+                return None
+            if answer.status != 200:
+                return answer
+            page = answer.read()
+            entries += page["data"]
+            if not page["has_more"]:
+                break
+            query = [one for one in query if one[0] not in ("limit", cursor)]
+            query += [("limit", str(STORED_LISTS[path][1])), (cursor, page["last_id"])]
+        return entries[::-1] if request.query_params.get("order") == "asc" else entries
+
+    async def _answer_change(self, request: Request) -> Response:
+        """Let replicas do what an operator asks. Answer with the first error, or else with the
+        first answer.
+        """
+        replicas = self._choose(request)
+        if request.scope["path"] in OF_ONE:
+            replicas = replicas[:1]
+        limit = self._max_body_bytes
+        message = f"The body is larger than {limit} bytes."
+        too_large = BadRequest(message, code="request_too_large", status=413)
+        body = b"".join([part async for part in receive_parts(request, limit, too_large)])
+        target = write_target(request)
+        answers = await asyncio.gather(
+            *(self.ask(one, request, target, body, seconds=None) for one in replicas)
+        )
+        for replica, answer in zip(replicas, answers, strict=True):
+            if answer is None:
+                message = f"The replica {replica.name} has not answered; others may have."
+                raise EngineError(message)
+        told = [answer for answer in answers if answer is not None]
+        return next((one for one in told if is_failure(one)), told[0]).pass_on()
+
+    async def _answer_usage(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer from the front's own ledger, with the route of a server."""
+        if self._own is None:
+            self._own = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+            self._own.state = scope["app"].state
+            self._own.include_router(usage.router)
+            install(self._own, answer_fault)
+        await self._own(scope, receive, send)
+
+
+async def answer_version(_: Request) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+def as_app(
+    request: Request, handler: Callable[[Request], Coroutine[Any, Any, Response]]
+) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await handler(request)
+        await response(scope, receive, send)
+
+    return app
+
+
+def write_target(request: Request) -> str:
+    """Return the path of a request with its query, but without the name of a replica."""
+    query = [one for one in request.query_params.multi_items() if one[0] != "replica"]
+    path: str = request.scope["path"]
+    return f"{quote_path(path)}?{urlencode(query)}" if query else quote_path(path)
+
+
+def is_failure(answer: Told) -> bool:
+    """Return whether a change has failed, perhaps in the last line of a stream."""
+    if answer.status >= 400:
+        return True
+    last = answer.body.rstrip().rpartition(b"\n")[2]
+    return last.startswith(b'{"error"')
+
+
+def make_message_page(
+    entries: list[dict[str, Any]], query: Mapping[str, str], limit: int
+) -> dict[str, Any]:
+    """Return a page of Anthropic's list of batches. Raises BadRequest."""
+    ids = [entry["id"] for entry in entries]
+    begin, end, has_more = choose_page(ids, query.get("before_id"), query.get("after_id"), limit)
+    return {
+        "data": entries[begin:end],
+        "has_more": has_more,
+        "first_id": ids[begin] if begin < end else None,
+        "last_id": ids[end - 1] if begin < end else None,
+    }
