@@ -549,10 +549,12 @@ def test_size_of_a_state_is_known_before_saving(backend, caller):
         assert told - 64 <= len(backend.snapshot(0)) <= told
 
 
-def install_snapshot(backend: Backend, key: int, data: bytes) -> None:
+def install_snapshot(
+    backend: Backend, key: int, data: bytes, num_tokens: int = len(TEXTS[0])
+) -> None:
     buffer = backend.new_state_buffer(len(data))
     buffer.data[:] = data
-    backend.install_snapshot(key, buffer)
+    backend.install_snapshot(key, buffer, num_tokens)
 
 
 def test_snapshot_is_loaded_by_another_backend_with_the_same_fingerprint(
@@ -576,20 +578,26 @@ def test_snapshot_is_loaded_by_another_backend_with_the_same_fingerprint(
     assert bytes(backend.snapshot(1)) == data
 
 
-@pytest.mark.parametrize("damage", ["cut off", "too long", "no state"])
+@pytest.mark.parametrize("damage", ["cut off", "too long", "no state", "other tokens"])
 def test_invalid_snapshot_is_an_error_on_load(backend, caller, damage):
-    """Other sequences keep their cells."""
+    """Or before, if states are checked. Other sequences keep their cells."""
     expected = alone(backend, [*TEXTS[1], 9])
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.save(0, 0)
     caller.forward()
     data = bytes(backend.snapshot(0))
-    install_snapshot(
-        backend, 1, {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}[damage]
+    damaged = {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}.get(
+        damage, data
     )
-    caller.load(1, 2, TEXTS[0])
-    with pytest.raises(EngineError):
-        caller.forward()
+    num_tokens = len(TEXTS[0]) + (damage == "other tokens")
+    if backend.info.checks_states:
+        with pytest.raises(EngineError):
+            install_snapshot(backend, 1, damaged, num_tokens)
+    elif damage != "other tokens":
+        install_snapshot(backend, 1, damaged)
+        caller.load(1, 2, TEXTS[0])
+        with pytest.raises(EngineError):
+            caller.forward()
     assert_same(caller.forward(caller.row(1, [9]))[0], expected)
 
 

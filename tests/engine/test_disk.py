@@ -15,7 +15,7 @@ from cllm.backends.fake.backend import FakeBackend
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
-from cllm.engine.commands import Add, Close
+from cllm.engine.commands import Add, AddPrefix, Close
 from cllm.engine.disk import DiskTier
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
@@ -68,8 +68,64 @@ class Closing:
         return [Close()]
 
 
+class Telling:
+    """An inbox with one command, which stops the engine afterwards."""
+
+    def __init__(self, command) -> None:
+        self.commands = [command]
+
+    def drain(self, block: bool) -> list:
+        if not self.commands:
+            raise StopIteration
+        return [self.commands.pop()]
+
+
+class Ignoring:
+    def send(self, outputs, stats) -> None:
+        pass
+
+
+def tell(engine: Engine, command) -> None:
+    with pytest.raises(StopIteration):
+        engine.run(Telling(command), Ignoring())
+
+
 def close(engine: Engine) -> None:
     engine.run(Closing(), None)
+
+
+def test_prefix_of_another_machine_is_used(tmp_path, caplog):
+    """Once its file is in the folder and the engine has been told. Files of other models, damaged
+    ones and known ones are not.
+    """
+    first = start(tmp_path / "first")
+    answer, _ = ask(first, LONG)
+    close(first)
+    (file,) = (tmp_path / "first").iterdir()
+    second = start(tmp_path / "second")
+    there = tmp_path / "second" / file.name
+    there.write_bytes(file.read_bytes().replace(b"fake", b"fike"))
+    (tmp_path / "second" / "damaged.kv").write_bytes(file.read_bytes()[:30])
+    for name in (file.name, "damaged.kv", "missing.kv"):
+        tell(second, AddPrefix(name))
+    assert not second.scheduler.sequences.kv_cache.snapshots.files
+    assert "damaged.kv is not used: the head is damaged" in caplog.text
+    there.write_bytes(file.read_bytes())
+    for _ in range(2):
+        tell(second, AddPrefix(file.name))
+    assert len(second.scheduler.sequences.kv_cache.snapshots.files) == 1
+    assert ask(second, LONG) == (answer, 2)
+    close(second)
+
+
+def test_files_of_idle_prefixes_get_the_times_of_their_last_use(tmp_path):
+    engine = start(tmp_path)
+    prompts = [[i, *LONG] for i in range(2)]
+    for prompt in [*prompts, prompts[0]]:
+        ask(engine, prompt)
+    close(engine)
+    found = SnapshotFiles(tmp_path, "fake").find()
+    assert [tokens[0] for _, tokens, _ in found] == [1, 0]
 
 
 def test_restart_finds_saved_prefixes(tmp_path):

@@ -310,7 +310,7 @@ class CacheMachine(RuleBasedStateMachine):
             saved = msgspec.msgpack.encode((snapshot.tokens.tolist(), []))
             buffer = self.backend.new_state_buffer(len(saved))
             buffer.data[:] = saved
-            self.backend.install_snapshot(snapshot.key, buffer)
+            self.backend.install_snapshot(snapshot.key, buffer, len(snapshot.tokens))
             snapshot.tier = StorageTier.RAM
         else:
             assert self.cache.snapshots.drop(snapshot.key) == []

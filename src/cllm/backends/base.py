@@ -94,8 +94,12 @@ class Backend(Protocol):
         """
         ...
 
-    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
-        """Store the content of a filled blank as the snapshot ``key``."""
+    def install_snapshot(self, key: int, filled: StateBuffer, num_tokens: int) -> None:
+        """Store the content of a filled buffer, a state of ``num_tokens``, as the snapshot ``key``.
+
+        With ``info.checks_states``, raises EngineError if it is not such a state of this model.
+        Otherwise ``forward`` does, when it loads the state.
+        """
         ...
 
     def close(self) -> None:

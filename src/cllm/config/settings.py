@@ -433,6 +433,14 @@ class ClusterSettings(Section):
         description="Seconds without an answer after which a replica gets no further requests; "
         "after three times as long, its running ones are given up.",
     )
+    hand_over: float = Field(
+        default=0.0,
+        ge=0,
+        le=600,
+        description="Seconds that a replica which shuts down may use to send the prefixes in its "
+        "kv.disk_cache to another replica, which needs one too; 0 sends and accepts none. Fronts "
+        "need it to choose the other replica.",
+    )
 
 
 BACKEND_OPTIONS = {name: import_options(name) for name in BACKENDS}

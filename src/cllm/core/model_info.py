@@ -17,7 +17,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
     ``kv_bytes_per_token`` (0 if unknown) and ``model_bytes`` are sizes in bytes. A saved state of n
     tokens takes ``state_bytes + n * state_bytes_per_token``. The ``fingerprint`` is a hash of the
-    file, and of everything else that its saved states depend on. ``on_gpu`` says that the weights
+    file, and of everything else that its saved states depend on. If the model ``checks_states``,
+    saved states that another machine has sent can do no harm. ``on_gpu`` says that the weights
     are on a GPU. A step with one row, and few tokens before it, took ``row_seconds`` at load; 0 if
     unknown. ``attention`` names the instructions that cLLM's attention kernel uses; "" if it is not
     in use.
@@ -48,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
     state_bytes_per_token: int = 0
+    checks_states: bool = False
     fingerprint: str = ""
     system: str = ""
     on_gpu: bool = False

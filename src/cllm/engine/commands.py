@@ -97,6 +97,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     path: str
 
 
+class AddPrefix(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Use the prefix in a file that was put into the folder of the disk cache. The file has this
+    ``name``.
+    """
+
+    name: str
+
+
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report the last ``num_steps`` steps, the running sequences, and why the others wait."""
 
@@ -139,6 +147,7 @@ Command = (
     | Abort
     | Withdraw
     | LoadAdapter
+    | AddPrefix
     | Explain
     | SetFaults
     | SetWeights

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from cllm.backends.base import Backend, StateBuffer
 from cllm.core.output import TokenOutput
 from cllm.engine.side_jobs import WAIT, SideJob, run_operations
-from cllm.engine.snapshot_files import Read, SnapshotFiles, Written
+from cllm.engine.snapshot_files import File, Read, SnapshotFiles, Written
+from cllm.errors import EngineError
+from cllm.kv_cache.radix_tree import Tokens
 from cllm.kv_cache.snapshots import Snapshot
 from cllm.scheduler.scheduler import Scheduler
 
@@ -36,10 +38,19 @@ class DiskTier(SideJob):
         self._buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled
         self._num_steps = 0  # when ``after`` was last called
         self._snapshots = self._sequences.kv_cache.snapshots
-        for file, tokens, salt in files.find():
-            files.register(self._snapshots.add_from_file(tokens, salt).key, file)
+        self._register(files.find())
+
+    def _register(self, files: Iterable[tuple[File, Tokens, str]]) -> None:
+        """Use files that other processes have written, least recently used first."""
+        for file, tokens, salt in files:
+            self._files.register(self._snapshots.add_from_file(tokens, salt).key, file)
         self._snapshots.evict_files()
-        files.delete_all_except(self._snapshots.files.keys())
+        self._files.delete_all_except(self._snapshots.files.keys())
+
+    def add(self, name: str) -> None:
+        """Use a file that another process has put into the folder."""
+        if (found := self._files.find_new(name)) is not None:
+            self._register([found])
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._files.has_room(snapshot.num_bytes):
@@ -83,10 +94,16 @@ class DiskTier(SideJob):
         """Install a snapshot, after the batch's operations: one may drop its old copy."""
         filled, succeeded = self._buffers.pop(result.key, None), result.succeeded
         try:
-            if filled is not None and succeeded:
-                self._backend.install_snapshot(result.key, filled)
-        except Exception:
-            log.exception("cannot use a prefix that was read from disk")
+            snapshot = self._snapshots.find(result.key)
+            if filled is not None and succeeded and snapshot is not None:
+                self._backend.install_snapshot(result.key, filled, snapshot.num_computed)
+        except Exception as error:
+            is_expected = isinstance(error, EngineError)
+            log.error(
+                "cannot use a prefix that was read from disk: %s",
+                error,
+                exc_info=None if is_expected else error,
+            )
             succeeded = False
         self._sequences.finish_read(result.key, succeeded=succeeded)
 
@@ -105,3 +122,4 @@ class DiskTier(SideJob):
                 pass
         finally:
             self._files.flush(seconds)
+            self._files.note_use(self._sequences.kv_cache.list_idle())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from cllm.engine.commands import (
     Abort,
     AdapterLoaded,
     Add,
+    AddPrefix,
     Close,
     Command,
     Embed,
@@ -125,6 +127,8 @@ class Engine:
                         withdrawn[request_id] = self.scheduler.sequences.withdraw(request_id)
                     case LoadAdapter(name, path):
                         outbox.send_message(AdapterLoaded(name, self._load_adapter(name, path)))
+                    case AddPrefix(name) if self._disk is not None:
+                        self._attempt(partial(self._disk.add, name))
                     case SetFaults(faults):
                         self._faults.set(faults)
                     case SetWeights(weights):

@@ -14,8 +14,9 @@ import os
 import queue
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ PIECE = 1 << 24  # bytes that one thread reads at a time
 READERS = 4
 MAX_PENDING = 1 << 30  # bytes waiting to be written; snapshots beyond this limit are not written
 SUFFIX = ".kv"
+TOKEN_BYTES = 4
 
 log = logging.getLogger("cllm.disk")
 
@@ -85,7 +87,6 @@ class SnapshotFiles:
         """Raises StartupError if the folder cannot be written to."""
         self._folder = folder
         self._fingerprint = fingerprint
-        self._key = hashlib.blake2b(fingerprint.encode()).digest()  # for file names
         self._files: dict[int, File] = {}
         self._writing: set[int] = set()  # keys whose Written was not fetched yet
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
@@ -112,30 +113,48 @@ class SnapshotFiles:
         Deletes files of this model that are damaged.
         """
         files = []
-        times = {}
-        with contextlib.suppress(OSError):
-            for path in self._folder.glob(f"*{SUFFIX}"):
-                with contextlib.suppress(OSError):  # another process may delete it meanwhile
-                    times[path] = path.stat().st_mtime
-            for path in sorted(times, key=times.__getitem__):
-                with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-                    head = read_head(file)
-                    named = path.stem == self._name(
-                        head.tokens, head.salt
-                    )  # otherwise the tokens do not belong to the state
-                    if head.fingerprint != self._fingerprint:
-                        continue
-                    size = file.tell() + head.size
-                    if named and file.seek(0, os.SEEK_END) == size:
-                        tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
-                        files.append((File(path, head.size), tokens, head.salt))
-                    else:
-                        path.unlink()
+        for path in list_by_time(self._folder):
+            with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+                head = read_head(file)
+                if head.fingerprint != self._fingerprint:
+                    continue
+                # with another name, the tokens do not belong to the state
+                size = file.tell() + head.size
+                if path.name == name_file(head) and file.seek(0, os.SEEK_END) == size:
+                    files.append((File(path, head.size), read_tokens(head), head.salt))
+                else:
+                    path.unlink()
         return files
 
-    def _name(self, tokens: bytes, salt: str) -> str:
-        person = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
-        return hashlib.blake2b(tokens, key=self._key, digest_size=16, person=person).hexdigest()
+    def find_new(self, name: str) -> tuple[File, Tokens, str] | None:
+        """Return (file, tokens, salt) for a file that another process has put into the folder; None
+        if it is known already, or cannot be used.
+        """
+        path = self._folder / name
+        if any(file.path == path for file in self._files.values()):
+            return None
+        try:
+            with path.open("rb") as file:
+                head = read_head(file)
+        except (OSError, ValueError) as error:
+            log.warning("%s is not used: %s", name, error)
+            return None
+        if head.fingerprint != self._fingerprint or name != name_file(head):
+            return None
+        return File(path, head.size), read_tokens(head), head.salt
+
+    def note_use(self, used: Iterable[tuple[Tokens, str]]) -> None:
+        """Set the times of the files with these tokens and salts to now, least recently used
+        first.
+        """
+        now = time.time_ns()
+        for number, (tokens, salt) in enumerate(used):
+            path = self._folder / name_file(self._make_head(tokens, salt))
+            with contextlib.suppress(OSError):
+                os.utime(path, ns=(now + number, now + number))
+
+    def _make_head(self, tokens: Tokens, salt: str, size: int = 0) -> Head:
+        return Head(self._fingerprint, tokens.astype("<i4").tobytes(), size, [], salt)
 
     def register(self, key: int, file: File) -> None:
         """Record that ``file`` contains the snapshot ``key``."""
@@ -157,21 +176,20 @@ class SnapshotFiles:
         if not self.has_room(len(data)):
             return
         self._num_accepted_bytes += len(data)
-        raw = tokens.astype("<i4").tobytes()
-        path = self._folder / f"{self._name(raw, salt)}{SUFFIX}"
+        head = self._make_head(tokens, salt, len(data))
+        path = self._folder / name_file(head)
         self._files[key] = File(path, len(data))
         self._writing.add(key)
-        self._jobs.put(lambda: Written(key, self._write(path, raw, data, salt)))
+        self._jobs.put(lambda: Written(key, self._write(path, head, data)))
 
-    def _write(self, path: Path, tokens: bytes, data: memoryview, salt: str) -> bool:
+    def _write(self, path: Path, head: Head, data: memoryview) -> bool:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            head = msgspec.msgpack.encode(
-                Head(self._fingerprint, tokens, len(data), checksums(data), salt)
-            )
+            head.checksums = checksums(data)
+            encoded = msgspec.msgpack.encode(head)
             with open_private(temporary, "wb") as file:
                 lock(file)
-                file.write(MAGIC + LENGTH.pack(len(head)) + head)
+                file.write(MAGIC + LENGTH.pack(len(encoded)) + encoded)
                 file.write(data)
             temporary.replace(path)
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller forgets the file
@@ -286,6 +304,45 @@ def delete_abandoned(temporary: Path) -> None:
         temporary.unlink()
 
 
+def name_file(head: Head) -> str:
+    """Return the name of the file for the tokens of ``head``."""
+    key = hashlib.blake2b(head.fingerprint.encode()).digest()
+    salt = head.salt.encode()
+    person = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
+    name = hashlib.blake2b(head.tokens, key=key, digest_size=16, person=person)
+    return name.hexdigest() + SUFFIX
+
+
+def read_tokens(head: Head) -> Tokens:
+    return np.frombuffer(head.tokens, "<i4").astype(np.int32)
+
+
+def list_by_time(folder: Path) -> list[Path]:
+    """Return the files with snapshots in ``folder``, least recently used first."""
+    times = {}
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):  # another process may delete it meanwhile
+                times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=times.__getitem__)
+
+
+def check_file(path: Path) -> Head:
+    """Return the head of a file that another machine has sent.
+
+    Raises ValueError if the file is damaged or incomplete.
+    """
+    with path.open("rb") as file:
+        head = read_head(file)
+        begin = file.tell()
+        pieces = iter(partial(file.read, PIECE), b"")
+        if checksums_of(pieces) != head.checksums or file.tell() - begin != head.size:
+            raise ValueError("it is damaged or incomplete")
+    if len(head.tokens) % TOKEN_BYTES or not head.tokens:
+        raise ValueError("its tokens are damaged")
+    return head
+
+
 def read_head(file: BinaryIO) -> Head:
     """Read the head of a file. Raises ValueError if the file is not a snapshot of this version."""
     start = file.read(len(MAGIC) + LENGTH.size)
@@ -306,4 +363,8 @@ def checksums(data: memoryview) -> list[int]:
     They detect damage, not attacks: a process that can write to the folder can write any valid
     file.
     """
-    return [zlib.crc32(data[at : at + PIECE]) for at in range(0, len(data), PIECE)]
+    return checksums_of(data[at : at + PIECE] for at in range(0, len(data), PIECE))
+
+
+def checksums_of(pieces: Iterable[bytes | memoryview]) -> list[int]:
+    return [zlib.crc32(piece) for piece in pieces]

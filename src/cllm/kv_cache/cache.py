@@ -457,6 +457,10 @@ class KVCache:
             self.cells.size, self.cells_per_seq, self.seq_ids.size, self.layout, self.snapshots
         )
 
+    def list_idle(self) -> list[tuple[Tokens, str]]:
+        """Return the tokens and the salt of each idle prefix, least recently used first."""
+        return [(holding.path, holding.salt) for holding in self._idle.values()]
+
     def idle_prefixes(self) -> dict[int, Tokens]:
         """Return the tokens that free seq_ids keep, least recently used first."""
         return {seq_id: holding.path for seq_id, holding in self._idle.items()}

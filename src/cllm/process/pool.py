@@ -18,6 +18,7 @@ from cllm.core.vocabulary import VocabularyTable
 from cllm.engine.commands import (
     Abort,
     Add,
+    AddPrefix,
     Command,
     Embed,
     InjectedFault,
@@ -460,6 +461,11 @@ class Pool:
                 self.more_adapters.pop(name, None)
                 return error
         return ""
+
+    def add_prefix(self, name: str) -> None:
+        """Let all engines use a prefix that is now in a file ``name`` of the disk cache."""
+        for member in self.members:
+            member.write(frame(AddPrefix(name)))
 
     def set_faults(self, faults: list[InjectedFault]) -> None:
         """Cause ``faults`` in the first engine, instead of those that were set before. Faults that

@@ -188,8 +188,10 @@ class ServerRun:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            if self._server is not None:
-                await self._server.registry.close()
+            if (server := self._server) is not None:
+                leaving = server.hand_over.prepare(server.registry)
+                await server.registry.close()
+                await server.hand_over.send(leaving)
             elif self._first is not None:
                 await self._first.close()
         finally:

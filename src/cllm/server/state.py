@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from cllm.config.settings import Settings
 from cllm.server.access import Access
+from cllm.server.cluster.hand_over import HandOver
 from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
@@ -25,7 +26,7 @@ class ServerState:
     """The state that all routes of an application share; it is ``app.state``.
 
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
-    skipped parts that have been logged. ``identity`` is for the fronts of a cluster.
+    skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters.
     """
 
     registry: Registry
@@ -38,9 +39,11 @@ class ServerState:
     skipped: set[str] = field(default_factory=set)
     is_benchmarking: bool = False
     identity: ReplicaIdentity = field(init=False)
+    hand_over: HandOver = field(init=False)
 
     def __post_init__(self) -> None:
         self.identity = ReplicaIdentity(self.settings.storage.folder)
+        self.hand_over = HandOver(self.settings, self.access.cluster_key)
 
 
 def get_state(request: Request) -> ServerState:

@@ -146,7 +146,7 @@ def test_state_whose_cells_are_in_another_order_is_loaded(make_backend):
     assert (np.diff(places) < 0).any()
     buffer = paged.new_state_buffer(len(data))
     buffer.data[:] = data
-    paged.install_snapshot(3, buffer)
+    paged.install_snapshot(3, buffer, 199)
     assert bytes(paged.snapshot(3)) == data
     assert_same(forward(paged, 0, tokens, 199, [Load(3, 0, 199)]), expected)
     assert_same(forward(paged, 1, tokens, 100, [Copy(0, 1, 100)]), expected)
@@ -172,9 +172,8 @@ def test_damaged_state_is_an_error(make_backend, damage):
     data[at] += 1
     buffer = backend.new_state_buffer(len(data))
     buffer.data[:] = data
-    backend.install_snapshot(1, buffer)
     with pytest.raises(EngineError, match="a saved state is damaged"):
-        backend.forward(Batch([], [Load(1, 1, 10)]))
+        backend.install_snapshot(1, buffer, len(tokens))
     backend._pages.check()
     assert_same(forward(backend, 1, tokens), forward(backend, 2, tokens))
 
@@ -186,7 +185,7 @@ def test_save_replaces_an_installed_snapshot(make_backend):
     first = bytes(backend.snapshot(0))
     buffer = backend.new_state_buffer(len(first))
     buffer.data[:] = first
-    backend.install_snapshot(0, buffer)
+    backend.install_snapshot(0, buffer, 20)
     forward(backend, 0, words(30), operations=[Trim(0, 0)])
     backend.forward(Batch([], [Save(0, 0)]))
     assert len(backend.snapshot(0)) > len(first)

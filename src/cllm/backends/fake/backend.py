@@ -105,6 +105,7 @@ class FakeBackend:
             can_trim=can_trim,
             num_spare_ids=num_spare_ids,
             state_bytes_per_token=1,
+            checks_states=True,
             fingerprint="fake",
             embedding_size=TOKEN_VECTORS.shape[1],
             max_embedding_tokens=context_length,
@@ -290,8 +291,10 @@ class FakeBackend:
         data = bytearray(num_bytes)
         return StateBuffer(memoryview(data), data)
 
-    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
+    def install_snapshot(self, key: int, filled: StateBuffer, num_tokens: int) -> None:
         self._snapshots[key] = bytes(filled.state)
+        if len(self._saved(key)[0]) != num_tokens:
+            raise EngineError(f"snapshot {key} has other tokens than {num_tokens}")
 
     def close(self) -> None:
         self._cells.clear()

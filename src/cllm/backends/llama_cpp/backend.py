@@ -200,6 +200,7 @@ class LlamaCppBackend:
             embeds_whole=vectors.whole,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
+            checks_states=generates and self._cells.form is not None,
             fingerprint=f"{compute_fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
             f"{'' if plain else sizes}{describe_positions(options)}",
         )
@@ -501,8 +502,8 @@ class LlamaCppBackend:
     def new_state_buffer(self, num_bytes: int) -> StateBuffer:
         return self._cells.new_state_buffer(num_bytes)
 
-    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
-        self._cells.install_snapshot(key, filled)
+    def install_snapshot(self, key: int, filled: StateBuffer, num_tokens: int) -> None:
+        self._cells.install_snapshot(key, filled, num_tokens)
 
     def close(self) -> None:
         self._embedder.close()

@@ -11,7 +11,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import StateBuffer
 from cllm.backends.llama_cpp.fit import KVSizes, pad_context
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
-from cllm.backends.llama_cpp.states import Bytes, PagedStates, States
+from cllm.backends.llama_cpp.states import Bytes, Form, PagedStates, States
 from cllm.core.batch import Copy, Drop, Load, Operation, Save, Swap, Trim
 from cllm.errors import EngineError
 
@@ -25,7 +25,7 @@ class Cells:
 
     ``num_ids`` counts the seq_ids that can hold tokens. ``can_trim`` says whether a sequence can
     free some of its last cells, and ``plain`` whether the model's only memory is attention to all
-    tokens.
+    tokens. ``form`` is that of every saved state; None if states of this model are not checked.
     """
 
     def __init__(self, context: Any, sizes: KVSizes, *, plain: bool) -> None:
@@ -35,12 +35,16 @@ class Cells:
         self._snapshots: dict[int, Bytes] = {}
         self._copied: tuple[int, Bytes] | None = None  # the source of the last copy, and its state
         self.can_trim = True
+        self.form: Form | None = None
         if self._is_unified and plain:
             self.num_ids = max(self.num_ids, SCRATCH_ID)
         self._states = States(context, sizes.max_num_seqs, sizes.layout, portable=plain)
 
     def check_states(self) -> None:
-        """Check the state of seq_id 0, which has one token. Raises NotPaged if its form is new."""
+        """Learn the form of states from seq_id 0, which has one token. Raises NotPaged if it is
+        new.
+        """
+        self.form = self._states.read_form(self._states.save(0), 1)
 
     def operate(self, operations: Run[Operation]) -> None:
         """Carry out ``operations``. Raises EngineError for what would abort the process."""
@@ -129,7 +133,13 @@ class Cells:
         state = self._states.new_state_buffer(num_bytes)
         return StateBuffer(self._states.saved_part(state), state)
 
-    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
+    def install_snapshot(self, key: int, filled: StateBuffer, num_tokens: int) -> None:
+        """Raises EngineError unless it is a state of ``num_tokens`` of this context, if states are
+        checked.
+        """
+        form = None if self.form is None else self._states.read_form(filled.state, num_tokens)
+        if form != self.form:
+            raise EngineError("a saved state is damaged, or of another model or type of cells")
         self._drop(key)
         self._snapshots[key] = filled.state
 
@@ -157,6 +167,7 @@ class PagedCells(Cells):
         self._paged_states = PagedStates(context, self._states, pages, max_tokens)
 
     def check_states(self) -> None:
+        super().check_states()
         self._pages.save(0, 0, 1)
         is_same = np.array_equal(self._paged_states.make(0), self._states.save(0))
         self._pages.drop(0)

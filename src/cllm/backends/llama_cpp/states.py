@@ -11,6 +11,7 @@ test loads states across layouts.)
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -26,11 +27,16 @@ from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory, Rows
 from cllm.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
+Form = tuple[tuple[int, ...], ...]
 WORD = 4  # bytes in a count
 HEAD = 3 * WORD
 CELLS = HEAD + WORD  # where the cells begin
 CELL = 3 * WORD  # position, number of owners, owner
+LAYERS_HEAD = struct.Struct("<II")  # before all rows: whether values are transposed, and layers
 ROWS_HEAD = struct.Struct("<iQ")  # before the rows of a tensor: their type, and bytes in a row
+MAX_LAYERS = 10_000
+# before transposed values: their type, bytes in an element, and elements of a token
+VALUES_HEAD = struct.Struct("<iII")
 KEYS = b"cache_k"  # prefix of the names of libllama's key tensors
 
 
@@ -91,6 +97,33 @@ class States:
         state = np.empty((HEAD if self._portable else 0) + num_bytes + self.tail, np.uint8)
         state[len(state) - self.tail :] = 0
         return state
+
+    def read_form(self, state: Bytes, num_tokens: int) -> Form | None:
+        """Return the types and sizes of the rows of a portable ``state``; None if it is not one of
+        ``num_tokens``.
+
+        libllama can load a state whose form is that of a state it has saved.
+        """
+        if not self._portable or len(state) < CELLS + self.tail:
+            return None
+        end = len(state) - self.tail
+        count = int.from_bytes(state[HEAD:CELLS].tobytes(), "little")
+        at = CELLS + count * CELL
+        if count != num_tokens or at + LAYERS_HEAD.size > end or not has_positions(state, count):
+            return None
+        is_transposed, num_layers = LAYERS_HEAD.unpack_from(state.data, at)
+        if num_layers > MAX_LAYERS:
+            return None
+        at += LAYERS_HEAD.size
+        form: list[tuple[int, ...]] = [(is_transposed,)]
+        for part in range(2 * num_layers):
+            head = VALUES_HEAD if is_transposed and part >= num_layers else ROWS_HEAD
+            if at + head.size > end:
+                return None
+            kind, *sizes = head.unpack_from(state.data, at)
+            form.append((kind, *sizes))
+            at += head.size + count * math.prod(sizes)
+        return tuple(form) if at == end else None
 
 
 class PagedStates:
@@ -173,7 +206,7 @@ class PagedStates:
         count = int.from_bytes(state[HEAD:CELLS].tobytes(), "little")
         if len(state) < CELLS or not self._fits(state, count):
             raise EngineError("a saved state is damaged, or of another model or type of cells")
-        order = np.argsort(self._read_cells(state, count)[:, 0])
+        order = np.argsort(read_cells(state, count)[:, 0])
 
         def sort(begin: int, end: int, rows: Rows) -> tuple[Rows, memoryview]:
             data = state[begin:end].reshape(count, rows.row_bytes)
@@ -185,18 +218,22 @@ class PagedStates:
         """Return whether ``state`` is a state of ``count`` tokens of this context."""
         if count > self._max_tokens or len(state) != self._compute_size(count):
             return False
-        cells = self._read_cells(state, count)
-        return (
-            bool((cells[:, 1] == 1).all())
-            and bool((np.sort(cells[:, 0]) == np.arange(count)).all())
-            and all(
-                state[at : at + len(data)].tobytes() == data
-                for at, data in self._describe_rows(count)
-            )
+        return has_positions(state, count) and all(
+            state[at : at + len(data)].tobytes() == data for at, data in self._describe_rows(count)
         )
 
-    def _read_cells(self, state: Bytes, count: int) -> npt.NDArray[np.int32]:
-        return state[CELLS : CELLS + count * CELL].view(np.int32).reshape(count, 3)
+
+def read_cells(state: Bytes, count: int) -> npt.NDArray[np.int32]:
+    """Return the position, the number of owners and the owner of each of ``count`` cells."""
+    return state[CELLS : CELLS + count * CELL].view(np.int32).reshape(count, 3)
+
+
+def has_positions(state: Bytes, count: int) -> bool:
+    """Return whether the cells of a state have the positions 0 to ``count`` - 1, in any order, and
+    one owner each.
+    """
+    cells = read_cells(state, count)
+    return bool((cells[:, 1] == 1).all()) and bool((np.sort(cells[:, 0]) == np.arange(count)).all())
 
 
 def pointer_to(state: Bytes) -> Any:

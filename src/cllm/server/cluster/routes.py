@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
@@ -9,7 +10,15 @@ from fastapi import APIRouter, Depends, HTTPException, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.errors import EngineError
 from cllm.server.cluster.continuation import CONTINUE_PATH, read_continue
+from cllm.server.cluster.hand_over import (
+    STATE_PATH,
+    Cache,
+    find_cache,
+    list_stored,
+    receive_prefix,
+)
 from cllm.server.cluster.lease import LEASE_PATH, write_lease
 from cllm.server.state import get_state
 from cllm.store.usage_reports import TakenReports
@@ -21,15 +30,22 @@ def check_front(request: Request) -> None:
         raise HTTPException(404, "Not Found")
 
 
+ADDRESS = r"^https?://[^/?#\s]+$"
 USAGE_PATH = "/internal/usage"
 
 router = APIRouter(include_in_schema=False, dependencies=[Depends(check_front)])
 
 
 @router.get(LEASE_PATH)
-async def lease(request: Request) -> Response:
-    """Return the lease of this server."""
+async def lease(
+    request: Request, heir: Annotated[str, Query(max_length=300, pattern=ADDRESS)] = ""
+) -> Response:
+    """Return the lease of this server. Its prefixes are handed over to ``heir`` when it shuts
+    down.
+    """
     state = get_state(request)
+    if heir:
+        state.hand_over.heir = heir
     content = write_lease(state.identity, state.registry, state.settings.scheduler)
     return Response(content, media_type="application/json")
 
@@ -55,3 +71,33 @@ async def usage(
     reports = state.access.reports.take(front, after if epoch == own else 0)
     content = msgspec.json.encode(TakenReports(own, reports))
     return Response(content, media_type="application/json")
+
+
+@router.get(STATE_PATH)
+async def stored_prefixes(request: Request, model: str = "") -> Response:
+    """Return which saved prefixes of a model this server has, before others are sent to it."""
+    content = await asyncio.to_thread(list_stored, get_cache(request, model))
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+@router.put(STATE_PATH)
+async def put_prefix(request: Request, model: str = "") -> Response:
+    """Take over a saved prefix of another replica."""
+    cache = get_cache(request, model)
+    name = await receive_prefix(request.stream(), cache)
+    if (engine := get_state(request).registry.find(model).engine) is not None:
+        engine.add_prefix(name)
+    return Response(status_code=204)
+
+
+def get_cache(request: Request, model: str) -> Cache:
+    """Return the disk cache of a model. Raises HTTPException (404) if prefixes cannot be handed
+    over to it, and EngineError (503) if this server shuts down too.
+    """
+    state = get_state(request)
+    cache = find_cache(state.registry.get(model)) if state.settings.cluster.hand_over else None
+    if cache is None:
+        raise HTTPException(404, "Not Found")
+    if state.registry.loaded.draining:
+        raise EngineError("The server is shutting down.")
+    return cache

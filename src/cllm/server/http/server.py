@@ -21,6 +21,7 @@ from cllm.observe.metrics import ServerMetrics
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
+from cllm.server.cluster.hand_over import HandOver
 from cllm.server.errors import describe
 from cllm.server.http.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.http.paths import with_single_slashes
@@ -163,10 +164,12 @@ class HttpServer(GracefulServer):
         batches: Batches | None,
         access: Access,
         settings: Settings,
+        hand_over: HandOver,
     ) -> None:
         super().__init__(config, registry.metrics, access, settings)
         self.registry = registry
         self.batches = batches
+        self.hand_over = hand_over
         self._reloading: asyncio.Task[None] | None = None
 
     async def open_work(self) -> None:
@@ -216,7 +219,8 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     registry.on_rescan = partial(add_all_created, registry, app.state.created)
     registry.on_rescan()
     config = make_config(app, access, settings)
-    return HttpServer(config, registry, app.state.batches, access, settings)
+    state = app.state
+    return HttpServer(config, registry, state.batches, access, settings, state.hand_over)
 
 
 def make_config(app: ASGIApp, access: Access, settings: Settings) -> uvicorn.Config:
