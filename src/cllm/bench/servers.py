@@ -111,7 +111,10 @@ def is_answering(url: str) -> bool:
 
 
 def cllm(
-    model: Path | None, *flags: object, name: str | None = MODEL
+    model: Path | None,
+    *flags: object,
+    name: str | None = MODEL,
+    environment: Mapping[str, str] = {},
 ) -> contextlib.AbstractContextManager[RunningServer]:
     """Start cLLM with ``flags`` of ``cllm serve``. Without a model, it serves the built-in one.
 
@@ -120,7 +123,7 @@ def cllm(
     named = ["--model.name", name] if name else []
     command = [sys.executable, "-m", "cllm", "serve", *([model] if model else [])]
     command += ["--port", "PORT", *named, *map(str, flags)]
-    return running(command, "/ready")
+    return running(command, "/ready", environment=environment)
 
 
 def llama_server(

@@ -258,17 +258,18 @@ class Forwarding:
         home = front.find_home(self._request, self._body, account)
         choices = front.replicas.find(name) if home is None else [make_choice(home, name)]
         ticket = self._find_ticket()
-        model = choices[0].model.name if choices else ""
+        model = choices[0].name if choices else ""
         wanted = make_routing_request(asked, model, tenant, account)
         refusal: Refused | None = None
         failure: CLLMError | None = None
         tried: list[Replica] = []
         while len(tried) < 2:
-            choice, booking = self._choose(choices, wanted, ticket, tried, refusal)
-            if choice is None or booking is None:
+            booking = self._choose(choices, wanted, ticket, tried, refusal)
+            if booking is None:
                 break
+            replica = front.replicas.by_number[booking.number]
             try:
-                await self._ask(choice.replica, admission)
+                await self._ask(replica, admission)
                 return
             except NeedsTokens as error:
                 admission.reserve(error.num_tokens)
@@ -281,7 +282,9 @@ class Forwarding:
                 failure = error
             finally:
                 booking.release()
-            tried.append(choice.replica)
+            tried.append(replica)
+            if home is None:
+                choices = front.replicas.find(name)  # others may have come or gone
         if refusal is not None:
             await refusal.relay.pass_on()
             return
@@ -294,21 +297,21 @@ class Forwarding:
         ticket: str,
         tried: list[Replica],
         refusal: Refused | None,
-    ) -> tuple[Choice | None, Booking | None]:
+    ) -> Booking | None:
         """Book the request on a replica; return None if there is none for a further attempt."""
-        usable = [one for one in choices if one.replica.is_listed and one.replica not in tried]
+        usable = choices
+        if tried:
+            usable = [one for one in choices if one.replica.is_listed and one.replica not in tried]
         if ticket:
             usable = [one for one in usable if one.replica.name == ticket] or usable
         if refusal is not None and refusal.relay.response.status != 503:
             limit = refusal.retry_after
-            usable = [one for one in usable if one.model.waiting_seconds < limit]
+            usable = [one for one in usable if one.waiting_seconds < limit]
         elif not usable and refusal is None:  # the only replica has lost the connection
             usable = [one for one in choices if one.replica.is_listed]
         if not usable:
-            return None, None
-        booking = self._front.router.choose(wanted, [one.candidate for one in usable])
-        by_number = {one.candidate.number: one for one in usable}
-        return by_number[booking.number], booking
+            return None
+        return self._front.router.choose(wanted, [one.candidate for one in usable])
 
     def _find_ticket(self) -> str:
         """Return the name of the replica that has reserved a place for the request."""

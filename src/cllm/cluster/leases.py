@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import count
 
 import msgspec
 
@@ -41,8 +42,9 @@ class Replica:
     """A replica at a fixed address.
 
     ``lease`` is its last one, and stays when it has expired. While ``is_listed``, it gets requests.
-    ``numbers`` has a number for the router for each of its models that computes. ``running`` has
-    the connections on which it answers, ``trouble`` the reason why it has no fresh lease.
+    ``numbers`` has a number for the router for each of its ``models`` that computes, by name.
+    ``running`` has the connections on which it answers, ``trouble`` the reason why it has no fresh
+    lease.
     """
 
     url: str
@@ -51,6 +53,7 @@ class Replica:
     is_listed: bool = False
     received: float = -math.inf  # when the lease was received
     numbers: dict[str, int] = field(default_factory=dict)
+    models: dict[str, ModelLease] = field(default_factory=dict)
     candidates: dict[str, Candidate] = field(default_factory=dict)
     running: set[Connection] = field(default_factory=set)
     trouble: str = "it has not answered yet"
@@ -63,14 +66,21 @@ class Replica:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A replica that may answer a request, its model, and the router's view of both."""
+    """A replica that may answer a request, with its model ``name``, which ``origin`` computes."""
 
     replica: Replica
-    model: ModelLease
+    name: str
+    origin: str
 
     @property
     def candidate(self) -> Candidate:
-        return self.replica.candidates[self.model.origin]
+        """The router's view of it."""
+        return self.replica.candidates[self.origin]
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long a request would wait there, according to the last lease."""
+        return self.replica.models[self.origin].waiting_seconds
 
 
 class Replicas:
@@ -84,6 +94,7 @@ class Replicas:
         self._router = router
         self._lease_seconds = lease_seconds
         self._found: dict[str | None, list[Choice]] = {}  # by the name in the request
+        self.by_number: dict[int, Replica] = {}  # by a number of ``Replica.numbers``
         self._tasks: list[asyncio.Task[None]] = []
         self.all = [Replica(url, make_client(url)) for url in dict.fromkeys(urls)]
         # called with a replica whose lease is new, has expired, or has another epoch
@@ -107,7 +118,7 @@ class Replicas:
     def _find(self, model: str | None) -> list[Choice]:
         for status in ("ready", "loading"):
             choices = [
-                Choice(replica, found)
+                Choice(replica, found.name, found.origin)
                 for replica in self.listed()
                 if replica.lease is not None and replica.lease.status == status
                 if (found := find_model(replica.lease, model)) is not None
@@ -238,21 +249,21 @@ class Replicas:
             self.on_change(replica)
 
     def _update_candidates(self, replica: Replica, lease: Lease) -> None:
-        origins = {model.origin: model for model in lease.models}
+        origins = replica.models = {model.origin: model for model in lease.models}
         for name in replica.numbers.keys() - origins.keys():
-            self._router.forget(replica.numbers.pop(name))
+            number = replica.numbers.pop(name)
+            self._router.forget(number)
+            del self.by_number[number]
         for name in origins.keys() - replica.numbers.keys():
-            replica.numbers[name] = self._find_free_number()
+            number = next(one for one in count() if one not in self.by_number)
+            replica.numbers[name] = number
+            self.by_number[number] = replica
         # fronts number their replicas differently, and must choose the same one all the same
         identity = int.from_bytes(hashlib.blake2b(lease.name.encode(), digest_size=8).digest())
         replica.candidates = {
             name: self._make_candidate(replica.numbers[name], model, identity)
             for name, model in origins.items()
         }
-
-    def _find_free_number(self) -> int:
-        taken = {number for one in self.all for number in one.numbers.values()}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def _make_candidate(self, number: int, model: ModelLease, identity: int) -> Candidate:
         """Return the router's view of a model, and correct what the router has booked there. Of its
@@ -306,7 +317,8 @@ def find_model(lease: Lease, name: str | None) -> ModelLease | None:
 def make_choice(replica: Replica, model: str | None) -> Choice:
     """Return the choice of a replica that must answer a request for ``model``."""
     assert replica.lease is not None
-    return Choice(replica, find_model(replica.lease, model) or replica.lease.models[0])
+    found = find_model(replica.lease, model) or replica.lease.models[0]
+    return Choice(replica, found.name, found.origin)
 
 
 def make_client(url: str) -> HTTPClient:
