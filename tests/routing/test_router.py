@@ -443,3 +443,18 @@ def test_names_are_limited_and_equal_in_every_process() -> None:
         12708375530026083444,
         5006563560519853767,
     ]
+
+
+def test_heir_gets_the_requests_for_the_prefixes_of_a_replica():
+    """Of no others, and the replica keeps them if it comes back."""
+    router = Router("prefix-window", 100)
+    both = candidates(3)
+    for number, blocks in enumerate([(1, 2), (1, 3), (4,)]):
+        router.choose(request(*blocks), [both[number]]).release()
+    router.inherit(0, 2)
+    for blocks, number in (((1, 2, 5), 2), ((1, 3, 5), 1), ((4, 5), 2)):
+        booking = router.choose(request(*blocks), both[1:])
+        booking.release()
+        assert booking.number == number
+    booking = router.choose(request(1, 2), both[:2])
+    assert booking.number == 0

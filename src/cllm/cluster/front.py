@@ -20,6 +20,7 @@ from cllm.cluster.accounts import Accounts, Admission, NeedsTokens
 from cllm.cluster.ask import quote_path
 from cllm.cluster.faults import write_fault
 from cllm.cluster.gather import Gatherer
+from cllm.cluster.heirs import Heirs
 from cllm.cluster.leases import Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
@@ -102,6 +103,10 @@ class Front:
             self.router,
             settings.cluster.lease_seconds,
         )
+        if settings.cluster.hand_over:
+            heirs = Heirs(self.replicas, self.router)
+            self.replicas.make_query = heirs.make_query
+            self.replicas.on_change = heirs.note_change
         self.metrics = FrontMetrics(self.replicas)
         name = ReplicaIdentity(settings.storage.folder, FRONT_NAME_FILE).name
         self.accounts = Accounts(access, name)

@@ -99,6 +99,8 @@ class Replicas:
         self.all = [Replica(url, make_client(url)) for url in dict.fromkeys(urls)]
         # called with a replica whose lease is new, has expired, or has another epoch
         self.on_change: Callable[[Replica], None] = lambda _: None
+        # returns the query of the request for a replica's lease
+        self.make_query: Callable[[Replica], str] = lambda _: ""
 
     # --- choice ----------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Replicas:
             return len(data) > MAX_LEASE_BYTES
 
         fields = [(KEY_HEADER.encode(), self._key.find().encode())]
-        head = replica.client.write_head("GET", LEASE_PATH, fields)
+        head = replica.client.write_head("GET", LEASE_PATH + self.make_query(replica), fields)
         connection = await replica.client.take()
         try:
             response = await connection.exchange(head, feed, lambda _: None)

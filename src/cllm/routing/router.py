@@ -183,6 +183,12 @@ class Router:
         rests = ((block, bits & ~(1 << number)) for block, bits in self._table.items())
         self._table = OrderedDict((block, rest) for block, rest in rests if rest)
 
+    def inherit(self, number: int, heir: int) -> None:
+        """Record that the replica ``heir`` gets all prefixes of the replica ``number``, too."""
+        for block, bits in self._table.items():
+            if bits >> number & 1:
+                self._table[block] = bits | 1 << heir
+
     # --- rules ----------------------------------------------------------------------------------
 
     def _choose_next(self, _: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate:

@@ -70,18 +70,22 @@ class Leaving(NamedTuple):
 
 
 class HandOver:
-    """The side of the replica that shuts down. ``heir`` is the address of the other one, "" if no
-    front has named one.
-    """
+    """The side of the replica that shuts down."""
 
     def __init__(self, settings: Settings, key: ClusterKey) -> None:
-        self.heir = ""
+        self._heir = ""  # its address
         self._seconds = settings.cluster.hand_over
         self._key = key
 
+    def name_heir(self, heir: str) -> None:
+        """Hand prefixes over to the server at the address ``heir``."""
+        if self._seconds and heir != self._heir:
+            log.info("this server will hand its prefixes over to %s when it shuts down", heir)
+            self._heir = heir
+
     def prepare(self, registry: Registry) -> list[Leaving]:
         """Return the models whose prefixes can be handed over. Call it before their engines end."""
-        if not (self._seconds and self.heir):
+        if not (self._seconds and self._heir):
             return []
         return [
             Leaving(
@@ -109,7 +113,9 @@ class HandOver:
         try:
             timeout = httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS)
             headers = {KEY_HEADER: self._key.find()}
-            with open_client(self.heir, base_url=self.heir, timeout=timeout, headers=headers) as to:
+            with open_client(
+                self._heir, base_url=self._heir, timeout=timeout, headers=headers
+            ) as to:
                 for model in leaving:
                     sent += send_files(to, model, until)
         except (
@@ -120,8 +126,8 @@ class HandOver:
             httpx2.InvalidURL,
         ) as error:
             reason = str(error) or type(error).__name__
-            log.warning("prefixes are no longer handed over to %s: %s", self.heir, reason)
-        log.info("handed %d prefixes over to %s", sent, self.heir)
+            log.warning("prefixes are no longer handed over to %s: %s", self._heir, reason)
+        log.info("handed %d prefixes over to %s", sent, self._heir)
 
 
 def send_files(client: httpx2.Client, model: Leaving, until: float) -> int:

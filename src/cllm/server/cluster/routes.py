@@ -45,7 +45,7 @@ async def lease(
     """
     state = get_state(request)
     if heir:
-        state.hand_over.heir = heir
+        state.hand_over.name_heir(heir)
     content = write_lease(state.identity, state.registry, state.settings.scheduler)
     return Response(content, media_type="application/json")
 
