@@ -1,37 +1,36 @@
 """What accounts pay at a front, and what they may use."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
+import httpx2
 import pytest
+from cluster.conftest import KEY
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
 from cllm.cluster.accounts import Accounts
 from cllm.config.settings import Settings
 from cllm.core.account import Account, AccountLimits
-from cllm.core.carried import Carried, decode_carried
+from cllm.core.carried import Carried, decode_carried, encode_carried
 from cllm.core.request import Priority
-from cllm.errors import RateLimited
-from cllm.server.access import Access
-from cllm.server.auth import ACCOUNT
+from cllm.errors import RateLimited, StartupError
+from cllm.server.access import Access, check_access
+from cllm.server.auth import ACCOUNT, Guard
+from cllm.server.errors import describe
 from cllm.serving.delivered import Ending
 from cllm.store.charges import UsageCounts
 from cllm.store.keys import AccountRecord
 from cllm.store.usage_reports import TakenReports, UsageReport, UsageReports
 
 CHAT = "/v1/chat/completions"
+NOBODY = Carried(Account("ann"), Account("ann"))
 
 
 @pytest.fixture
 def access(tmp_path):
-    return Access(
-        Settings.model_validate(
-            {
-                "server": {"keys_file": str(tmp_path / "keys.json")},
-                "scheduler": {"weights": {"user-ann": 3.0}},
-            }
-        )
-    )
+    return Access(make_settings(tmp_path))
 
 
 @pytest.fixture
@@ -227,3 +226,46 @@ def test_weight_of_a_carried_account_reaches_the_policy(access):
         access.note_carried(Carried(Account("ann"), Account("ann"), weight))
         access._check([service])
     assert seen == [{"user-ann": 3.0, "ann": 4.0}, {"user-ann": 3.0}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer something"}, 401),
+        ({"x-cllm-cluster-key": KEY}, 401),  # it is no account
+        ({"x-cllm-cluster-key": KEY, "x-cllm-account": encode_carried(NOBODY)}, 200),
+    ],
+)
+def test_replica_that_other_machines_reach_serves_only_fronts(tmp_path, sent, status):
+    settings = make_settings(tmp_path, host="10.0.0.5")
+    access = Access(settings)
+    check_access(settings, access)
+    app = Guard(PlainTextResponse("answer"), access, settings, answer_fault)
+    transport = httpx2.ASGITransport(app)
+
+    async def ask():
+        async with httpx2.AsyncClient(transport=transport, base_url="http://10.0.0.5") as client:
+            return await client.get(CHAT, headers=sent)
+
+    assert asyncio.run(ask()).status_code == status
+
+
+def test_front_that_other_machines_reach_needs_accounts(tmp_path):
+    settings = make_settings(tmp_path, host="10.0.0.5")
+    with pytest.raises(StartupError, match="cllm keys add"):
+        check_access(settings, Access(settings, is_of_front=True))
+
+
+def make_settings(folder, **server):
+    return Settings.model_validate(
+        {
+            "server": {"keys_file": str(folder / "keys.json"), **server},
+            "cluster": {"key": KEY},
+            "scheduler": {"weights": {"user-ann": 3.0}},
+        }
+    )
+
+
+def answer_fault(_, error):
+    return PlainTextResponse(str(error), describe(error).status)

@@ -194,7 +194,7 @@ def test_usage_equals_what_clients_were_told(cluster):
 
 def leave_before_the_answer(server, name):
     """Ask for an answer that is no stream, and disconnect while it is computed."""
-    body = json.dumps(ask("leave", max_tokens=30_000, n=8)).encode()
+    body = json.dumps(ask("leave", max_tokens=30_000, ignore_eos=True, n=8)).encode()
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
@@ -213,7 +213,7 @@ def count_running(server, number):
 
 def test_clients_that_leave_pay_what_was_computed(cluster):
     for i in range(3):
-        body = ask(f"leave {i}", stream=True, max_tokens=30_000)
+        body = ask(f"leave {i}", stream=True, max_tokens=30_000, ignore_eos=True)
         with cluster.client.stream("POST", CHAT, json=body, headers=bearer("cat")) as stream:
             lines = stream.iter_lines()
             next(line for line in lines if '"content"' in line)
@@ -256,7 +256,7 @@ def test_request_within_a_token_limit_is_not_rejected_for_an_estimate(cluster):
 
 
 def test_limit_of_concurrent_requests_holds_over_all_replicas(cluster):
-    body = ask("long", stream=True, max_tokens=30_000)
+    body = ask("long", stream=True, max_tokens=30_000, ignore_eos=True)
     with cluster.client.stream("POST", CHAT, json=body, headers=bearer("one")) as stream:
         lines = stream.iter_lines()
         next(line for line in lines if '"content"' in line)

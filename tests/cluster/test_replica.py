@@ -141,7 +141,7 @@ def test_streams_and_aborted_requests_are_reported(replica):
         lines = [line for line in stream.iter_lines() if line.startswith("data: {")]
     told = json.loads(lines[-1][6:])["usage"]
     sent = headers(front="front2", request="req_2")
-    endless = {**HELLO, "stream": True, "max_tokens": 4000}
+    endless = {**HELLO, "stream": True, "max_tokens": 4000, "ignore_eos": True}
     with replica.client.stream("POST", CHAT, json=endless, headers=sent) as stream:
         next(line for line in stream.iter_lines() if '"content"' in line)
     first, second = wait_for_reports(replica, "front2", 2)
@@ -229,7 +229,7 @@ def test_message_batches_are_reported_too(replica):
 def test_requests_are_scheduled_under_the_account_that_the_front_names(start_server):
     options = ("--backend.name", "fake", "--context", "32768", "--max-num-seqs", "1")
     server = start_server(*options, CLLM_CLUSTER_KEY=KEY)
-    body = {**HELLO, "stream": True, "max_tokens": 30_000, "user": "ignored"}
+    body = {**HELLO, "stream": True, "max_tokens": 30_000, "ignore_eos": True, "user": "ignored"}
     scheduled = Account("address-10.0.0.7", is_admin=True)
     sent = {
         "x-cllm-cluster-key": KEY,

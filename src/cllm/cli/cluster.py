@@ -43,7 +43,7 @@ def front(*, config: ConfigFlag = None, settings: FrontFlags | None = None) -> N
     tree = loaded.settings
     print_notes(loaded)
     log.configure(tree.log.level)
-    access = Access(tree)
+    access = Access(tree, is_of_front=True)
     check_access(tree, access)
     listener = listen(tree.server.host, tree.server.port)
     scheme = "http" if tree.server.tls_certificate is None else "https"

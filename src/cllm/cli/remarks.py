@@ -72,6 +72,8 @@ def remarks_on_access(access: Access, settings: Settings) -> Iterator[str]:
         yield f"the API key has only {len(key)} characters and may be guessed"
     if key is not None and "," in key:
         yield "the API key with its comma is one key; cllm keys add NAME gives others their own"
+    if access.is_for_fronts:
+        yield "there are no API keys, so only fronts with the cluster key may use this address"
     if not access.is_required and not is_loopback(settings.server.host):
         yield "no API key is needed: anyone who reaches this address may use the server"
 

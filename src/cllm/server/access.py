@@ -42,16 +42,21 @@ class Access:
     """The accounts of a server, and their usage.
 
     On a server without API keys, every request is served. The name of its account then comes from
-    its key, its user or its address.
+    its key, its user or its address. If other machines can reach a replica, it serves only fronts,
+    unless it has API keys of its own.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises StartupError if the file of keys or the cluster key cannot be used."""
+    def __init__(self, settings: Settings, *, is_of_front: bool = False) -> None:
+        """``is_of_front`` says that these are the accounts of a front, and not of a replica.
+
+        Raises StartupError if the file of keys or the cluster key cannot be used.
+        """
         server = settings.server
         self.keyring = Keyring(Path(server.keys_file).expanduser(), server.api_key)
         self.ledger = UsageLedger()
         self.cluster_key = ClusterKey(settings)
         self._settings = settings
+        self._is_of_front = is_of_front
         self._valid: set[str] = set()  # names of accounts that had a valid key at the last check
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_checks = 0
@@ -71,7 +76,17 @@ class Access:
     @property
     def is_required(self) -> bool:
         """Whether requests need a key."""
-        return self.keyring.is_required
+        return self.keyring.is_required or self.is_for_fronts
+
+    @property
+    def is_for_fronts(self) -> bool:
+        """Whether only fronts may use the server: other machines can reach it, and it has a cluster
+        key, but no API keys.
+        """
+        server = self._settings.server
+        if self._is_of_front or self.keyring.is_required or server.insecure:
+            return False
+        return not is_loopback(server.host) and bool(self.cluster_key.find())
 
     def account(self, name: str) -> Account:
         """Return the account ``name`` with its settings, for stored work such as batches.
@@ -197,7 +212,8 @@ def check_access(settings: Settings, access: Access) -> None:
     if not is_loopback(server.host) and not access.is_required and not server.insecure:
         raise StartupError(
             f"{server.host} can be reached from other machines, so requests need API keys: create "
-            "one with `cllm keys add NAME`, or serve everyone with --insecure"
+            "one with `cllm keys add NAME`, or serve everyone with --insecure; a replica needs "
+            "none if it has its front's cluster key"
         )
 
 

@@ -174,6 +174,8 @@ class Guard:
             if not public and not account.may_use_route(request.scope["path"]):
                 raise route_not_allowed(account, request.scope["path"])
             return account
+        if self._access.is_for_fronts:
+            raise Unauthorized("This server answers only to the fronts of its cluster.")
         if not key:
             raise Unauthorized(
                 "This server needs an API key, as 'Authorization: Bearer KEY', 'x-api-key: KEY' or "
