@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import socket
 import ssl
 import sys
 import time
@@ -25,6 +26,9 @@ from httptools import (
 )
 
 CONNECT_TIMEOUT = 10.0  # seconds
+# Options of TCP, with seconds: a peer that has vanished without closing its connection is noticed
+# after 30 seconds, also in the middle of an answer.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 REFUSAL = 4096  # bytes kept of the body if the status is not 200
 
 Feed = Callable[[bytes, float], bool]
@@ -132,22 +136,29 @@ class HTTPClient:
         lines = [b"%s: %s\r\n" % field for field in fields]
         return b"".join([first, *lines, b"\r\n"])
 
-    async def take(self) -> Connection:
-        """Return a connection for one exchange; pass it to ``release`` afterwards. Raises
-        CannotConnect and TimeoutError.
+    async def take(self, *, is_new: bool = False) -> Connection:
+        """Return a connection for one exchange; pass it to ``release`` afterwards. The server may
+        be about to close one that it has kept open for long, but none that ``is_new``.
+
+        Raises CannotConnect and TimeoutError.
         """
-        return self._take_idle() or await self._open()
+        return (None if is_new else self._take_idle()) or await self._open()
 
     def release(self, connection: Connection) -> None:
         """Keep a connection for another request. If its exchange has not ended, close it."""
         if connection.reusable and self._keep_alive:
+            connection.idle_since = time.monotonic()
             self._idle.append(connection)
         else:
             connection.close()
 
-    def forget_closed(self) -> None:
-        """Forget idle connections that the server has closed."""
-        self._idle = [connection for connection in self._idle if connection.reusable]
+    def close_idle(self, seconds: float) -> None:
+        """Close connections that have been idle for some seconds."""
+        until = time.monotonic() - seconds
+        old = [one for one in self._idle if one.idle_since <= until or not one.reusable]
+        self._idle = [one for one in self._idle if one not in old]
+        for connection in old:
+            connection.close()
 
     def _take_idle(self) -> Connection | None:
         while self._idle:
@@ -161,7 +172,7 @@ class HTTPClient:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     Connection, self._host, self._port, ssl=self._tls
                 )
         except TimeoutError:
@@ -170,6 +181,7 @@ class HTTPClient:
             ) from None
         except OSError as error:
             raise CannotConnect(f"cannot connect to {self._address}: {reason(error)}") from None
+        probe_peer(transport.get_extra_info("socket"))
         return connection
 
     def close(self) -> None:
@@ -198,6 +210,7 @@ class Connection(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None  # set while writing should pause
         self._now = 0.0
         self.reusable = True
+        self.idle_since = 0.0  # on the monotonic clock
 
     async def exchange(
         self, request: bytes, feed: Feed | None, begin: Begin | None = None
@@ -321,6 +334,14 @@ class Connection(asyncio.Protocol):
         if self._response.status >= 200:  # a 1xx response is followed by another one
             self.reusable = self._ended is not None and self._parser.should_keep_alive()
             self._end()
+
+
+def probe_peer(connection: socket.socket) -> None:
+    """Let the system find out whether the peer of an idle connection has vanished."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in KEEP_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
 
 
 def reason(error: OSError) -> str:

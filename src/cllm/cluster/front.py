@@ -268,15 +268,19 @@ class Forwarding:
         refusal: Refused | None = None
         failure: CLLMError | None = None
         tried: list[Replica] = []
+        has_reserved = False
         while len(tried) < 2:
             booking = self._choose(choices, wanted, ticket, tried, refusal)
             if booking is None:
                 break
             replica = front.replicas.by_number[booking.number]
             try:
-                await self._ask(replica, admission)
+                await self._ask(replica, admission, booking)
                 return
             except NeedsTokens as error:
+                if has_reserved:
+                    raise ReplicaLost("A replica does not accept the reserved tokens.") from error
+                has_reserved = True
                 admission.reserve(error.num_tokens)
                 continue
             except Refused as again:
@@ -324,18 +328,19 @@ class Forwarding:
 
     # --- one attempt -----------------------------------------------------------------------------
 
-    async def _ask(self, replica: Replica, admission: Admission) -> None:
+    async def _ask(self, replica: Replica, admission: Admission, booking: Booking) -> None:
         """Pass the answer of a replica on. Raises Refused or NeedsTokens, and ReplicaLost if
         nothing has been sent to the client and another replica may be asked.
         """
         front = self._front
         try:
-            connection = await replica.client.take()
+            connection = await replica.client.take(is_new=not self._is_repeatable)
         except OSError as error:  # also a TimeoutError
             front.replicas.lose(replica, str(error))
             replica.wake.set()
             raise ReplicaLost("The replica cannot be reached.") from error
         relay = Relay(connection, replica.name, self._request.scope, self._send)
+        relay.on_first = booking.finish_prompt
         head = self._write_head(replica, admission)
         answering = asyncio.ensure_future(
             connection.exchange(head + self._body, relay.feed, relay.begin)
@@ -412,7 +417,7 @@ class Forwarding:
         error = answering.exception()
         if error is None:
             admission.end(relay.response.headers, is_stream=relay.kind in SILENCE)
-            if relay.is_refusal:
+            if relay.is_refusal and not self._is_upload:
                 raise Refused(relay)
             await relay.pass_on()
             return

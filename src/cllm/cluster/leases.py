@@ -24,6 +24,7 @@ from cllm.server.cluster.key import KEY_HEADER, ClusterKey
 from cllm.server.cluster.lease import LEASE_PATH, Lease, ModelLease
 
 PULL_SECONDS = 1.0
+MAX_IDLE_SECONDS = 30.0  # of a connection; servers close them after 75
 LEAST_TIMEOUT = 0.5  # seconds for the answer, however long the last lease is still valid
 MAX_LEASE_BYTES = 4_000_000
 LOST_AFTER = 3  # times the lease's seconds, after which running requests are given up
@@ -181,7 +182,7 @@ class Replicas:
         """Ask a replica for its lease."""
         clock = asyncio.get_running_loop().time
         left = replica.received + self._lease_seconds - clock()
-        replica.client.forget_closed()
+        replica.client.close_idle(MAX_IDLE_SECONDS)
         try:
             if replica.lease is None:
                 left = self._lease_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Message, Scope, Send
@@ -66,6 +67,7 @@ class Relay:
         self.kind = b""  # the media type
         self.has_started = False  # the client has got a part of the answer
         self.error: BaseException | None = None
+        self.on_first: Callable[[], None] | None = None  # called once, when the body begins
 
     # --- called while the replica answers --------------------------------------------------------
 
@@ -82,6 +84,9 @@ class Relay:
 
     def feed(self, data: bytes, _: float) -> bool:
         """Take bytes of the body. Return True if the answer cannot be passed on."""
+        if self.on_first is not None:
+            self.on_first()
+            self.on_first = None
         if self._collected is not None:
             self._collected += data
             return len(self._collected) > MAX_COLLECTED
