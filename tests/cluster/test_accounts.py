@@ -21,7 +21,7 @@ from cllm.server.auth import ACCOUNT, Guard
 from cllm.server.errors import describe
 from cllm.serving.delivered import Ending
 from cllm.store.charges import UsageCounts
-from cllm.store.keys import AccountRecord
+from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 from cllm.store.usage_reports import TakenReports, UsageReport, UsageReports
 
 CHAT = "/v1/chat/completions"
@@ -198,6 +198,22 @@ def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):
     third = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
     third.reserve(70)
     assert carried_by(third).account.num_reserved == 70
+
+
+def test_batches_wait_for_accounts_that_have_used_up_a_limit(tmp_path):
+    keys = {name: (Key(hash_key(f"key of {name}"), 0),) for name in ("ann", "bob")}
+    limited = {
+        "ann": AccountRecord(keys=keys["ann"], requests_per_minute=1),
+        "bob": AccountRecord(keys=keys["bob"]),
+    }
+    write_key_file(tmp_path / "keys.json", KeyFile(accounts=limited))
+    accounts = Accounts(Access(make_settings(tmp_path)), "front1")
+    accounts.take("replica1", TakenReports("epoch", [], ["ann", "bob", "revoked"]))
+    assert accounts.list_paused("replica1") == ["revoked"]
+    used_up = UsageReport(1, "ann", "", UsageCounts(1, 2, 0, 3))
+    accounts.take("replica1", TakenReports("epoch", [used_up], ["ann", "bob"]))
+    assert accounts.list_paused("replica1") == ["ann"]
+    assert accounts.list_paused("replica2") == []
 
 
 def test_routes_that_compute_nothing_reserve_nothing(access, accounts):

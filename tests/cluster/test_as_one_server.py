@@ -1,6 +1,7 @@
 """A front with accounts: clients see one server, whichever replica answers them."""
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import socket
@@ -14,7 +15,7 @@ from conftest import PATIENCE
 from cllm.core.account import Account
 from cllm.core.carried import Carried, encode_carried
 from cllm.core.stored_ids import find_replica
-from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
+from cllm.store.keys import AccountRecord, Key, KeyFile, edit_key_file, hash_key, write_key_file
 
 CHAT = "/v1/chat/completions"
 INNER = {"x-cllm-usage", "x-cllm-needed-tokens", "x-cllm-framed", "x-cllm-account"}
@@ -36,6 +37,7 @@ ACCOUNTS = {
     "poor": record("poor", tokens_per_minute=200),
     "rich": record("rich", tokens_per_minute=100_000),
     "one": record("one", concurrent_requests=1),
+    "slow": record("slow", requests_per_minute=3),
     "small": record("small", models=("other",)),
 }
 
@@ -53,7 +55,7 @@ def cluster(start_server_once, replicas, tmp_path_factory):
             CLLM_SERVER_KEYS_FILE=str(folder / "keys.json"),
             CLLM_STORAGE_FOLDER=str(folder),
         )
-        vars(server).update(start_again=start, replicas=replicas)
+        vars(server).update(start_again=start, replicas=replicas, path=folder / "keys.json")
         return server
 
     return start()
@@ -268,6 +270,32 @@ def test_limit_of_concurrent_requests_holds_over_all_replicas(cluster):
     assert answer.status_code == 200
 
 
+def test_revoked_key_ends_streams(cluster):
+    with edit_key_file(cluster.path) as accounts:
+        accounts["gone"] = record("gone")
+    body = ask("long", stream=True, max_tokens=30_000, ignore_eos=True)
+    with wait_for_stream(cluster, "gone", body) as stream:
+        lines = stream.iter_lines()
+        next(line for line in lines if '"content"' in line)
+        with edit_key_file(cluster.path) as accounts:
+            del accounts["gone"]
+        assert any("revoked" in line for line in lines)
+    assert use(cluster, "gone", ask("again")).status_code == 401
+
+
+@contextlib.contextmanager
+def wait_for_stream(server, name, body):
+    """Yield a stream, once the account may use the server."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        with server.client.stream("POST", CHAT, json=body, headers=bearer(name)) as stream:
+            if stream.status_code == 200:
+                yield stream
+                return
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 # --- what they store -----------------------------------------------------------------------------
 
 
@@ -330,6 +358,22 @@ def test_batch_runs_where_its_file_is_and_is_paid_at_the_front(cluster):
     used = wait_for_usage(cluster, "eve", lambda: read_replica_usage(cluster, "eve"))
     assert (used["requests"], used["completion_tokens"]) == (3, 24)
     assert batch["usage"]["output_tokens"] == 24
+
+
+def test_batch_waits_while_its_account_has_used_up_a_limit(cluster):
+    file_id = upload(cluster, "slow", *"abcdefgh")
+    asked = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    batch = use(cluster, "slow", asked, "/v1/batches").json()
+    path = f"/v1/batches/{batch['id']}"
+    end = time.monotonic() + PATIENCE
+    while read_usage(cluster, "slow")["requests"] < 3:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert use(cluster, "slow", ask("second")).status_code == 429
+    batch = cluster.client.get(path, headers=bearer("slow")).json()
+    assert batch["request_counts"] == {"total": 8, "completed": 3, "failed": 0}
+    answer = cluster.client.post(f"{path}/cancel", headers=bearer("slow"))
+    assert answer.status_code == 200
 
 
 def test_message_batch_has_results_at_the_address_of_the_front(cluster):

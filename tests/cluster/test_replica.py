@@ -214,6 +214,25 @@ def test_usage_of_batches_is_reported(replica):
     assert total.prompt_tokens == batch["usage"]["input_tokens"]
 
 
+def test_batches_wait_while_the_front_says_that_a_limit_is_used_up(replica):
+    key = {"x-cllm-cluster-key": KEY}
+    paused = {"front": "front5", "paused": "ann"}
+    replica.client.get("/internal/usage", params=paused, headers=key)
+    sent = headers(front="front5")
+    lines = [{"custom_id": "a", "method": "POST", "url": CHAT, "body": HELLO}]
+    file_id = upload(replica, lines, sent)
+    asked = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    batch = replica.client.post("/v1/batches", json=asked, headers=sent).json()
+    path, end = f"/v1/batches/{batch['id']}", time.monotonic() + PATIENCE
+    while replica.client.get(path, headers=sent).json()["status"] == "validating":
+        assert time.monotonic() < end
+    taken = replica.client.get("/internal/usage", params=paused, headers=key).json()
+    assert taken["batch_accounts"] == ["ann"]
+    assert taken["reports"] == []
+    taken = replica.client.get("/internal/usage", params={"front": "front5"}, headers=key).json()
+    assert wait_for_end(replica, path, sent)["request_counts"]["completed"] == 1
+
+
 def test_message_batches_are_reported_too(replica):
     sent = {**headers(front="front4"), "anthropic-version": "2023-06-01"}
     models = replica.client.get("/v1/models", headers=headers()).json()["data"]

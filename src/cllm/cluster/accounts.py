@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from cllm.core.account import NO_LIMITS
 from cllm.core.carried import Carried, encode_carried
-from cllm.errors import CLLMError, EngineError
+from cllm.errors import CLLMError, EngineError, RateLimited, Unauthorized
 from cllm.server.access import Access
 from cllm.server.auth import NEEDED_HEADER, USAGE_HEADER
 from cllm.server.call import get_call
@@ -28,6 +28,7 @@ from cllm.store.usage import EXPECTED_OUTPUT
 from cllm.store.usage_reports import TakenReports
 
 BYTES_PER_TOKEN = 4  # of a prompt, for the estimate
+BATCHES = ("/v1/batches", "/v1/messages/batches")  # a replica checks their limits while they run
 REPORT_SECONDS = 10.0  # a replica that answers has reported a request's usage by then
 # Routes whose requests are charged, as ``Service.submit`` and ``cllm.serving.embedding`` do.
 CHARGED = frozenset(
@@ -102,6 +103,7 @@ class Admission:
         self._has_ended = False  # its whole answer has come
         self._base_url = str(request.base_url)
         fields = read_fields(body) if body.lstrip()[:1] == b"{" else Fields()
+        self._is_batch = path in BATCHES
         call = get_call(request)
         self.account = call.account()
         self.scheduled = call.scheduling_account(fields.find_user())
@@ -155,7 +157,7 @@ class Admission:
             msgspec.structs.replace(
                 one,
                 tenant=accounts.access.choose_tenant(one),
-                limits=NO_LIMITS,
+                limits=one.limits if self._is_batch else NO_LIMITS,
                 is_carried=True,
                 num_reserved=num_reserved,
             )
@@ -231,6 +233,7 @@ class Accounts:
         # the epoch of each replica, and the number of the last report that was taken
         self._taken: dict[str, tuple[str, int]] = {}
         self._expected: dict[str, tuple[Admission, str, float]] = {}  # by the request's id
+        self._batch_accounts: dict[str, list[str]] = {}  # with unfinished batches, by replica
         self.on_expected: Callable[[str], None] = lambda _: None  # called with a replica's name
 
     def admit(self, request: Request, path: str, body: bytes) -> Admission:
@@ -268,6 +271,20 @@ class Accounts:
                 expected[0].note_usage(report.used)
                 expected[0].close()
         self._taken[replica] = taken.epoch, last
+        self._batch_accounts[replica] = taken.batch_accounts
+
+    def list_paused(self, replica: str) -> list[str]:
+        """Return the accounts whose batches on a replica must wait, because they have used up a
+        limit or lost their key.
+        """
+        return [name for name in self._batch_accounts.get(replica, ()) if not self._may_use(name)]
+
+    def _may_use(self, name: str) -> bool:
+        try:
+            self.access.ledger.check(self.access.account(name))
+        except (RateLimited, Unauthorized):
+            return False
+        return True
 
     def expire(self) -> None:
         """Stop waiting for reports that are too late."""

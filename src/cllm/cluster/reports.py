@@ -81,7 +81,8 @@ class ReportPuller:
             return
         accounts, name = self._accounts, replica.name
         epoch, after = accounts.last_taken(name)
-        query = urlencode({"front": accounts.front, "epoch": epoch, "after": after})
+        fields = [("front", accounts.front), ("epoch", epoch), ("after", after)]
+        query = urlencode([*fields, *(("paused", one) for one in accounts.list_paused(name))])
         answer = await ask(replica, accounts.access.cluster_key, "GET", f"{USAGE_PATH}?{query}")
         if answer is not None and answer.status == 200:
             accounts.take(name, msgspec.json.decode(answer.body, type=TakenReports))

@@ -71,6 +71,8 @@ async def begin_request(
     body_hash = hash((record.id, custom_id))
     call = Call(state, record.account, body_hash=body_hash, carried=record.carried)
     account = call.account()
+    if record.carried is not None:
+        state.access.reports.check(record.carried)
     check_route(account, record.endpoint)
     admit(call, num_bytes)
     body = await off_loop(call, lambda: read(call))

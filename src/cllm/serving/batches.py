@@ -195,6 +195,11 @@ class Batches:
             self._working[record.id].cancel()
         return record
 
+    def list_accounts(self, front: str) -> list[str]:
+        """Return the accounts of the unfinished batches that came from a front."""
+        carried = (record.carried for record in self._unfinished.values())
+        return sorted({one.account.name for one in carried if one and one.front == front})
+
     def _start(self, record: BatchRecord) -> None:
         self._unfinished[record.id] = record
         task = asyncio.create_task(self._run(record))

@@ -98,12 +98,9 @@ class UsageLedger:
 
     def check(self, account: Account) -> None:
         """Raise RateLimited if no request of the account could be admitted now, and Unauthorized if
-        its key has been revoked. This is cheap, so it can be called before a prompt is read. A
-        front has done it for accounts that are carried.
+        its key has been revoked. This is cheap, so it can be called before a prompt is read.
         """
-        if account.is_carried:
-            return
-        if not self.is_valid(account.name):
+        if not account.is_carried and not self.is_valid(account.name):
             raise Unauthorized("The API key has been revoked.")
         seconds, limits = self.seconds(), account.limits
         entry = self._find(account.name)

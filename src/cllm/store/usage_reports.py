@@ -7,14 +7,17 @@ whose client has gone, and of batches, so it asks for reports about twice a seco
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 import msgspec
 
 from cllm.core.carried import Carried
+from cllm.errors import RateLimited
 from cllm.store.charges import UsageCounts
 
 MAX_REPORTS = 100_000  # for each front; older ones are dropped
 MAX_FRONTS = 100
+PAUSE_SECONDS = 1.0  # after which a paused batch looks again whether it may go on
 
 
 class UsageReport(msgspec.Struct):
@@ -29,10 +32,13 @@ class UsageReport(msgspec.Struct):
 
 
 class TakenReports(msgspec.Struct):
-    """Reports of the run ``epoch`` of a replica, whose numbers ascend."""
+    """Reports of the run ``epoch`` of a replica, whose numbers ascend. The accounts
+    ``batch_accounts`` have unfinished batches there.
+    """
 
     epoch: str
     reports: list[UsageReport]
+    batch_accounts: list[str] = []
 
 
 class UsageReports:
@@ -41,6 +47,21 @@ class UsageReports:
     def __init__(self) -> None:
         self._fronts: dict[str, deque[UsageReport]] = {}
         self._number = 0
+        self._paused: dict[str, Collection[str]] = {}  # accounts, by the name of the front
+
+    def pause(self, front: str, accounts: Collection[str]) -> None:
+        """Let the batches of these accounts wait, and of no others of ``front``: they may use
+        nothing now.
+        """
+        self._paused[front] = accounts
+        if len(self._paused) > MAX_FRONTS:
+            del self._paused[next(iter(self._paused))]
+
+    def check(self, carried: Carried) -> None:
+        """Raise RateLimited while the batches of an account wait."""
+        if carried.account.name in self._paused.get(carried.front, ()):
+            message = f"The account {carried.account.name!r} has used up a limit."
+            raise RateLimited(message, "tokens_per_minute", PAUSE_SECONDS)
 
     def add(self, carried: Carried, used: UsageCounts, request: str) -> None:
         """Report that a request of ``carried`` has cost ``used``."""

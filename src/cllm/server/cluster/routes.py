@@ -62,14 +62,21 @@ async def usage(
     front: Annotated[str, Query(min_length=1, max_length=100)],
     epoch: Annotated[str, Query(max_length=100)] = "",
     after: Annotated[int, Query(ge=0)] = 0,
+    paused: Annotated[list[str] | None, Query()] = None,
 ) -> Response:
     """Return what requests of a front have cost: the reports that it has not taken yet, because
-    their numbers are higher than ``after``, if that was a number of this epoch.
+    their numbers are higher than ``after``, if that was a number of this epoch. Batches of the
+    accounts ``paused`` wait until the next call.
     """
     state = get_state(request)
-    own = state.identity.epoch
-    reports = state.access.reports.take(front, after if epoch == own else 0)
-    content = msgspec.json.encode(TakenReports(own, reports))
+    own, reports = state.identity.epoch, state.access.reports
+    reports.pause(front, paused or ())
+    taken = TakenReports(
+        own,
+        reports.take(front, after if epoch == own else 0),
+        state.batches.list_accounts(front) if state.batches else [],
+    )
+    content = msgspec.json.encode(taken)
     return Response(content, media_type="application/json")
 
 
