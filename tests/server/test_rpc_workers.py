@@ -24,6 +24,7 @@ pytestmark = [
 ]
 LIBRARY = {"LLAMA_CPP_LIB_PATH": str(Path(FOLDER).resolve())}
 QUESTION = {"messages": [{"role": "user", "content": "What is 27 plus 45?"}], "temperature": 0}
+TENSOR = ("--backend.llama-cpp.split", "tensor")
 # The prompt and the number of tokens of a stream that lasts long enough to be disturbed.
 TEXT = {"prompt": "1 2 3", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -67,9 +68,12 @@ def options(workers, *more: str) -> list[str]:
 
 
 def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cllm", "generate", "What is 27 plus 45?", "--chat"]
+    return cllm("generate", "What is 27 plus 45?", "--chat", "--temperature", "0", *arguments)
+
+
+def cllm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, "--temperature", "0", *arguments],
+        [sys.executable, "-m", "cllm", *arguments],
         env={**os.environ, **LIBRARY},
         capture_output=True,
         text=True,
@@ -97,6 +101,33 @@ def test_model_is_divided_between_two_workers(workers, split) -> None:
     for worker in workers:
         assert f"{worker.address}: RPC is neither encrypted nor authenticated" in done.stderr
         assert "RPC is neither encrypted nor authenticated" in worker.warning
+
+
+@pytest.mark.parametrize("split", ["layer", "tensor"])
+def test_saved_prefixes_are_loaded_from_disk(workers, start_server, tmp_path, split) -> None:
+    """Their keys and values are on both workers."""
+    facts = " ".join(f"Item {i} costs {3 * i + 7} coins." for i in range(20))
+    body = {**QUESTION, "messages": [{"role": "user", "content": f"{facts} What is 27 plus 45?"}]}
+    folder = ("--kv.disk-cache", str(tmp_path), "--backend.llama-cpp.split", split)
+
+    def ask():
+        server = start_server(*options(workers, *folder), **LIBRARY)
+        answer = server.client.post("/v1/chat/completions", json=body).json()
+        assert server.stop(signal.SIGTERM) == 0
+        usage = answer["usage"]
+        num_missing = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["message"]["content"], num_missing
+
+    text, _ = ask()
+    assert ask() == (text, 1)
+
+
+def test_model_that_tensors_cannot_be_split_of_is_one_line(workers, real_model) -> None:
+    """llama.cpp aborts the engine process."""
+    model = str(real_model("gemma3-270m.gguf"))
+    done = cllm("serve", model, "--port", "0", *options(workers, *TENSOR))
+    assert done.returncode == 2
+    assert "many models need backend.llama_cpp.split layer" in done.stderr
 
 
 def test_shares_and_devices_can_be_chosen(workers) -> None:

@@ -126,7 +126,10 @@ def load(
     def report_abort(why: str) -> None:
         if is_worker_lost(why):
             on_abort("backend.llama_cpp.rpc: a worker was lost, or has too little memory")
-        on_abort(f"{params.path} is damaged, or llama.cpp does not support it: {why}")
+        hint = ""
+        if params.options.get("split") == "tensor":
+            hint = " (many models need backend.llama_cpp.split layer)"
+        on_abort(f"{params.path} is damaged, or llama.cpp does not support it{hint}: {why}")
 
     with aborts(report_abort):
         return LlamaCppBackend(params, progress)

@@ -108,8 +108,8 @@ class HandOver:
     def _send(self, leaving: Sequence[Leaving]) -> None:
         import httpx2
 
-        until = time.monotonic() + self._seconds
-        sent = 0
+        begun, sent = time.monotonic(), 0
+        until = begun + self._seconds
         try:
             timeout = httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS)
             headers = {KEY_HEADER: self._key.find()}
@@ -127,7 +127,8 @@ class HandOver:
         ) as error:
             reason = str(error) or type(error).__name__
             log.warning("prefixes are no longer handed over to %s: %s", self._heir, reason)
-        log.info("handed %d prefixes over to %s", sent, self._heir)
+        seconds = time.monotonic() - begun
+        log.info("handed %d prefixes over to %s in %.1f s", sent, self._heir, seconds)
 
 
 def send_files(client: httpx2.Client, model: Leaving, until: float) -> int:
