@@ -11,6 +11,7 @@ import hashlib
 import logging
 from contextlib import closing
 from types import SimpleNamespace
+from typing import NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -24,7 +25,8 @@ from cllm.cluster.heirs import Heirs
 from cllm.cluster.leases import Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
-from cllm.cluster.relay import SILENCE, Relay, drop_hop_by_hop
+from cllm.cluster.relay import FRAMED, SILENCE, Relay, drop_hop_by_hop
+from cllm.cluster.replay import Replay, ReplayMemory
 from cllm.cluster.reports import ReportPuller
 from cllm.cluster.stored import find_stored
 from cllm.config.settings import Settings
@@ -35,8 +37,9 @@ from cllm.http_connection import Response as Answer
 from cllm.routing.router import Booking, Router, RoutingRequest
 from cllm.server.access import Access
 from cllm.server.app import PATHS, answer_fault
-from cllm.server.auth import ACCOUNT, CARRIED_HEADER, route_not_allowed
+from cllm.server.auth import ACCOUNT, CARRIED_HEADER, PROGRESS_HEADER, route_not_allowed
 from cllm.server.body import receive_parts
+from cllm.server.cluster.continuation import CONTINUE_PATH
 from cllm.server.cluster.key import INTERNAL, KEY_HEADER
 from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.server.errors import describe
@@ -56,6 +59,11 @@ UPLOADS = frozenset({"/v1/files", "/v1/messages/batches"})
 STORING = UPLOADS | {"/v1/batches"}
 FRONT_NAME_FILE = "front_name"  # in the storage folder
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
+WAIT_SECONDS = 10.0  # for another replica, after one has ended in the middle of a stream
+LOOK_SECONDS = 0.1
+CANNOT_CONTINUE = (
+    "The replica that computed this answer has ended, and no other one can continue; please retry."
+)
 CHUNKED = (b"transfer-encoding", b"chunked")
 # Methods and paths of requests that change nothing, so that they can be sent again when their
 # connection has been lost
@@ -73,6 +81,14 @@ REPEATABLE = frozenset(
 
 class ReplicaLost(EngineError):
     """The replica that answered a request has ended or cannot be reached."""
+
+
+class StreamCut(Exception):
+    """A replica has ended in the middle of a stream; ``relay`` has what the client has got."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self.relay = relay
 
 
 class Refused(Exception):
@@ -119,6 +135,7 @@ class Front:
         )
         self.state = SimpleNamespace(access=access, settings=settings, routes=())
         self.num_held_bytes = 0
+        self.replay_memory = ReplayMemory()
         self.running: set[Forwarding] = set()
 
     async def open(self) -> None:
@@ -211,6 +228,7 @@ class Forwarding:
         self._is_repeatable = request.method in ("GET", "HEAD") or self._path in REPEATABLE
         self._body = b""
         self._ended = asyncio.get_running_loop().create_future()  # set to end it early
+        self._is_left = False  # whether nobody reads the answer any more
 
     def end(self, error: CLLMError) -> None:
         """End the request with ``error``."""
@@ -267,6 +285,7 @@ class Forwarding:
         wanted = make_routing_request(asked, model, tenant, account)
         refusal: Refused | None = None
         failure: CLLMError | None = None
+        cut: Relay | None = None
         tried: list[Replica] = []
         has_reserved = False
         while len(tried) < 2:
@@ -283,6 +302,8 @@ class Forwarding:
                 has_reserved = True
                 admission.reserve(error.num_tokens)
                 continue
+            except StreamCut as error:
+                cut = error.relay
             except Refused as again:
                 front.metrics.retries.labels("refused").inc()
                 refusal = min(refusal or again, again, key=lambda one: one.retry_after)
@@ -291,6 +312,9 @@ class Forwarding:
                 failure = error
             finally:
                 booking.release()
+            if cut is not None:
+                await self._continue(cut, admission, wanted, name)
+                return
             tried.append(replica)
             if home is None:
                 choices = front.replicas.find(name)  # others may have come or gone
@@ -329,22 +353,45 @@ class Forwarding:
     # --- one attempt -----------------------------------------------------------------------------
 
     async def _ask(self, replica: Replica, admission: Admission, booking: Booking) -> None:
-        """Pass the answer of a replica on. Raises Refused or NeedsTokens, and ReplicaLost if
-        nothing has been sent to the client and another replica may be asked.
+        """Pass the answer of a replica on. Raises Refused or NeedsTokens, ReplicaLost if nothing
+        has been sent to the client and another replica may be asked, and StreamCut if another one
+        may continue.
         """
-        front = self._front
+        connection = await self._connect(replica)
+        relay = Relay(
+            connection, replica.name, self._request.scope, self._send, self._front.replay_memory
+        )
+        relay.on_first = booking.finish_prompt
+        is_cut = False
         try:
-            connection = await replica.client.take(is_new=not self._is_repeatable)
+            data = self._write_head(replica, admission) + self._body
+            await self._exchange(replica, admission, relay, connection, data)
+        except StreamCut:
+            is_cut = True  # the relay is still needed
+            raise
+        finally:
+            if not is_cut:
+                await relay.close()
+
+    async def _connect(self, replica: Replica) -> Connection:
+        """Return a connection to a replica. Raises ReplicaLost."""
+        try:
+            return await replica.client.take(is_new=not self._is_repeatable)
         except OSError as error:  # also a TimeoutError
-            front.replicas.lose(replica, str(error))
+            self._front.replicas.lose(replica, str(error))
             replica.wake.set()
             raise ReplicaLost("The replica cannot be reached.") from error
-        relay = Relay(connection, replica.name, self._request.scope, self._send)
-        relay.on_first = booking.finish_prompt
-        head = self._write_head(replica, admission)
-        answering = asyncio.ensure_future(
-            connection.exchange(head + self._body, relay.feed, relay.begin)
-        )
+
+    async def _exchange(
+        self,
+        replica: Replica,
+        admission: Admission,
+        relay: Relay,
+        connection: Connection,
+        data: bytes,
+    ) -> None:
+        """Send ``data`` to a replica, and let ``relay`` pass its answer on."""
+        answering = asyncio.ensure_future(connection.exchange(data, relay.feed, relay.begin))
         watching = asyncio.ensure_future(self._watch(connection))
         replica.running.add(connection)
         try:
@@ -363,7 +410,87 @@ class Forwarding:
                 task.cancel()
             await asyncio.gather(answering, watching, return_exceptions=True)
             replica.client.release(connection)
+
+    # --- a stream that was cut -------------------------------------------------------------------
+
+    async def _continue(
+        self,
+        relay: Relay,
+        admission: Admission,
+        wanted: RoutingRequest,
+        model: str | None,
+    ) -> None:
+        """Let other replicas with the same model continue a stream; in the meantime, the client
+        gets bytes that it skips. If there is none, end it with an error.
+        """
+        front, replay = self._front, relay.replay
+        assert replay is not None
+        clock = asyncio.get_running_loop().time
+        until = clock() + WAIT_SECONDS
+        relay.break_silence()
+        try:
+            while replay.can_continue:
+                choices = front.replicas.find(model)
+                usable = [one for one in choices if replay.may_try(one.replica)]
+                booking = self._choose(usable, wanted, "", [], None)
+                if booking is None:
+                    if clock() >= until or not await self._wait(relay):
+                        break
+                    continue
+                replica = front.replicas.by_number[booking.number]
+                try:
+                    relay.on_first = booking.finish_prompt
+                    await self._ask_for_rest(replica, admission, relay, replay)
+                    return
+                except StreamCut:
+                    until = clock() + WAIT_SECONDS
+                except ReplicaLost:
+                    replay.note_refusal(replica)
+                finally:
+                    booking.release()
+            if replay.ending is not None and replay.fault and not self._is_left:
+                admission.note_ending(replay.ending)
+                await relay.end_with(replay.fault)
+            elif not self._is_left:
+                await self._fail(relay, ReplicaLost(CANNOT_CONTINUE))
+        finally:
             await relay.close()
+
+    async def _wait(self, relay: Relay) -> bool:
+        """Wait a moment for a replica. Return False if the request has ended meanwhile."""
+        watching = asyncio.ensure_future(wait_for_disconnect(self._request.receive))
+        try:
+            await asyncio.wait(
+                {watching, self._ended}, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            self._is_left = watching.done()
+            if self._ended.done():
+                await self._fail(relay, self._ended.result())
+                self._is_left = True
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        return not self._is_left
+
+    async def _ask_for_rest(
+        self, replica: Replica, admission: Admission, relay: Relay, replay: Replay
+    ) -> None:
+        """Pass on the rest of a stream. Raises StreamCut if this replica ends in turn, and
+        ReplicaLost if it cannot continue.
+        """
+        connection = await self._connect(replica)
+        scope = self._request.scope
+        content_type = self._request.headers.get("content-type", "")
+        body = replay.make_body(self._path, scope["query_string"], content_type, self._body)
+        fields = self._list_fields(replica, admission)
+        fields = [field for field in fields if field[0] != b"content-type"]
+        fields.append((b"content-length", b"%d" % len(body)))
+        head = replica.client.write_head("POST", CONTINUE_PATH, fields)
+        self._front.metrics.continued.inc()
+        relay.continue_with(connection)
+        await self._exchange(replica, admission, relay, connection, head + body)
+
+    # --- one request to a replica ----------------------------------------------------------------
 
     def _write_head(self, replica: Replica, admission: Admission) -> bytes:
         scope = self._request.scope
@@ -371,26 +498,32 @@ class Forwarding:
         query: bytes = scope["query_string"]
         if query:
             path += "?" + query.decode("latin-1")
-        fields = [
-            (name, value)
-            for name, value in drop_hop_by_hop(scope["headers"])
-            if name not in REPLACED and not name.startswith(OWN_FIELDS)
-        ]
-        ticket = TICKET.encode()
-        fields = [
-            (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields
-        ]
+        fields = self._list_fields(replica, admission)
         if self._is_upload:
             length = self._request.headers.get("content-length")
             framing = (b"content-length", length.encode()) if length else CHUNKED
             fields.append(framing)
         elif self._body or self._request.method not in ("GET", "HEAD"):
             fields.append((b"content-length", b"%d" % len(self._body)))
-        fields += [
+        return replica.client.write_head(self._request.method, path, fields)
+
+    def _list_fields(self, replica: Replica, admission: Admission) -> list[tuple[bytes, bytes]]:
+        """Return the header fields for a replica, except the length of the body."""
+        fields = [
+            (name, value)
+            for name, value in drop_hop_by_hop(self._request.scope["headers"])
+            if name not in REPLACED and not name.startswith(OWN_FIELDS)
+        ]
+        ticket = TICKET.encode()
+        fields = [
+            (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields
+        ]
+        return [
+            *fields,
             (KEY_HEADER.encode(), self._front.access.cluster_key.find().encode()),
             (CARRIED_HEADER.encode(), admission.encode(replica.name).encode()),
+            (PROGRESS_HEADER.encode(), b"1"),
         ]
-        return replica.client.write_head(self._request.method, path, fields)
 
     async def _watch(self, connection: Connection) -> None:
         """Send the rest of the body, and return when the client has disconnected."""
@@ -414,7 +547,14 @@ class Forwarding:
         answering: asyncio.Future[Answer],
     ) -> None:
         """Pass on the end of the answer, or what has become of it."""
-        error = answering.exception()
+        error, replay = answering.exception(), relay.replay
+        if replay is not None and replay.ending is not None and replay.is_complete:
+            admission.note_ending(replay.ending)
+            error = None
+        elif replay is not None and (error is None or isinstance(error, OSError)):
+            if relay.has_started:
+                self._lose(replica, relay, replay, is_lost=error is not None)
+            error = error or ConnectionError("a stream without a beginning")
         if error is None:
             admission.end(relay.response.headers, is_stream=relay.kind in SILENCE)
             if relay.is_refusal and not self._is_upload:
@@ -432,6 +572,20 @@ class Forwarding:
             )
             raise BadRequest(message, code="replica_lost", status=502)
         await self._fail(relay, ReplicaLost("The replica has ended."))
+
+    def _lose(self, replica: Replica, relay: Relay, replay: Replay, *, is_lost: bool) -> NoReturn:
+        """Raise StreamCut, because a replica has ended a stream that is not complete, and
+        ReplicaLost if the replica has refused to continue it. ``is_lost`` says that the connection
+        was lost.
+        """
+        refuses = relay.rest is not None and FRAMED not in relay.rest.headers
+        relay.detach()
+        if is_lost:
+            replica.wake.set()  # to find out at once whether it has died
+        if refuses and not is_lost:
+            raise ReplicaLost("The replica cannot continue.")
+        replay.lose(replica)
+        raise StreamCut(relay)
 
     async def _fail(self, relay: Relay, error: CLLMError) -> None:
         """End the answer with ``error``. Raises it if the answer has not begun."""

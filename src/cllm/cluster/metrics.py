@@ -27,6 +27,11 @@ class FrontMetrics:
             "Streams that ended with an error because their replica ended",
             registry=self.registry,
         )
+        self.continued = Counter(
+            "cllm:front_continued_streams",
+            "Times that a replica was asked to continue the stream of another one",
+            registry=self.registry,
+        )
         self.running = Gauge(
             "cllm:front_requests_running", "Requests in progress", registry=self.registry
         )

@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from starlette.types import Message, Scope, Send
 
-from cllm.http_connection import Connection, Response
+from cllm.cluster.replay import Replay, ReplayMemory
+from cllm.http_connection import BrokenHTTP, Connection, Response
 from cllm.server.http.sse import DIRECT_SEND, HEARTBEAT_BYTES, PROBE, begin
 from cllm.server.queueing import TICKET
 
@@ -21,8 +23,9 @@ HOP_BY_HOP = frozenset(
         *(b"date", b"server"),
     }
 )
+FRAMED = b"x-cllm-framed"
 # What replicas tell their front
-INNER_FIELDS = frozenset({b"x-cllm-usage", b"x-cllm-framed", b"x-cllm-needed-tokens"})
+INNER_FIELDS = frozenset({b"x-cllm-usage", FRAMED, b"x-cllm-needed-tokens"})
 INVALID = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")  # in values of fields
 EVENTS, LINES = b"text/event-stream", b"application/x-ndjson"
 # how the parts of a stream end, after which a client skips these bytes
@@ -50,11 +53,17 @@ class Relay:
     A refusal, or a short answer that is no stream, is collected until it is complete; ``pass_on``
     then sends it. Other answers are passed on as they arrive. While the client does not read,
     nothing is read from the replica.
+
+    A stream in frames begins for the client with its first frame. Before that, the request can be
+    repeated; after that, ``replay`` has what another replica needs to continue the stream.
     """
 
-    def __init__(self, connection: Connection, replica: str, scope: Scope, send: Send) -> None:
-        """``replica`` is the name of the replica."""
+    def __init__(
+        self, connection: Connection, replica: str, scope: Scope, send: Send, memory: ReplayMemory
+    ) -> None:
+        """``replica`` is the name of the replica. ``memory`` counts what is kept for replays."""
         self._connection: Connection | None = connection
+        self._memory = memory
         self._replica = replica
         self._send = send
         self._send_body = scope.get(DIRECT_SEND, send)
@@ -67,32 +76,70 @@ class Relay:
         self.kind = b""  # the media type
         self.has_started = False  # the client has got a part of the answer
         self.error: BaseException | None = None
-        self.on_first: Callable[[], None] | None = None  # called once, when the body begins
+        # called once, when the body or, in frames, the output begins
+        self.on_first: Callable[[], None] | None = None
+        self.replay: Replay | None = None
+        self._is_rest = False
+        self.rest: Response | None = None  # from the replica that continues the stream
 
     # --- called while the replica answers --------------------------------------------------------
 
     def begin(self, response: Response) -> None:
-        """Take the head of the answer."""
+        """Take the head of the answer, or of its rest."""
+        if self._is_rest:
+            self.rest = response
+            return
         self.response = response
         self.kind = response.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         length = response.headers.get(b"content-length", b"")
         is_short = length.isdigit() and int(length) <= MAX_COLLECTED
         if self.is_refusal or (self.kind not in SILENCE and is_short):
             self._collected = bytearray()
+        elif FRAMED in response.headers:
+            self.replay = Replay(self._memory)
         else:
             self._start()
 
+    def continue_with(self, connection: Connection) -> None:
+        """Take the rest of a stream from another connection."""
+        self._connection = connection
+        self._is_rest = True
+        if self._writing is not None:
+            connection.pause_reading()
+
     def feed(self, data: bytes, _: float) -> bool:
         """Take bytes of the body. Return True if the answer cannot be passed on."""
-        if self.on_first is not None:
-            self.on_first()
-            self.on_first = None
+        if self.replay is not None:
+            return self._feed_frames(self.replay, data)
+        self._note_first()
         if self._collected is not None:
             self._collected += data
             return len(self._collected) > MAX_COLLECTED
         self._write({"type": "http.response.body", "body": data, "more_body": True})
         ending = SILENCE.get(self.kind)
         self._is_at_end = ending is not None and data.endswith(ending[0])
+        return self.error is not None
+
+    def _note_first(self) -> None:
+        if self.on_first is not None:
+            self.on_first()
+            self.on_first = None
+
+    def _feed_frames(self, replay: Replay, data: bytes) -> bool:
+        """Raises BrokenHTTP for what is no frame."""
+        if self.rest is not None and FRAMED not in self.rest.headers:
+            return True  # the replica does not continue
+        try:
+            data = replay.feed(data)
+        except msgspec.DecodeError as error:
+            raise BrokenHTTP("a stream without frames") from error
+        if replay.has_outputs:
+            self._note_first()
+        if (data or replay.has_begun) and not self.has_started:
+            self._start()
+        if data:
+            self._write({"type": "http.response.body", "body": data, "more_body": True})
+            self._is_at_end = data.endswith(SILENCE[self.kind][0])
         return self.error is not None
 
     def _start(self) -> None:
@@ -102,7 +149,7 @@ class Relay:
         )
         self.has_started = True
         if self.kind in SILENCE:
-            self._state[PROBE] = self._break_silence
+            self._state[PROBE] = self.break_silence
 
     def list_fields(self) -> list[tuple[bytes, bytes]]:
         """Return the header fields for the client. A ticket gets the name of the replica, which has
@@ -120,7 +167,7 @@ class Relay:
         """Whether another replica may answer the request."""
         return self.response.status in REFUSALS
 
-    def _break_silence(self) -> None:
+    def break_silence(self) -> None:
         """Write bytes that the client skips, if it can skip them now."""
         if self._writing is None and self._is_at_end:
             data = SILENCE[self.kind][1]
@@ -180,8 +227,16 @@ class Relay:
         self._write({"type": "http.response.body", "body": data, "more_body": False})
         await self.flush()
 
+    def detach(self) -> None:
+        """Expect nothing more from the present connection."""
+        connection, self._connection, self.rest = self._connection, None, None
+        if connection is not None and self._writing is not None:
+            connection.resume_reading()
+
     async def close(self) -> None:
         """Stop writing what the replica sends. A refusal can still be passed on."""
+        if self.replay is not None:
+            self.replay.close()
         self._state.pop(PROBE, None)
         connection, self._connection = self._connection, None
         if self._writing is not None:

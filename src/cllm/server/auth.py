@@ -90,12 +90,15 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         headers = request.headers
-        if CARRIED_HEADER in headers and self._access.is_front(headers):
-            await self._serve_front(request, receive, send)
-            return
-        if scope["path"].startswith(INTERNAL) and self._access.is_front(headers):
-            await self._app(scope, receive, send)
-            return
+        if self._access.is_front(headers):
+            if PROGRESS_HEADER in headers:
+                scope[WANTS_FRAMES] = True
+            if CARRIED_HEADER in headers:
+                await self._serve_front(request, receive, send)
+                return
+            if scope["path"].startswith(INTERNAL):
+                await self._app(scope, receive, send)
+                return
         try:
             self._check_host(request)
             account = self._authenticate(request)
@@ -118,8 +121,6 @@ class Guard:
             await self._answer(request, fault)(scope, receive, send)
             return
         scope[CARRIED] = carried
-        if PROGRESS_HEADER in request.headers:
-            scope[WANTS_FRAMES] = True
         self._access.note_carried(carried)
         with track_usage() as usage:
 
