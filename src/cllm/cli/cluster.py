@@ -37,7 +37,7 @@ def front(*, config: ConfigFlag = None, settings: FrontFlags | None = None) -> N
 
     The servers are started with cllm serve, and have the same cluster key.
     """
-    from cllm.cluster.run import run_front  # takes a second to import
+    from cllm.cluster.run import check_front, run_front  # takes a second to import
 
     loaded = settings_from_flags(config, settings)
     tree = loaded.settings
@@ -45,6 +45,7 @@ def front(*, config: ConfigFlag = None, settings: FrontFlags | None = None) -> N
     log.configure(tree.log.level)
     access = Access(tree, is_of_front=True)
     check_access(tree, access)
+    check_front(tree, access)
     listener = listen(tree.server.host, tree.server.port)
     scheme = "http" if tree.server.tls_certificate is None else "https"
     url = address(listener, scheme)

@@ -196,7 +196,7 @@ class Replicas:
             self.lose(replica, text)
         else:
             replica.received = clock()
-            self._take(replica, lease)
+            self.take(replica, lease)
         if clock() > replica.received + LOST_AFTER * self._lease_seconds:
             for connection in [*replica.running]:
                 connection.close()
@@ -231,7 +231,7 @@ class Replicas:
             if other is not replica and other.name == lease.name:
                 raise BadLease(f"it has the same name as {other.url}")
 
-    def _take(self, replica: Replica, lease: Lease) -> None:
+    def take(self, replica: Replica, lease: Lease) -> None:
         """Use a lease from now on."""
         before = replica.lease
         if before is None or before.epoch != lease.epoch or before.name != lease.name:

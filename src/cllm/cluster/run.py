@@ -8,6 +8,7 @@ from collections.abc import Callable
 import uvicorn
 
 from cllm.cluster.front import Front
+from cllm.cluster.leases import make_client
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
 from cllm.server.access import Access
@@ -35,19 +36,28 @@ class FrontServer(GracefulServer):
             forwarding.end(error)
 
 
+def check_front(settings: Settings, access: Access) -> None:
+    """Raise StartupError if a front cannot start with the settings. Create the cluster key if there
+    is none.
+    """
+    if not settings.cluster.urls:
+        raise StartupError("name the replicas with --urls http://HOST:PORT,...")
+    for url in settings.cluster.urls:
+        make_client(url)
+    access.cluster_key.find_or_create()
+
+
 def run_front(
     settings: Settings,
     access: Access,
     listener: socket.socket,
     on_ready: Callable[[Front], None],
 ) -> None:
-    """Run a front until SIGTERM or SIGINT. ``on_ready`` is called once it accepts requests.
+    """Run a front until SIGTERM or SIGINT, with settings that ``check_front`` accepts. ``on_ready``
+    is called once it accepts requests.
 
     Raises StartupError if it cannot start.
     """
-    if not settings.cluster.urls:
-        raise StartupError("name the replicas with --urls http://HOST:PORT,...")
-    access.cluster_key.find_or_create()
 
     async def serve(signals: list[int]) -> bool:
         front = Front(settings, access)

@@ -1,0 +1,95 @@
+"""The choice of replicas inside a front, without sockets."""
+
+from __future__ import annotations
+
+import msgspec
+from fake_replica import make_lease
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.cluster.leases import Replicas, find_model
+from cllm.config.settings import Settings
+from cllm.routing.router import Router, RoutingRequest
+from cllm.server.cluster.key import ClusterKey
+from cllm.server.cluster.lease import Lease
+
+
+def lease_of(name: str, model: str = "m", **fields: object) -> Lease:
+    return msgspec.convert(make_lease(name, model, **fields), Lease)
+
+
+def front_of(count: int, seed: int = 0, order: int = 1) -> tuple[Router, Replicas]:
+    """Return what a front has of ``count`` replicas, whose addresses are in some order."""
+    router = Router("prefix-window", 10_000, seed)
+    urls = [f"http://10.0.0.{number}:8000" for number in range(count)][::order]
+    replicas = Replicas(urls, ClusterKey(Settings()), router, 3.0)
+    for replica in replicas.all:
+        number = replica.url.removeprefix("http://10.0.0.").removesuffix(":8000")
+        replicas.take(replica, lease_of(f"r{number}"))
+    return router, replicas
+
+
+def choose(router: Router, replicas: Replicas, block: int) -> str:
+    """Return the name of the replica that gets a request, which then ends."""
+    candidates = [one.candidate for one in replicas.find("m")]
+    booking = router.choose(RoutingRequest([block], [100], 100), candidates)
+    booking.release()
+    return replicas.by_number[booking.number].name
+
+
+def test_fronts_that_do_not_talk_choose_the_same_replicas():
+    fronts = [front_of(8, seed, order) for seed in range(3) for order in (1, -1)]
+    blocks = [hash((number, "block")) & (1 << 63) - 1 for number in range(300)]
+    chosen = [[choose(*front, block) for block in blocks] for front in fronts]
+    agreed = sum(len({*names}) == 1 for names in zip(*chosen, strict=True))
+    assert agreed >= 0.95 * len(blocks)
+    assert len({*chosen[0]}) == 8
+
+
+def test_model_is_found_by_name_alias_and_as_the_default():
+    lease = lease_of("a", "small", aliases=["gpt-*"])
+    for name in (None, "small", "small:latest", "gpt-4"):
+        found = find_model(lease, name)
+        assert found is not None
+        assert found.name == "small"
+    assert find_model(lease, "other") is None
+
+
+def test_numbers_of_models_that_are_gone_are_used_again():
+    router, replicas = front_of(3)
+    assert {*replicas.by_number} == {0, 1, 2}
+    choose(router, replicas, 7)
+    replicas.take(replicas.all[0], lease_of("r0", "another"))
+    assert {*replicas.by_number} == {0, 1, 2}
+    assert [one.replica.name for one in replicas.find("another")] == ["r0"]
+    assert [one.replica.name for one in replicas.find("m")] == ["r1", "r2"]
+
+
+def test_replica_that_restarts_is_not_expected_to_have_its_prefixes():
+    router, replicas = front_of(2)
+    home = choose(router, replicas, 7)
+    assert router.num_blocks == 1
+    replica = next(one for one in replicas.all if one.name == home)
+    replicas.take(replica, msgspec.structs.replace(lease_of(home), epoch="2"))
+    assert router.num_blocks == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["ready", "loading", "draining", "gone"]))
+    )
+)
+def test_only_listed_replicas_are_found_and_ready_ones_first(changes):
+    _, replicas = front_of(3)
+    states = ["ready"] * 3
+    for number, state in changes:
+        replica = replicas.all[number]
+        if state == "gone":
+            replicas.lose(replica, "it is gone")
+        else:
+            replicas.take(replica, msgspec.structs.replace(lease_of(replica.name), status=state))
+        states[number] = state
+        wanted = "ready" if "ready" in states else "loading"
+        found = {one.replica.name for one in replicas.find("m")}
+        assert found == {f"r{i}" for i, state in enumerate(states) if state == wanted}
+        assert replicas.ready == ("ready" in states)
