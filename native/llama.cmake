@@ -12,7 +12,7 @@ if(CMAKE_VERSION VERSION_LESS 3.19)
 endif()
 
 set(CLLM_NATIVE "${CMAKE_CURRENT_LIST_DIR}")
-set(CLLM_SOURCES "${CLLM_NATIVE}/attention.cpp" "${CLLM_NATIVE}/products.cpp")
+set(CLLM_SOURCES "${CLLM_NATIVE}/attention.cpp" "${CLLM_NATIVE}/products.cpp" "${CLLM_NATIVE}/quantized.cpp")
 
 function(cllm_add_kernels)
   set(folder "${CMAKE_CURRENT_SOURCE_DIR}/ggml/src")
@@ -38,6 +38,7 @@ function(cllm_add_kernels)
   cllm_rename(${first} tiled/tiled.cpp
     ggml_compute_forward_mul_mat_tiled=ggml_original_mul_mat_tiled
     ggml_compute_forward_mul_mat_id_tiled=ggml_original_mul_mat_id_tiled)
+  cllm_rename(${first} traits.cpp ggml_cpu_extra_compute_forward=ggml_original_extra_compute_forward)
   set(options "")
   if(NOT MSVC)
     # The same operations everywhere: the compiler must not make one of a product and a sum.
@@ -47,8 +48,10 @@ function(cllm_add_kernels)
     # This order of instructions needs more registers than there are (pyproject.toml sets it).
     list(APPEND options -fno-schedule-insns)
   endif()
-  set_source_files_properties("${CLLM_NATIVE}/attention.cpp" TARGET_DIRECTORY ${first} PROPERTIES
-    COMPILE_OPTIONS "${options}")
+  foreach(source attention quantized)
+    set_source_files_properties("${CLLM_NATIVE}/${source}.cpp" TARGET_DIRECTORY ${first} PROPERTIES
+      COMPILE_OPTIONS "${options}")
+  endforeach()
 endfunction()
 
 function(cllm_rename target file)

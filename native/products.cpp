@@ -37,9 +37,19 @@ struct Least {
 static const int TILE = 16;
 static const Least OF_GGML = {8, 1};
 
-// Returns what was measured on Zen 3 for CPUs with plain AVX2, and what ggml does for others.
+// Returns what was measured on Zen 5 for CPUs with AVX-512 and VNNI, and on Zen 3 for those with
+// plain AVX2, and what ggml does for others.
 static Least least_rows(ggml_type type) {
-#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+    switch (type) {
+        case GGML_TYPE_Q6_K: return {9, 4};
+        case GGML_TYPE_Q2_K: return {8, 5};
+        case GGML_TYPE_Q4_K: return {7, 4};
+        case GGML_TYPE_Q3_K: return {7, 3};
+        case GGML_TYPE_IQ1_M: return {7, 2};
+        default: return {5, 3};
+    }
+#elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
     switch (type) {
         case GGML_TYPE_Q6_K: return {13, 7};
         case GGML_TYPE_Q2_K: return {12, 9};
@@ -87,6 +97,7 @@ struct Part {
 
 // Both return false for ggml's other product.
 bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst) {
+    if (wanted == Wanted::RULE && cllm::multiply_quantized(params, dst)) return true;
     const int64_t rows = dst->ne[1];
     const int64_t tiled = tiled_rows(dst->src[0]->type, rows);
     if (tiled == 0) return false;
@@ -171,10 +182,11 @@ struct Trial {
 };
 
 // Measures weights of the type for some 50 ms: seconds[0] for a row by the product that takes each
-// alone, seconds[1] for a tile, and seconds[2] for two tiles. Returns 0 if tiles do not take the type.
+// alone, seconds[1] for a tile, and seconds[2] for two tiles. Returns 0 if tiles do not take the type,
+// or if quantized.cpp does.
 CLLM_API int cllm_time_products(int type, double *seconds) {
     const int columns = 2048, rows = 512, few = 8;
-    if (!ggml_is_quantized((ggml_type)type)) return 0;
+    if (!ggml_is_quantized((ggml_type)type) || cllm::has_own_product(type)) return 0;
     ggml_cpu_init();
     ggml_context *context = ggml_init({8 << 20, nullptr, false});
     ggml_tensor *weights = ggml_new_tensor_2d(context, (ggml_type)type, columns, rows);

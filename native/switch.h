@@ -4,6 +4,9 @@
 
 #include <atomic>
 
+struct ggml_compute_params;
+struct ggml_tensor;
+
 #if defined(_WIN32)
 #define CLLM_HIDDEN
 #define CLLM_API extern "C" __declspec(dllexport)
@@ -14,4 +17,10 @@
 
 namespace cllm {
 extern CLLM_HIDDEN std::atomic<bool> enabled;
+
+// Returns whether quantized.cpp computes products with weights of a type, as llama.cpp loads them.
+CLLM_HIDDEN bool has_own_product(int type);
+
+// Computes a product if quantized.cpp knows its weights. Otherwise returns false.
+CLLM_HIDDEN bool multiply_quantized(const ggml_compute_params *params, ggml_tensor *dst);
 }

@@ -10,8 +10,11 @@
 #include <thread>
 #include <vector>
 
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
+#include "repack.h"
 
 struct Spec {
     void *data;  // null: there is no such tensor
@@ -36,6 +39,7 @@ void test_attention(const ggml_compute_params *params, ggml_tensor *dst);
 void test_fallback(const ggml_compute_params *params, ggml_tensor *) {
     if (params->ith == 0) fallbacks++;
 }
+bool test_original_extra(ggml_compute_params *, ggml_tensor *) { return false; }
 void test_barrier(ggml_threadpool *pool) {
     Pool &p = *(Pool *)pool;
     const int round = p.rounds;
@@ -173,9 +177,10 @@ int divide_product(int type, int rows, int batches, bool expert, int *sizes) {
 
 // Multiplies by the linked library of ggml: out (tokens x used experts x rows) from weights
 // (experts x rows x columns), input (tokens x columns) and ids (tokens x used experts); without ids
-// for the only matrix. ours: as cLLM divides the work.
+// for the only matrix. ours: as cLLM divides the work. repacked: with weights as llama.cpp loads them.
 void run_product(int type, const int64_t *sizes, const void *weights, const float *input,
-                 const int32_t *ids, float *out, int threads, int ours, double *seconds) {
+                 const int32_t *ids, float *out, int threads, int ours, int repacked,
+                 double *seconds) {
     const int64_t columns = sizes[0], rows = sizes[1], experts = sizes[2], tokens = sizes[3],
                   used = sizes[4];
     if (enable_linked) enable_linked(ours);
@@ -187,6 +192,13 @@ void run_product(int type, const int64_t *sizes, const void *weights, const floa
     ggml_tensor *chosen = ggml_new_tensor_2d(context, GGML_TYPE_I32, used, tokens);
     ggml_tensor *dst = ids ? ggml_mul_mat_id(context, w, x, chosen) : ggml_mul_mat(context, w, x);
     w->data = (void *)weights, x->data = (void *)input, chosen->data = (void *)ids, dst->data = out;
+    ggml_backend_buffer_t buffer = nullptr;
+    if (repacked) {
+        buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_repack_buffer_type(), ggml_nbytes(w));
+        w->data = nullptr;
+        ggml_backend_tensor_alloc(buffer, w, ggml_backend_buffer_get_base(buffer));
+        ggml_backend_tensor_set(w, weights, 0, ggml_nbytes(w));
+    }
     ggml_cgraph *graph = ggml_new_graph(context);
     ggml_build_forward_expand(graph, dst);
     ggml_cplan plan = ggml_graph_plan(graph, threads, nullptr);
@@ -196,6 +208,7 @@ void run_product(int type, const int64_t *sizes, const void *weights, const floa
     ggml_graph_compute(graph, &plan);
     *seconds = now(CLOCK_THREAD_CPUTIME_ID) - start;
     ggml_free(context);
+    ggml_backend_buffer_free(buffer);
     if (enable_linked) enable_linked(1);
 }
 

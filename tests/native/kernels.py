@@ -28,6 +28,8 @@ RENAMED = {
     "ggml_compute_forward_mul_mat_tiled": "test_mul_mat_tiled",
     "ggml_compute_forward_mul_mat_id_tiled": "test_mul_mat_id_tiled",
     "ggml_compute_forward_mul_mat": "test_mul_mat",
+    "ggml_cpu_extra_compute_forward": "test_extra",
+    "ggml_original_extra_compute_forward": "test_original_extra",
     "ggml_original_mul_mat_tiled": "test_original_tiled",
     "ggml_original_mul_mat_id_tiled": "test_original_id_tiled",
     "cllm_kernels_enable": "test_kernels_enable",
