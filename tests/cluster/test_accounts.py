@@ -238,10 +238,15 @@ def test_reports_wait_for_their_front_until_it_has_taken_them():
 def test_weight_of_a_carried_account_reaches_the_policy(access):
     seen = []
     service = SimpleNamespace(engine=SimpleNamespace(set_weights=seen.append))
-    for weight in (4.0, 1.0):
-        access.note_carried(Carried(Account("ann"), Account("ann"), weight))
+    for name, weight in (("ann", 4.0), ("ann", 1.0), ("user-ann", 1.0), ("user-ann", 3.0)):
+        access.note_carried(Carried(Account(name), Account(name), weight))
         access._check([service])
-    assert seen == [{"user-ann": 3.0, "ann": 4.0}, {"user-ann": 3.0}]
+    assert seen == [
+        {"user-ann": 3.0, "ann": 4.0},
+        {"user-ann": 3.0},
+        {"user-ann": 1.0},  # the front's setting counts
+        {"user-ann": 3.0},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What accounts pay when a replica dies."""
 
+import asyncio
 import concurrent.futures
 import signal
 import time
@@ -8,6 +9,10 @@ from collections import Counter
 from cluster.conftest import FAKE, KEY, start_front
 from conftest import PATIENCE
 
+from cllm.cluster.leases import Replicas
+from cllm.core.stored_ids import find_replica
+from cllm.routing.router import Router
+from cllm.server.cluster.lease import Lease
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 CHAT = "/v1/chat/completions"
@@ -53,3 +58,37 @@ def test_request_that_was_tried_on_a_dead_replica_is_paid_once(start_server, tmp
     [day] = front.client.get("/usage").json()["days"]
     assert {kind: day[kind] for kind in told} == told
     assert front.metric("front_retries_total", "lost") > 0
+
+
+def test_object_on_a_replica_that_may_come_back_is_unavailable(start_server):
+    replicas = [start_server(*FAKE) for _ in range(2)]
+    front = start_front(start_server, *(one.url for one in replicas))
+    paths = {}
+    while len(paths) < 2:
+        body = {"input": f"{time.monotonic()} question", "max_output_tokens": 2}
+        name = front.client.post("/v1/responses", json=body).json()["id"]
+        paths[find_replica(name)] = f"/v1/responses/{name}"
+    lease = replicas[0].client.get("/internal/lease", headers={"x-cllm-cluster-key": KEY})
+    replicas[0].stop(signal.SIGKILL)
+    path = paths.pop(lease.json()["name"])
+    end = time.monotonic() + PATIENCE
+    while "does not answer" not in (answer := front.client.get(path)).text:
+        assert answer.status_code == 503, answer.text  # the front has not noticed yet
+        assert time.monotonic() < end
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    [other] = paths.values()
+    assert front.client.get(other).status_code == 200
+
+
+def test_replica_is_expected_to_come_back_for_a_minute():
+    async def check(age):
+        urls = ["http://127.0.0.1:1"]
+        replicas = Replicas(urls, None, Router("prefix-window", 10), lease_seconds=3)
+        [replica] = replicas.all
+        replica.lease = Lease("r1", "e1", "1", "ready", [])
+        replica.received = asyncio.get_running_loop().time() - age
+        return replicas.is_expected("r1"), replicas.is_expected("r2")
+
+    assert asyncio.run(check(10)) == (True, False)
+    assert asyncio.run(check(61)) == (False, False)

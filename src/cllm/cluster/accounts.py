@@ -163,7 +163,7 @@ class Admission:
             )
             for one in (self.account, self.scheduled)
         )
-        weight = accounts.access.weights.get(scheduled.name, 1.0)
+        weight = accounts.access.find_weight(scheduled.name)
         carried = Carried(
             account, scheduled, weight, replica, accounts.front, self.id, self._base_url
         )

@@ -132,7 +132,7 @@ class Access:
         """Use the weight that a front gives an account, from the next check on."""
         name = carried.scheduled.name
         self._carried_weights.pop(name, None)
-        if name and carried.weight != 1.0:
+        if name and carried.weight != self.find_weight(name):
             self._carried_weights[name] = carried.weight
             if len(self._carried_weights) > MAX_CARRIED_WEIGHTS:
                 del self._carried_weights[next(iter(self._carried_weights))]
@@ -150,10 +150,10 @@ class Access:
                 log.error("the usage of accounts is in memory only: %s: %s", folder, reason)
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """The accounts' shares for fair scheduling; the others have the share 1."""
-        return self._settings.scheduler.weights | self.keyring.weights
+    def find_weight(self, name: str) -> float:
+        """Return the share of an account for fair scheduling."""
+        weight = self.keyring.weights.get(name)
+        return self._settings.scheduler.weights.get(name, 1.0) if weight is None else weight
 
     def check(self, services: Iterable[Service]) -> None:
         """Apply changes of the file of keys, and begin to write the usage of accounts. Call this
@@ -165,7 +165,7 @@ class Access:
             log.exception("the accounts could not be checked")
 
     def _check(self, services: Iterable[Service]) -> None:
-        weights = self.weights | self._carried_weights
+        weights = self._settings.scheduler.weights | self.keyring.weights | self._carried_weights
         for service in services:
             service.engine.set_weights(weights)
         is_due = 0 < self._retry_at <= time.monotonic() and not self.ledger.is_open
