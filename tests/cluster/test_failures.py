@@ -238,6 +238,57 @@ def test_replica_with_a_lease_that_cannot_be_used_gets_no_requests(cluster, lie)
     cluster.wait_for_listed(2)
 
 
+def with_body(head: str) -> bytes:
+    return f"HTTP/1.1 {head}\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_body("999 X"),
+        with_body("101 X\r\nupgrade: x\r\nconnection: upgrade"),
+        with_body("200 OK\r\nx y: 1"),
+        with_body("200 OK\r\nx: a\rb"),
+        with_body("200 OK\r\nx: \x00\x07"),
+        with_body("200 OK\r\ncontent-length: 3"),
+        with_body("200 OK\r\ntransfer-encoding: chunked"),
+        with_body("204 No Content"),
+        with_body("304 Not Modified"),
+        with_body("302 Found\r\nlocation: http://127.0.0.1:1/internal/lease"),
+        with_body("200 OK") + with_body("200 OK"),
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 100 + with_body("200 OK"),
+        b"HTTP/1.0 200 OK\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-cllm-framed: 1\r\n"
+        b"transfer-encoding: chunked\r\n\r\n" + chunk(b"\xff" * 100) + chunk(b""),
+        b"\x00" * 100_000,
+    ],
+    ids=lambda data: str(data[9:40]),
+)
+def test_strange_answers_of_a_replica_do_no_harm(cluster, data):
+    for stream in (False, True):
+        cluster.next_steps(sends(data), sends(data))
+        got = cluster.post(**CHAT, stream=stream)
+        assert got.status_code < 600
+        assert "x y" not in got.headers
+        cluster.wait_for_listed(2)
+        cluster.next_steps()
+        assert cluster.post().json() == {"object": "answer"}
+    assert "Traceback" not in cluster.front.log
+
+
+def test_stream_of_a_replica_that_vanishes_ends_with_an_error(cluster):
+    def vanishes(connection: socket.socket, _: Any) -> None:
+        connection.sendall(stream_head() + chunk(EVENT))
+        for one in cluster.replicas:
+            one.is_silent = True
+
+    cluster.next_steps(vanishes)
+    got = cluster.post(**CHAT, stream=True)
+    assert got.content.startswith(EVENT)
+    assert got.content.count(b'{"error"') == 1
+    cluster.wait_for_listed(0)
+
+
 def test_draining_replica_leaves_and_cluster_without_replicas_answers_503(cluster):
     cluster.replicas[0].lease = {**make_lease("a"), "status": "draining"}
     cluster.wait_for_listed(1)

@@ -26,6 +26,9 @@ HOP_BY_HOP = frozenset(
 FRAMED = b"x-cllm-framed"
 # What replicas tell their front
 INNER_FIELDS = frozenset({b"x-cllm-usage", FRAMED, b"x-cllm-needed-tokens"})
+TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # a valid name of a field
+MAX_STATUS = 599
+WITHOUT_BODY = (204, 304)
 INVALID = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")  # in values of fields
 EVENTS, LINES = b"text/event-stream", b"application/x-ndjson"
 # how the parts of a stream end, after which a client skips these bytes
@@ -89,6 +92,8 @@ class Relay:
         if self._is_rest:
             self.rest = response
             return
+        if response.status > MAX_STATUS:
+            raise BrokenHTTP(f"an answer with the status {response.status}")
         self.response = response
         self.kind = response.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         length = response.headers.get(b"content-length", b"")
@@ -156,10 +161,13 @@ class Relay:
         reserved a place.
         """
         replica, ticket = self._replica.encode(), TICKET.encode()
+        dropped = INNER_FIELDS
+        if self.response.status in WITHOUT_BODY:
+            dropped |= {b"content-length"}
         return [
             (name, b"%s.%s" % (replica, value) if name == ticket else value)
             for name, value in drop_hop_by_hop(self.response.fields)
-            if name not in INNER_FIELDS and not INVALID.search(value)
+            if name not in dropped and TOKEN.fullmatch(name) and not INVALID.search(value)
         ]
 
     @property
