@@ -230,13 +230,18 @@ def test_heir_must_be_the_address_of_a_server(start_server):
 class Heir:
     """A client whose server answers puts with ``status``."""
 
-    def __init__(self, fingerprint: str, names: list[str], status: int = 204) -> None:
+    def __init__(
+        self, fingerprint: str, names: list[str], status: int = 204, get_status: int = 200
+    ) -> None:
         self.stored = StoredPrefixes(fingerprint, names)
         self.status = status
+        self.get_status = get_status
         self.sent: list[bytes] = []
 
     def get(self, path, params):
-        return SimpleNamespace(status_code=200, content=msgspec.json.encode(self.stored))
+        return SimpleNamespace(
+            status_code=self.get_status, content=msgspec.json.encode(self.stored)
+        )
 
     def put(self, path, params, content, headers):
         self.sent.append(b"".join(content))
@@ -260,9 +265,14 @@ def list_numbers(heir: Heir) -> list[int]:
     return [int(data[-1:]) for data in heir.sent]
 
 
+def send(heir: Heir, leaving: Leaving, seconds: float = 60) -> int:
+    """Return how many files the heir has taken."""
+    return len([*hand_over.send_files(heir, leaving, time.monotonic() + seconds)])
+
+
 def test_prefixes_used_last_are_sent_first(leaving):
     heir = Heir("model", [])
-    assert hand_over.send_files(heir, leaving, time.monotonic() + 60) == 3
+    assert send(heir, leaving) == 3
     assert list_numbers(heir) == [2, 1, 0]
     assert heir.sent[0] == hand_over.list_by_time(leaving.folder)[2].read_bytes()
 
@@ -270,37 +280,34 @@ def test_prefixes_used_last_are_sent_first(leaving):
 def test_files_that_the_heir_has_or_refuses_are_skipped(leaving):
     paths = hand_over.list_by_time(leaving.folder)
     heir = Heir("model", [paths[1].name])
-    assert hand_over.send_files(heir, leaving, time.monotonic() + 60) == 2
+    assert send(heir, leaving) == 2
     assert list_numbers(heir) == [2, 0]
-    assert hand_over.send_files(Heir("model", [], 400), leaving, time.monotonic() + 60) == 0
+    assert send(Heir("model", [], 400), leaving) == 0
     with pytest.raises(HandOverFailed, match="status 503"):
-        hand_over.send_files(Heir("model", [], 503), leaving, time.monotonic() + 60)
-    assert hand_over.send_files(heir := Heir("other", []), leaving, time.monotonic() + 60) == 0
+        send(Heir("model", [], 503), leaving)
+    assert send(heir := Heir("other", []), leaving) == 0
     assert not heir.sent
+
+
+def test_heir_without_the_model_gets_nothing(leaving):
+    heir = Heir("model", [], get_status=404)
+    assert send(heir, leaving) == 0
+    assert not heir.sent
+    with pytest.raises(HandOverFailed, match="status 500"):
+        send(Heir("model", [], get_status=500), leaving)
 
 
 def test_network_that_is_slower_than_computing_ends_the_hand_over(leaving, caplog):
     caplog.set_level("INFO")
     slow = Heir("model", [])
-    assert (
-        hand_over.send_files(
-            slow, leaving._replace(prompt_token_seconds=1e-12), time.monotonic() + 60
-        )
-        == 1
-    )
+    assert send(slow, leaving._replace(prompt_token_seconds=1e-12)) == 1
     assert list_numbers(slow) == [2]
     assert "no more prefixes of m are handed over" in caplog.text
-    fast = Heir("model", [])
-    assert (
-        hand_over.send_files(
-            fast, leaving._replace(prompt_token_seconds=10.0), time.monotonic() + 60
-        )
-        == 3
-    )
+    assert send(Heir("model", []), leaving._replace(prompt_token_seconds=10.0)) == 3
 
 
 def test_hand_over_ends_in_time(leaving):
     heir = Heir("model", [])
     with pytest.raises(HandOverFailed, match="no time left"):
-        hand_over.send_files(heir, leaving, time.monotonic() - 1)
+        send(heir, leaving, -1)
     assert not heir.sent

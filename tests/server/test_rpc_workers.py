@@ -134,6 +134,7 @@ def test_shares_and_devices_can_be_chosen(workers) -> None:
     for more in (
         ("--backend.llama-cpp.tensor-split", "3,1"),
         ("--backend.llama-cpp.devices", "RPC1"),
+        ("--backend.llama-cpp.split", "none", "--backend.llama-cpp.main-gpu", "1"),
     ):
         done = generate(*options(workers, *more))
         assert (done.returncode, done.stdout.strip()) == (0, "72"), done.stderr

@@ -31,8 +31,7 @@ from cllm.engine.snapshot_files import (
     read_head,
     read_tokens,
 )
-from cllm.errors import BadRequest, StartupError
-from cllm.http_client import open_client
+from cllm.errors import BadRequest
 from cllm.private_files import open_private
 from cllm.server.cluster.key import KEY_HEADER, ClusterKey
 from cllm.serving.registry import Registry
@@ -113,31 +112,30 @@ class HandOver:
         try:
             timeout = httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS)
             headers = {KEY_HEADER: self._key.find()}
-            with open_client(
-                self._heir, base_url=self._heir, timeout=timeout, headers=headers
-            ) as to:
+            direct = httpx2.HTTPTransport()  # without a proxy, which could read the key
+            with httpx2.Client(
+                base_url=self._heir, transport=direct, timeout=timeout, headers=headers
+            ) as client:
                 for model in leaving:
-                    sent += send_files(to, model, until)
-        except (
-            HandOverFailed,
-            StartupError,
-            OSError,
-            httpx2.HTTPError,
-            httpx2.InvalidURL,
-        ) as error:
+                    for _ in send_files(client, model, until):
+                        sent += 1
+        except (HandOverFailed, OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             log.warning("prefixes are no longer handed over to %s: %s", self._heir, reason)
         seconds = time.monotonic() - begun
         log.info("handed %d prefixes over to %s in %.1f s", sent, self._heir, seconds)
 
 
-def send_files(client: httpx2.Client, model: Leaving, until: float) -> int:
-    """Send files of a model until the time ``until``. Return how many the heir has taken.
+def send_files(client: httpx2.Client, model: Leaving, until: float) -> Iterator[Path]:
+    """Send files of a model until the time ``until``. Yield each one that the heir has taken.
 
     Raises HandOverFailed, OSError and httpx2.HTTPError.
     """
     query = {"model": model.name}
     answer = client.get(STATE_PATH, params=query)
+    if answer.status_code == 404:
+        log.info("the heir does not accept prefixes of the model %s", model.name)
+        return
     if answer.status_code != 200:
         raise HandOverFailed(f"it answers with status {answer.status_code}")
     try:
@@ -146,8 +144,8 @@ def send_files(client: httpx2.Client, model: Leaving, until: float) -> int:
         raise HandOverFailed(f"its answer is not valid: {error}") from None
     if stored.fingerprint != model.fingerprint:
         log.info("the heir has another file or other settings of the model %s", model.name)
-        return 0
-    known, num_sent = {*stored.names}, 0
+        return
+    known = {*stored.names}
     for path in reversed(list_by_time(model.folder)):
         if path.name in known:
             continue
@@ -162,7 +160,7 @@ def send_files(client: httpx2.Client, model: Leaving, until: float) -> int:
         content = read_pieces(path, until)
         answer = client.put(STATE_PATH, params=query, content=content, headers=length)
         if answer.status_code == 204:
-            num_sent += 1
+            yield path
         elif answer.status_code != 400:  # it does not want this file
             raise HandOverFailed(f"it answers with status {answer.status_code}")
         seconds = (time.monotonic() - begun) / max(1, len(read_tokens(head)))
@@ -175,7 +173,6 @@ def send_files(client: httpx2.Client, model: Leaving, until: float) -> int:
                 model.name,
             )
             break
-    return num_sent
 
 
 def read_file_head(path: Path) -> Head:
