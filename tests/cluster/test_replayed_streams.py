@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,9 +15,11 @@ from typing import Any
 import httpx2
 import pytest
 from cluster.conftest import FAKE, start_front
-from conftest import PATIENCE
+from conftest import PATIENCE, repeat
 from framed_streams import read_events
 from server.conftest import Server
+
+from cllm.models.builtin.questions import Question
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -82,7 +87,7 @@ def read(data: bytes) -> Any:
 
 # Streams take long enough to kill a replica meanwhile.
 SLOWLY = (
-    *("--server.enable-faults", "true", "--scheduler.speculation", "off"),
+    *("--server.enable-faults", "--scheduler.speculation", "off"),
     *("--cache.max-results", "0"),
 )
 
@@ -90,9 +95,13 @@ SLOWLY = (
 class Cluster:
     """A front and its replicas, of which some will be killed."""
 
-    def __init__(self, start: Callable[..., Server], number: int, *options: str) -> None:
-        self.replicas = [start(*FAKE, *SLOWLY, *options) for _ in range(number)]
-        self.front = start_front(start, *(one.url for one in self.replicas))
+    def __init__(
+        self, start: Callable[..., Server], number: int, model: Any = FAKE, seconds: float = 600
+    ) -> None:
+        """A stream waits ``seconds`` for a replica that can continue."""
+        self.replicas = [start(*model, *SLOWLY) for _ in range(number)]
+        options = ("--cluster.continue-seconds", str(seconds))
+        self.front = start_front(start, *(one.url for one in self.replicas), options=options)
 
     def slow_down(self) -> None:
         """Let each step take long enough to kill a replica in the middle of a stream."""
@@ -106,9 +115,22 @@ class Cluster:
                 return replica
         return None
 
+    def kill_busy(self) -> None:
+        """Kill a replica that computes."""
+        end = time.monotonic() + PATIENCE
+        while (victim := self.find_busy()) is None:
+            assert time.monotonic() < end
+        victim.stop(signal.SIGKILL)
+
+    @property
+    def num_continued(self) -> float:
+        return self.metric("front_continued_streams_total")
+
     def metric(self, name: str) -> float:
+        """Return a metric of the front that has no labels."""
         lines = self.front.client.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "_"))
+        [line] = [line for line in lines if line.startswith(f"cllm:{name} ")]
+        return float(line.rpartition(" ")[2])
 
 
 @asynccontextmanager
@@ -138,16 +160,161 @@ def test_stream_is_the_same_although_its_replica_is_killed(start_server, kind):
         cluster = Cluster(start_server, 2)
         whole = cluster.replicas[0].client.post(path, json=body).content
         cluster.slow_down()
-
-        def kill() -> None:
-            victim = cluster.find_busy()
-            assert victim is not None, [one.stats() for one in cluster.replicas]
-            victim.process.send_signal(signal.SIGKILL)
-
         async with opened(cluster.front) as client:
             at = random.randint(1, len(whole) // 2)
-            data = await follow(client, path, body, at, kill)
+            data = await follow(client, path, body, at, cluster.kill_busy)
         assert read(data) == read(whole), f"killed after {at} bytes"
-        assert cluster.metric("cllm:front_continued_streams") >= 1
+        assert cluster.num_continued >= 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_64_streams_of_all_kinds_end_right_although_a_replica_is_killed(start_server, victim):
+    """The other replicas continue those of a server. A server continues those of its engine."""
+    jobs = [(path, {**body, "cache_salt": f"salt{i}"}) for i in range(8) for path, body in KINDS]
+
+    async def test() -> None:
+        cluster = Cluster(start_server, 3)
+        wholes = [cluster.replicas[0].client.post(path, json=body).content for path, body in KINDS]
+        cluster.slow_down()
+        waiting = len(jobs) // 2
+
+        def reach() -> None:
+            """Kill one when half of the streams have got this far."""
+            nonlocal waiting
+            waiting -= 1
+            if waiting == 0 and victim == "server":
+                cluster.kill_busy()
+            elif waiting == 0:
+                busy = cluster.find_busy()
+                assert busy is not None
+                os.kill(busy.engine_pid(), signal.SIGKILL)
+
+        async with opened(cluster.front) as client:
+            streams = [
+                follow(client, path, body, random.randint(1, len(whole) // 3), reach)
+                for (path, body), whole in zip(jobs, wholes * 8, strict=True)
+            ]
+            answers = await asyncio.gather(*streams)
+        for (path, _), data, whole in zip(jobs, answers, wholes * 8, strict=True):
+            assert read(data) == read(whole), path
+        assert (cluster.num_continued > 0) == (victim == "server")
+        assert cluster.metric("front_cut_streams_total") == 0
+
+    asyncio.run(test())
+
+
+def test_stream_survives_one_replica_after_the_other(start_server):
+    path, body = KINDS[0]
+
+    async def test() -> None:
+        cluster = Cluster(start_server, 4)
+        whole = cluster.replicas[0].client.post(path, json=body).content
+        cluster.slow_down()
+        data, deaths = b"", 0
+        async with (
+            opened(cluster.front) as client,
+            client.stream("POST", path, json=body) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                data += part
+                if deaths < 3 and len(data) > (deaths + 1) * len(whole) // 5:
+                    await asyncio.to_thread(cluster.kill_busy)
+                    deaths += 1
+        assert read(data) == read(whole)
+        assert deaths == 3
+
+    asyncio.run(test())
+
+
+ERRORS = {
+    0: '{"error":',
+    4: "event: error",
+    5: "event: error",
+    6: '{"error":',
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_stream_without_a_replica_that_can_continue_ends_with_one_error(start_server, kind):
+    path, body = KINDS[kind]
+
+    async def test() -> None:
+        cluster = Cluster(start_server, 1, seconds=0)
+        cluster.slow_down()
+        async with opened(cluster.front) as client:
+            data = await follow(client, path, body, 1, cluster.kill_busy)
+        assert data.count(ERRORS[kind].encode()) == 1, data[-300:]
+        assert b"no other one can continue" in data
+        assert cluster.metric("front_cut_streams_total") == 1
+
+    asyncio.run(test())
+
+
+def test_stream_waits_for_its_only_replica_to_be_started_again(start_server):
+    path, body = KINDS[0]
+
+    async def test() -> None:
+        cluster = Cluster(start_server, 1)
+        [replica] = cluster.replicas
+        whole = replica.client.post(path, json=body).content
+        cluster.slow_down()
+        port = int(replica.url.rpartition(":")[2])
+
+        def restart() -> None:
+            cluster.kill_busy()
+            start_server(*FAKE, port=port)
+
+        async with opened(cluster.front) as client:
+            data = await follow(client, path, body, len(whole) // 3, restart)
+        assert read(data) == read(whole)
+
+    asyncio.run(test())
+
+
+def check_answer(question: Question, data: bytes) -> None:
+    text, names, arguments = "", [], ""
+    for line in data.decode().splitlines():
+        if not line.startswith("data: {"):
+            continue
+        delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+        text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            names += [call["function"]["name"]] if "name" in call["function"] else []
+            arguments += call["function"]["arguments"]
+    if not question.answer.startswith("<tool_call>"):
+        assert (text, names) == (question.answer, [])
+        return
+    call = json.loads(question.answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert (names, json.loads(arguments)) == ([call["name"]], call["arguments"])
+
+
+@pytest.mark.llama
+def test_questions_are_answered_right_although_a_replica_is_killed(start_server, known_questions):
+    questions = known_questions(repeat(48, 16), seed=44)
+
+    async def test() -> None:
+        cluster = Cluster(start_server, 2, model=("--context", "1024"))
+        cluster.slow_down()
+        waiting = len(questions) // 2
+
+        def reach() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if waiting == 0:
+                cluster.kill_busy()
+
+        async with opened(cluster.front) as client:
+            streams = []
+            for question in questions:
+                body = {"messages": question.messages, "temperature": 0, "stream": True}
+                if question.tools:
+                    body["tools"] = question.tools
+                streams.append(follow(client, KINDS[0][0], body, 1, reach))
+            answers = await asyncio.gather(*streams)
+        for question, data in zip(questions, answers, strict=True):
+            check_answer(question, data)
+        assert cluster.num_continued > 0
 
     asyncio.run(test())

@@ -46,6 +46,7 @@ class Server:
         program: Iterable[str] = (),
         command: Iterable[str] = ("serve",),
         stdin: int | None = None,
+        port: int = 0,
         **environment: str,
     ) -> None:
         """``max_files``: limit of open files. ``program``: arguments of Python before ``command``,
@@ -53,7 +54,7 @@ class Server:
         """
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
-        command = [*command, "--port", "0", *arguments]
+        command = [*command, "--port", str(port), *arguments]
         is_plain = not (program or max_files or stdin)
         if not is_plain:
             command = [sys.executable, *(program or ("-m", "cllm")), *command]

@@ -59,8 +59,7 @@ UPLOADS = frozenset({"/v1/files", "/v1/messages/batches"})
 STORING = UPLOADS | {"/v1/batches"}
 FRONT_NAME_FILE = "front_name"  # in the storage folder
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
-WAIT_SECONDS = 10.0  # for another replica, after one has ended in the middle of a stream
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
 CANNOT_CONTINUE = (
     "The replica that computed this answer has ended, and no other one can continue; please retry."
 )
@@ -425,8 +424,8 @@ class Forwarding:
         """
         front, replay = self._front, relay.replay
         assert replay is not None
-        clock = asyncio.get_running_loop().time
-        until = clock() + WAIT_SECONDS
+        clock, seconds = asyncio.get_running_loop().time, front.settings.cluster.continue_seconds
+        until = clock() + seconds
         relay.break_silence()
         try:
             while replay.can_continue:
@@ -443,7 +442,7 @@ class Forwarding:
                     await self._ask_for_rest(replica, admission, relay, replay)
                     return
                 except StreamCut:
-                    until = clock() + WAIT_SECONDS
+                    until = clock() + seconds
                 except ReplicaLost:
                     replay.note_refusal(replica)
                 finally:

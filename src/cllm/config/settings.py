@@ -433,6 +433,13 @@ class ClusterSettings(Section):
         description="Seconds without an answer after which a replica gets no further requests; "
         "after three times as long, its running ones are given up.",
     )
+    continue_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        le=3600,
+        description="Seconds that a stream waits for a replica that can continue it, after its own "
+        "has ended; then it ends with an error.",
+    )
     hand_over: float = Field(
         default=0.0,
         ge=0,
