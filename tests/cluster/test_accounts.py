@@ -126,6 +126,15 @@ def test_second_attempt_is_paid_only_once(access, accounts):
     assert used(accounts) == UsageCounts(1, 10, 0, 5)
 
 
+def test_nonsense_of_a_replica_is_no_usage(access, accounts):
+    for value in (b"", b"7", b"{", b'{"requests":"x"}'):
+        admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+        admission.encode("replica1")
+        admission.end({b"x-cllm-usage": value, b"x-cllm-needed-tokens": b"-1"}, is_stream=False)
+        admission.close()
+        assert accounts.awaited == {"replica1"}
+
+
 def test_last_progress_of_a_stream_tells_its_usage(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, body())
     admission.encode("replica1")

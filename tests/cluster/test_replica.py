@@ -7,10 +7,12 @@ import msgspec
 import pytest
 from conftest import PATIENCE
 
+from cllm.cluster.accounts import CHARGED
 from cllm.core.account import ANONYMOUS, Account
 from cllm.core.carried import Carried, encode_carried
 from cllm.core.request import Priority
 from cllm.core.stored_ids import find_replica
+from cllm.server.app import routes
 from cllm.store.charges import UsageCounts
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 from cllm.store.usage_reports import TakenReports
@@ -261,3 +263,31 @@ def test_requests_are_scheduled_under_the_account_that_the_front_names(start_ser
         with server.client.stream("POST", CHAT, json=body, headers=sent):
             page = server.client.get("/scheduler").json()
             assert [one["key"] for one in page["waiting"]] == ["address-10.0.0.7"]
+
+
+def find_example(document, operation):
+    """Return the example of a request body, without a stream; None without an example."""
+    content = operation.get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    if "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    example = next(iter(schema.get("examples", ())), None)
+    if isinstance(example, dict) and "stream" in schema["properties"]:
+        return example | {"stream": False}
+    return example
+
+
+def test_front_charges_the_routes_that_replicas_charge(start_server):
+    server = start_server(*FAKE, "--model.aliases", "*", CLLM_CLUSTER_KEY=KEY)
+    document = server.client.get("/openapi.json").json()
+    told = {}
+    for path, operations in document["paths"].items():
+        body = find_example(document, operations["post"]) if "post" in operations else None
+        if isinstance(body, dict):
+            answer = server.client.post(path, json=body, headers=headers())
+            if answer.status_code == 200:
+                told[path] = "x-cllm-usage" in answer.headers
+    assert len(told) > 15
+    assert {path for path, is_charged in told.items() if is_charged} == CHARGED & told.keys()
+    unknown = CHARGED - {route.path for route in routes()}
+    assert not unknown

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -34,11 +35,9 @@ REPORT_SECONDS = 10.0  # a replica that answers has reported a request's usage b
 CHARGED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/chat/completions", "/completions", "/completion", "/infill"),
-        *("/v1/embeddings", "/embeddings", "/embedding"),
-        *("/v1/rerank", "/v1/reranking", "/v2/rerank", "/rerank", "/reranking"),
+        *("/completion", "/infill", "/generate", "/v1/embeddings", "/embeddings"),
+        *("/v1/rerank", "/v1/reranking", "/v2/rerank"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
-        *("/generate", "/encode", "/benchmark"),
     }
 )
 
@@ -102,23 +101,26 @@ class Admission:
         self._replica = ""  # that was asked last
         self._has_ended = False  # its whole answer has come
         self._base_url = str(request.base_url)
-        fields = read_fields(body) if body.lstrip()[:1] == b"{" else Fields()
         self._is_batch = path in BATCHES
         call = get_call(request)
         self.account = call.account()
+        is_charged = self.account.has_key and path in CHARGED
+        limits = self.account.limits
+        self._is_limited = (limits.tokens_per_minute, limits.tokens_per_month) != (None, None)
+        # most bodies need not be read
+        is_read = not self.account.name or (is_charged and self._is_limited)
+        fields = read_fields(body) if is_read and body.lstrip()[:1] == b"{" else Fields()
         self.scheduled = call.scheduling_account(fields.find_user())
         self._charge: Charge | None = None
         self._used = UsageCounts()
         self._is_exact = False
         self._end: Callable[[CLLMError], None] | None = None
         self._num_estimated = 0
-        if self.account.has_key and path in CHARGED:
+        if is_charged:
             self._num_estimated = len(body) // BYTES_PER_TOKEN + fields.estimate_output()
             self._reserve(0, self._num_estimated)
 
     def _reserve(self, num_tokens: int, num_extra: int) -> None:
-        limits = self.account.limits
-        self._is_limited = (limits.tokens_per_minute, limits.tokens_per_month) != (None, None)
         if not self._is_limited:
             num_extra = 0
         ledger = self._accounts.access.ledger
@@ -186,12 +188,14 @@ class Admission:
 
         Raises NeedsTokens if the replica rejects the request because too few are reserved.
         """
-        if (needed := headers.get(NEEDED_HEADER.encode())) is not None:
+        if (needed := headers.get(NEEDED_HEADER.encode(), b"")).isdigit():
             raise NeedsTokens(int(needed))
-        if (told := headers.get(USAGE_HEADER.encode())) is not None:
-            self.note_usage(msgspec.json.decode(told, type=UsageCounts))
+        told = headers.get(USAGE_HEADER.encode())
+        if told is not None:
+            with suppress(msgspec.DecodeError):
+                self.note_usage(msgspec.json.decode(told, type=UsageCounts))
         # a stream that has not told its usage is reported
-        self._has_ended = told is not None or not is_stream
+        self._has_ended = told is None and not is_stream
 
     def note_ending(self, ending: Ending) -> None:
         """Note the last progress of a stream, which tells its usage."""

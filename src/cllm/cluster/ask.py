@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from cllm.cluster.leases import Replica
+from cllm.errors import EngineError
 from cllm.server.cluster.key import KEY_HEADER, ClusterKey
 
 SAFE_IN_PATHS = "/:@!$&'()*+,;=~-._"
@@ -31,7 +32,11 @@ class Told(NamedTuple):
     body: bytes
 
     def read(self) -> Any:
-        return from_json(self.body)
+        """Return the JSON value of the body. Raises EngineError for a body that is none."""
+        try:
+            return from_json(self.body)
+        except ValueError:
+            raise EngineError("The answer of a replica cannot be read.") from None
 
     def pass_on(self) -> Response:
         """Return this answer for the client."""

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.cluster.accounts import Accounts, Admission, NeedsTokens
+from cllm.cluster.accounts import CHARGED, Accounts, Admission, NeedsTokens
 from cllm.cluster.ask import quote_path
 from cllm.cluster.faults import write_fault
 from cllm.cluster.gather import Gatherer
@@ -66,16 +66,10 @@ CANNOT_CONTINUE = (
 CHUNKED = (b"transfer-encoding", b"chunked")
 # Methods and paths of requests that change nothing, so that they can be sent again when their
 # connection has been lost
-REPEATABLE = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"),
-        *("/v1/messages/count_tokens", "/v1/rerank", "/v1/reranking", "/v2/rerank"),
-        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/v1/responses"),
-        *("/completion", "/completions", "/chat/completions", "/infill", "/embedding"),
-        *("/embeddings", "/tokenize", "/detokenize", "/apply-template", "/rerank", "/reranking"),
-        *("/generate", "/encode", "/decode"),
-    }
-)
+REPEATABLE = CHARGED | {
+    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize"),
+    *("/apply-template", "/encode", "/decode"),
+}
 
 
 class ReplicaLost(EngineError):
