@@ -136,5 +136,8 @@ def test_stream_that_has_become_too_long_cannot_be_continued(monkeypatch):
 
 
 def test_bytes_that_are_no_frames_are_refused():
-    with pytest.raises(msgspec.DecodeError):
-        Replay(ReplayMemory()).feed(LENGTH.pack(1) + LENGTH.pack(0) + b"\xc1")
+    too_long = LENGTH.pack(2**31) + LENGTH.pack(0)
+    negative = write(ending=Ending(-3, 4, 0, 0))
+    for data in (LENGTH.pack(1) + LENGTH.pack(0) + b"\xc1", too_long, negative):
+        with pytest.raises(msgspec.MsgspecError):
+            Replay(ReplayMemory()).feed(data)

@@ -43,7 +43,7 @@ from cllm.server.cluster.continuation import CONTINUE_PATH
 from cllm.server.cluster.key import INTERNAL, KEY_HEADER
 from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.server.errors import describe
-from cllm.server.http.sse import wait_for_disconnect
+from cllm.server.http.sse import HEARTBEAT, wait_for_disconnect
 from cllm.server.queueing import TICKET
 
 log = logging.getLogger("cllm.cluster")
@@ -420,9 +420,12 @@ class Forwarding:
         assert replay is not None
         clock, seconds = asyncio.get_running_loop().time, front.settings.cluster.continue_seconds
         until = clock() + seconds
-        relay.break_silence()
+        beat = clock()
         try:
             while replay.can_continue:
+                if clock() >= beat:
+                    relay.break_silence()
+                    beat = clock() + HEARTBEAT
                 choices = front.replicas.find(model)
                 usable = [one for one in choices if replay.may_try(one.replica)]
                 booking = self._choose(usable, wanted, "", [], None)

@@ -136,7 +136,7 @@ class Relay:
             return True  # the replica does not continue
         try:
             data = replay.feed(data)
-        except msgspec.DecodeError as error:
+        except msgspec.MsgspecError as error:
             raise BrokenHTTP("a stream without frames") from error
         if replay.has_outputs:
             self._note_first()

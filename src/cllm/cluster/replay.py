@@ -13,6 +13,7 @@ from cllm.serving.delivered import LENGTH, MAX_PROGRESS_BYTES, Ending, Progress
 
 HEAD = struct.Struct(">II")  # of a frame: the lengths of its progress and of its data
 MAX_KEPT_BYTES = 256_000_000  # of the progress of all streams of a front
+MAX_FRAME_BYTES = 64_000_000  # an echoed prompt with its logprobs takes less
 OUTPUTS_ONLY = 0x91  # first byte of a progress with nothing but outputs: an array of one element
 # After so many deaths of replicas between two tokens of a stream, its request may be the cause.
 MAX_DEATHS = 2
@@ -51,7 +52,7 @@ class Replay:
     def feed(self, data: bytes | bytearray) -> bytes:
         """Take bytes from the replica, and return those for the client.
 
-        Raises msgspec.DecodeError for bytes that are not frames.
+        Raises msgspec.MsgspecError for bytes that are not frames.
         """
         if self._rest:
             self._rest += data
@@ -59,6 +60,8 @@ class Replay:
         at, parts = 0, []
         while len(data) - at >= HEAD.size:
             length, size = HEAD.unpack_from(data, at)
+            if length + size > MAX_FRAME_BYTES:
+                raise msgspec.ValidationError("the frame is too long")
             begin = at + HEAD.size
             if begin + length + size > len(data):
                 break

@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -18,6 +19,9 @@ from cllm.text.output_reader import Delta, OutputReader, Usage
 
 LENGTH = struct.Struct(">I")
 MAX_PROGRESS_BYTES = 16_000_000  # of one stream; one that has more cannot be continued
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -43,10 +47,10 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     another server could compute the rest.
     """
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+    reasoning_tokens: Count
     error: str = ""
     may_continue: bool = False
 
