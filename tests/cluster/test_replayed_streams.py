@@ -21,6 +21,8 @@ from server.conftest import Server
 
 from cllm.models.builtin.questions import Question
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
     "type": "object",
@@ -70,7 +72,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 # what differs between two requests
 OWN = {"id", "item_id", "created", "created_at", "call_id", "usage", "system_fingerprint"}
 OWN |= {"prompt_eval_count"}
-SLOW = {"faults": [{"kind": "slow", "seconds": 0.05, "num_steps": 1_000_000}]}
 
 
 def without_own(value: Any) -> Any:
@@ -103,10 +104,11 @@ class Cluster:
         options = ("--cluster.continue-seconds", str(seconds))
         self.front = start_front(start, *(one.url for one in self.replicas), options=options)
 
-    def slow_down(self) -> None:
+    def slow_down(self, seconds: float = 0.02) -> None:
         """Let each step take long enough to kill a replica in the middle of a stream."""
+        slow = {"kind": "slow", "seconds": seconds, "num_steps": 1_000_000}
         for replica in self.replicas:
-            replica.client.post("/faults", json=SLOW).raise_for_status()
+            replica.client.post("/faults", json={"faults": [slow]}).raise_for_status()
 
     def find_busy(self) -> Server | None:
         """Return a replica that computes."""
@@ -159,7 +161,7 @@ def test_stream_is_the_same_although_its_replica_is_killed(start_server, kind):
     async def test() -> None:
         cluster = Cluster(start_server, 2)
         whole = cluster.replicas[0].client.post(path, json=body).content
-        cluster.slow_down()
+        cluster.slow_down(0.05)  # there is time to kill it during a short stream
         async with opened(cluster.front) as client:
             at = random.randint(1, len(whole) // 2)
             data = await follow(client, path, body, at, cluster.kill_busy)

@@ -13,6 +13,8 @@ from framed_streams import join_progress, make_app, read_events, stream
 from cllm.models.builtin.questions import TOOLS as TRAINED
 from cllm.serving.delivered import Delivered
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "user", "content": "What is 5 + 3?"}]
 SCHEMA = {
     "type": "object",
