@@ -50,7 +50,8 @@ class Server:
         **environment: str,
     ) -> None:
         """``max_files``: limit of open files. ``program``: arguments of Python before ``command``,
-        in place of ``-m cllm``. ``stdin``: as for subprocess.Popen.
+        in place of ``-m cllm``. ``stdin``: as for subprocess.Popen. ``port``:
+        where it listens; 0 is a free one.
         """
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"

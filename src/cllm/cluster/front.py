@@ -92,6 +92,12 @@ class Refused(Exception):
         self.relay = relay
 
     @property
+    def is_full(self) -> bool:
+        """Whether the replica's queue is full. In Ollama's dialect, that has the status 503 too."""
+        response = self.relay.response
+        return response.status != 503 or TICKET.encode() in response.headers
+
+    @property
     def retry_after(self) -> float:
         """Seconds after which the client may retry."""
         value = self.relay.response.headers.get(b"retry-after", b"")
@@ -330,7 +336,7 @@ class Forwarding:
             usable = [one for one in choices if one.replica.is_listed and one.replica not in tried]
         if ticket:
             usable = [one for one in usable if one.replica.name == ticket] or usable
-        if refusal is not None and refusal.relay.response.status != 503:
+        if refusal is not None and refusal.is_full:
             limit = refusal.retry_after
             usable = [one for one in usable if one.waiting_seconds < limit]
         elif not usable and refusal is None:  # the only replica has lost the connection
@@ -369,9 +375,10 @@ class Forwarding:
     async def _connect(self, replica: Replica) -> Connection:
         """Return a connection to a replica. Raises ReplicaLost."""
         try:
-            return await replica.client.take(is_new=not self._is_repeatable)
+            async with asyncio.timeout(self._front.settings.cluster.lease_seconds):
+                return await replica.client.take(is_new=not self._is_repeatable)
         except OSError as error:  # also a TimeoutError
-            self._front.replicas.lose(replica, str(error))
+            self._front.replicas.lose(replica, str(error) or "it does not answer")
             replica.wake.set()
             raise ReplicaLost("The replica cannot be reached.") from error
 
