@@ -7,7 +7,7 @@ from fake_replica import make_lease
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.cluster.leases import Replicas, find_model
+from cllm.cluster.leases import MAX_BLOCKS, MIN_BLOCKS, Replicas, find_model
 from cllm.config.settings import Settings
 from cllm.routing.router import Router, RoutingRequest
 from cllm.server.cluster.key import ClusterKey
@@ -53,6 +53,32 @@ def test_model_is_found_by_name_alias_and_as_the_default():
         assert found is not None
         assert found.name == "small"
     assert find_model(lease, "other") is None
+
+
+def test_replica_that_must_load_the_model_gets_requests_only_when_others_are_full():
+    router, replicas = front_of(2)
+    replicas.take(replicas.all[0], lease_of("r0", is_loaded=False))
+    bookings = []
+    for _ in range(4):
+        (only,) = replicas.find("m")
+        assert only.replica.name == "r1"
+        request = RoutingRequest([], [], 10)
+        bookings.append(router.choose(request, [only.candidate]))
+    assert len(replicas.find("m")) == 2
+    bookings.pop().release()
+    assert len(replicas.find("m")) == 1
+    replicas.lose(replicas.all[1], "it is gone")
+    assert [one.replica.name for one in replicas.find("m")] == ["r0"]
+
+
+def test_table_of_prefixes_grows_with_the_caches_of_replicas():
+    router, replicas = front_of(2)
+    assert router.max_blocks == MIN_BLOCKS
+    for replica in replicas.all:
+        replicas.take(replica, lease_of(replica.name, num_cells=5_000_000))
+    assert router.max_blocks == 4 * 10_000_000 * 4 // 1024
+    replicas.take(replicas.all[0], lease_of("r0", num_cells=10**9))
+    assert router.max_blocks == MAX_BLOCKS
 
 
 def test_numbers_of_models_that_are_gone_are_used_again():

@@ -22,7 +22,7 @@ from cllm.cluster.ask import quote_path
 from cllm.cluster.faults import write_fault
 from cllm.cluster.gather import Gatherer
 from cllm.cluster.heirs import Heirs
-from cllm.cluster.leases import Choice, Replica, Replicas, make_choice
+from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
 from cllm.cluster.relay import FRAMED, SILENCE, Relay, drop_hop_by_hop
@@ -48,7 +48,6 @@ from cllm.server.queueing import TICKET
 
 log = logging.getLogger("cllm.cluster")
 
-MAX_BLOCKS = 1_000_000  # of the prefix table, 1,024 bytes each
 MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answer begins
 # Header fields that only a front may send to a replica
 OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
@@ -111,7 +110,7 @@ class Front:
         """Raises StartupError if the settings cannot be used."""
         self.settings = settings
         self.access = access
-        self.router = Router("prefix-window", MAX_BLOCKS)
+        self.router = Router("prefix-window", MIN_BLOCKS)
         self.replicas = Replicas(
             settings.cluster.urls,
             access.cluster_key,

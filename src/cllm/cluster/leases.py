@@ -10,13 +10,14 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import count
 
 import msgspec
 
+from cllm.cluster.prefixes import BLOCK_BYTES, BYTES_PER_TOKEN
 from cllm.errors import StartupError
 from cllm.http_connection import CannotConnect, Connection, HTTPClient, reason
 from cllm.routing.router import Candidate, Router
@@ -29,6 +30,10 @@ LEAST_TIMEOUT = 0.5  # seconds for the answer, however long the last lease is st
 MAX_LEASE_BYTES = 4_000_000
 LOST_AFTER = 3  # times the lease's seconds, after which running requests are given up
 GONE_SECONDS = 60.0  # without a lease, after which what a replica stores counts as gone
+# Limits of the table of prefixes, which has as many as replicas can keep: CACHE_FACTOR times the
+# cells of their KV caches, because they save prefixes in RAM and in files too.
+MIN_BLOCKS, MAX_BLOCKS = 10_000, 1_000_000
+CACHE_FACTOR = 4
 MAX_NAMES = 1000  # names of models from requests that are remembered
 
 log = logging.getLogger("cllm.cluster")
@@ -79,9 +84,21 @@ class Choice(msgspec.Struct, frozen=True):
         return self.replica.candidates[self.origin]
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the replica has loaded the model."""
+        return self.replica.models[self.origin].is_loaded
+
+    @property
     def waiting_seconds(self) -> float:
         """How long a request would wait there, according to the last lease."""
         return self.replica.models[self.origin].waiting_seconds
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The choices for the requests that name a model, and those of them that have loaded it."""
+
+    choices: list[Choice]
+    loaded: list[Choice]
 
 
 class Replicas:
@@ -94,7 +111,8 @@ class Replicas:
         self._key = key
         self._router = router
         self._lease_seconds = lease_seconds
-        self._found: dict[str | None, list[Choice]] = {}  # by the name in the request
+        self._found: dict[str | None, Found] = {}  # by the name in the request
+        self._num_cells = 0  # of the KV caches of all replicas
         self.by_number: dict[int, Replica] = {}  # by a number of ``Replica.numbers``
         self._tasks: list[asyncio.Task[None]] = []
         self.all = [Replica(url, make_client(url)) for url in dict.fromkeys(urls)]
@@ -108,15 +126,24 @@ class Replicas:
     def find(self, model: str | None) -> list[Choice]:
         """Return the replicas that may answer a request for ``model``, None for the default one.
 
-        If no replica has that model, return all of them: they explain that in the words of the
-        request's dialect, or find a file that is new.
+        Those that would have to load the model are left out while others have places. If no replica
+        has the model, return all of them: they explain that in the words of the request's dialect,
+        or find a file that is new.
         """
         found = self._found.get(model)
         if found is None:
             if len(self._found) >= MAX_NAMES:
                 self._found.clear()
-            found = self._found[model] = self._find(model) or self._find(None)
-        return found
+            choices = self._find(model) or self._find(None)
+            loaded = [one for one in choices if one.is_loaded]
+            found = self._found[model] = Found(choices, loaded)
+        if len(found.loaded) < len(found.choices) and any(map(self._has_place, found.loaded)):
+            return found.loaded
+        return found.choices
+
+    def _has_place(self, choice: Choice) -> bool:
+        candidate = choice.candidate
+        return self._router.booked(candidate.number).num_seqs < candidate.max_num_seqs
 
     def _find(self, model: str | None) -> list[Choice]:
         for status in ("ready", "loading"):
@@ -252,7 +279,11 @@ class Replicas:
             self.on_change(replica)
 
     def _update_candidates(self, replica: Replica, lease: Lease) -> None:
-        origins = replica.models = {model.origin: model for model in lease.models}
+        origins = {model.origin: model for model in lease.models}
+        self._num_cells += count_cells(origins) - count_cells(replica.models)
+        blocks = CACHE_FACTOR * self._num_cells * BYTES_PER_TOKEN // BLOCK_BYTES
+        self._router.max_blocks = min(max(blocks, MIN_BLOCKS), MAX_BLOCKS)
+        replica.models = origins
         for name in replica.numbers.keys() - origins.keys():
             number = replica.numbers.pop(name)
             self._router.forget(number)
@@ -299,8 +330,13 @@ def describe(lease: Lease | None) -> tuple[object, ...]:
     """Return what of a lease matters for ``find``."""
     if lease is None:
         return ()
-    models = [(model.name, model.origin, *model.aliases) for model in lease.models]
+    models = [(model.name, model.origin, model.is_loaded, *model.aliases) for model in lease.models]
     return lease.name, lease.epoch, lease.status, models
+
+
+def count_cells(models: Mapping[str, ModelLease]) -> int:
+    """Return the number of cells in the KV caches of models."""
+    return sum(model.num_cells for model in models.values())
 
 
 def find_model(lease: Lease, name: str | None) -> ModelLease | None:
