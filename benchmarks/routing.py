@@ -1,52 +1,82 @@
-"""Simulate eight engines behind one queue, and compare the pool's choice of an engine with others.
+"""Simulate replicas behind one front, and compare the product's choice of a replica with others.
 
-    uv run python benchmarks/routing.py [--engines 8] [--seeds 3] [--requests 1500]
+    uv run python benchmarks/routing.py results.jsonl [--replicas 8,64] [--loads 0.5,0.8,1.2]
+        [--seeds 5] [--requests 60] [--seconds 150]
 
-For traces with shared prefixes and with conversations, at three rates: the mean TTFT with the
-pool's rule, prefix-window, as a ratio to the better of least-loaded and prefix; and the share of
-prompt tokens that were cached, as a ratio to one engine that is as large as all together. Then the
-time of one choice. Exit code 1 if a target is missed.
+Each case is one of five workloads at a load, which is the share of what all replicas can serve,
+about. Its line in the file has, for each rule, the mean TTFT, the share of prompt tokens that were
+cached, the largest load of a replica relative to the mean, Jain's index of two accounts, and the
+good requests per replica and second. Cases in the file are not computed again, and no case begins
+after ``--seconds``: run the command until it prints the table. Then it checks the targets.
+Exit code 1 if one is missed, 2 if cases are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
+from collections import defaultdict
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from cllm.bench.simulation.simulator import SMALL_MODEL, Course, Setup, simulate
+from cllm.bench.simulation.replica import Course
+from cllm.bench.simulation.report import summarize
+from cllm.bench.simulation.setup import SMALL_MODEL, Setup
+from cllm.bench.simulation.simulator import simulate
 from cllm.bench.simulation.synthetic import synthesize
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.observe.trace_file import TraceEntry
 from cllm.process.assignments import BLOCK, describe
-from cllm.routing.router import Candidate, Router
+from cllm.routing.router import Candidate, Router, Routing, RoutingRequest
 
-RULES = ("least-loaded", "prefix", "prefix-window")
-TTFT, HITS, CHOICE = 1.05, 0.9, 50e-6  # targets
-RATES = (0.5, 0.8, 1.2)  # of what all engines can serve, about
+OURS: Routing = "prefix-window"
+RULES: tuple[Routing, ...] = ("least-loaded", "prefix", OURS)
+WORKLOADS = ("chat", "shared-prefix", "multi-turn", "hot-prefix", "two-keys")
+# targets: mean TTFT to that of the best rule, hits to those of an infinite replica, the largest
+# load to the mean, Jain's index, goodput per replica of many replicas to that of the fewest
+TTFT, HITS, SPREAD, JAIN, SCALING = 1.05, 0.9, 1.3, 0.95, 0.95
+CHOICE, MANY_CHOICE = 50e-6, 1e-3  # seconds of a choice in a pool, and of 1,000 replicas
+GOOD_TTFT = 5.0  # seconds
 MAX_NUM_SEQS = 16
 
 
-def mean_ttft(courses: list[Course]) -> float:
-    return statistics.fmean(one.times[0] - one.entry.arrived for one in courses if one.times)
+class Figures(msgspec.Struct):
+    """The results of one rule."""
+
+    ttft: float
+    hits: float
+    spread: float
+    jain: float | None
+    good: float
 
 
-def hit_rate(courses: list[Course]) -> float:
-    cached = sum(one.num_cached for one in courses)
-    return cached / sum(one.entry.input_length for one in courses)
+class Case(msgspec.Struct, frozen=True):
+    workload: str
+    load: float
+    seed: int
+    replicas: int
 
 
-def make_setup(entries: list[TraceEntry], engines: int, routing: str, seed: int) -> Setup:
+class Result(msgspec.Struct):
+    """``possible`` is the hit rate of a replica with an infinite cache."""
+
+    case: Case
+    possible: float
+    rules: dict[str, Figures]
+
+
+def make_setup(entries: list[TraceEntry], replicas: int, routing: Routing, seed: int) -> Setup:
     context = max(entry.input_length + entry.output_length for entry in entries) + 16
     return Setup(
         context=context,
-        replicas=engines,
-        routing=routing,  # type: ignore[arg-type]
+        replicas=replicas,
+        routing=routing,
         max_num_seqs=MAX_NUM_SEQS,
         num_cells=max(context, 40_000),
         costs=SMALL_MODEL,
@@ -54,54 +84,98 @@ def make_setup(entries: list[TraceEntry], engines: int, routing: str, seed: int)
     )
 
 
-def measure_rate(entries: list[TraceEntry], engines: int) -> float:
-    """Return how many times faster than their own times the entries can be served."""
+def measure_capacity(workload: str) -> float:
+    """Return how many requests per second a replica can serve, about."""
+    entries = synthesize(workload, 400, 1.0, 0)
     at_once = [msgspec.structs.replace(entry, timestamp=0.0) for entry in entries]
-    courses, _ = simulate(at_once, make_setup(at_once, engines, "prefix-window", 0))
-    return entries[-1].arrived / max(course.ended for course in courses)
+    courses, _ = simulate(at_once, make_setup(at_once, 8, OURS, 0))
+    # the time until nine of ten have ended: the last ones leave most places empty
+    ends = sorted(course.ended for course in courses)
+    return 0.9 * len(ends) / ends[len(ends) * 9 // 10] / 8
 
 
-def compare(workload: str, engines: int, seeds: int, requests: int) -> bool:
-    """Print the figures of one workload. Return whether they reach the targets."""
-    reached = True
-    for share in RATES:
-        ratios, hits = [], []
-        for seed in range(seeds):
-            entries = synthesize(workload, requests, 1.0, seed)
-            factor = share * measure_rate(entries, engines)
-            entries = [
-                msgspec.structs.replace(entry, timestamp=entry.timestamp / factor)
-                for entry in entries
-            ]
-            courses = {
-                rule: simulate(entries, make_setup(entries, engines, rule, seed))[0]
-                for rule in RULES
-            }
-            ttft = {rule: mean_ttft(own) for rule, own in courses.items()}
-            ratios.append(ttft["prefix-window"] / min(ttft["least-loaded"], ttft["prefix"]))
-            one = make_setup(entries, 1, "least-loaded", seed)
-            large = msgspec.structs.replace(
-                one,
-                max_num_seqs=engines * one.max_num_seqs,
-                num_cells=engines * one.cells,
-                max_num_batched_tokens=engines * one.max_num_batched_tokens,
-                costs=msgspec.structs.replace(
-                    SMALL_MODEL,
-                    row=SMALL_MODEL.row / engines,
-                    token=SMALL_MODEL.token / engines,
-                ),
-            )
-            hits.append(hit_rate(courses["prefix-window"]) / hit_rate(simulate(entries, large)[0]))
-        ratio, hit = statistics.median(ratios), statistics.median(hits)
-        reached = reached and ratio <= TTFT and hit >= HITS
-        print(
-            f"{workload} at {share:.0%} of the capacity: mean TTFT {ratio:.3f} "
-            f"({min(ratios):.3f}-{max(ratios):.3f}) of the better of the others (target {TTFT}), "
-            f"hit rate {hit:.3f} ({min(hits):.3f}-{max(hits):.3f}) of one engine's "
-            f"(target {HITS})",
-            flush=True,
+def count_possible(entries: list[TraceEntry]) -> float:
+    """Return the hit rate of an infinite cache that has every prompt as soon as it arrives."""
+    known: set[int] = set()
+    cached = 0
+    for entry in entries:
+        shared = sum(1 for _ in itertools.takewhile(known.__contains__, entry.hash_ids))
+        cached += min(shared * entry.block_size, entry.input_length - 1)
+        known.update(entry.hash_ids)
+    return cached / sum(entry.input_length for entry in entries)
+
+
+def measure_spread(courses: list[Course], num: int) -> float:
+    """Return the largest mean load of one of ``num`` replicas, relative to that of all."""
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for course in courses:
+        seconds[course.replica] += course.ended - course.entry.arrived
+    return max(seconds.values()) * num / sum(seconds.values())
+
+
+def measure(case: Case, rate: float, num_requests: int) -> Result:
+    entries = synthesize(case.workload, num_requests, rate, case.seed)
+    rules: dict[str, Figures] = {}
+    for rule in RULES:
+        setup = make_setup(entries, case.replicas, rule, case.seed)
+        courses, replicas = simulate(entries, setup)
+        waits = [course.times[0] - course.entry.arrived for course in courses]
+        jain = None
+        if case.workload == "two-keys":
+            fairness = summarize(courses, replicas, trace="", settings={}).fairness
+            jain = None if fairness is None else fairness.jain_index
+        num_good = sum(wait <= GOOD_TTFT for wait in waits)
+        rules[rule] = Figures(
+            statistics.fmean(waits),
+            sum(course.num_cached for course in courses)
+            / sum(entry.input_length for entry in entries),
+            measure_spread(courses, case.replicas),
+            jain,
+            num_good / (entries[-1].arrived - entries[0].arrived) / case.replicas,
         )
+    return Result(case, count_possible(entries), rules)
+
+
+def print_table(results: list[Result]) -> bool:
+    """Print a row for each workload, load and number of replicas. Return whether all targets are
+    reached.
+    """
+    reached = True
+    groups: defaultdict[tuple[str, float, int], list[Result]] = defaultdict(list)
+    for result in results:
+        case = result.case
+        groups[case.workload, case.load, case.replicas].append(result)
+    print(
+        "| workload | load | replicas | seeds | TTFT s | to best | hits | spread | Jain | goodput |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    good: dict[tuple[str, float], float] = {}
+    for (workload, load, replicas), group in sorted(groups.items(), key=lambda item: item[0][::-1]):
+        ours = [result.rules[OURS] for result in group]
+        ttft = statistics.fmean(one.ttft for one in ours)
+        best = min(statistics.fmean(one.rules[rule].ttft for one in group) for rule in RULES)
+        possible = statistics.fmean(one.possible for one in group)
+        hits = statistics.fmean(one.hits for one in ours) / possible if possible else None
+        spread = statistics.fmean(one.spread for one in ours)
+        jains = [one.jain for one in ours if one.jain is not None]
+        jain = statistics.fmean(jains) if jains else None
+        per_replica = statistics.fmean(one.good for one in ours)
+        scaling = per_replica / good.setdefault((workload, load), per_replica)
+        cells = [
+            mark(f"{ttft / best:.3f}", ttft <= TTFT * best),
+            "" if hits is None else mark(f"{hits:.3f}", workload != "multi-turn" or hits >= HITS),
+            mark(f"{spread:.2f}", spread <= SPREAD),
+            "" if jain is None else mark(f"{jain:.3f}", jain >= JAIN),
+            mark(f"{scaling:.3f}", scaling >= SCALING),
+        ]
+        reached = reached and "**" not in "".join(cells)
+        head = f"{workload} | {load} | {replicas} | {len(group)} | {ttft:.3f}"
+        print(f"| {head} | {' | '.join(cells)} |")
     return reached
+
+
+def mark(text: str, is_reached: bool) -> str:
+    return text if is_reached else f"**{text}**"
 
 
 def time_choice(engines: int) -> bool:
@@ -131,19 +205,65 @@ def time_choice(engines: int) -> bool:
     return reached
 
 
+def time_choice_of_many() -> bool:
+    """Print the time of a choice among 1,000 replicas. Return whether it reaches the target."""
+    router = Router(OURS, max_blocks=1_000_000)
+    candidates = [Candidate(number, MAX_NUM_SEQS) for number in range(1000)]
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 1 << 62, 128).tolist()
+    seconds = []
+    for at in range(1500):
+        blocks = shared[: at % 129] + rng.integers(0, 1 << 62, 256 - at % 129).tolist()
+        request = RoutingRequest(blocks, range(16, 4112, 16), 4096)
+        begun = time.thread_time()
+        booking = router.choose(request, candidates)
+        seconds.append(time.thread_time() - begun)
+        if at % 3 == 0:
+            booking.release()
+    median = statistics.median(seconds[500:])
+    print(
+        f"a choice among 1,000 replicas, with 256 blocks: {median * 1e6:.0f} us of CPU time "
+        f"(target {MANY_CHOICE * 1e6:.0f})"
+    )
+    return median < MANY_CHOICE
+
+
+def read_list(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--replicas", type=read_list, default=[8])
+    parser.add_argument("--loads", type=read_list, default=[0.5, 0.8, 1.2])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=60, help="per replica")
+    parser.add_argument("--seconds", type=float, default=150)
     options = parser.parse_args()
-    reached = [time_choice(options.engines)]
-    reached += [
-        compare(workload, options.engines, options.seeds, options.requests)
-        for workload in ("shared-prefix", "multi-turn")
-    ]
+    until = time.monotonic() + options.seconds
+    lines = options.file.read_bytes().splitlines() if options.file.exists() else []
+    results = [msgspec.json.decode(line, type=Result) for line in lines]
+    known = {result.case for result in results}
+    capacities: dict[str, float] = {}
+    for replicas, seed, load, workload in itertools.product(
+        map(int, options.replicas), range(options.seeds), options.loads, WORKLOADS
+    ):
+        case = Case(workload, load, seed, replicas)
+        if case in known:
+            continue
+        if time.monotonic() > until:
+            print(f"{len(results)} cases are known, others are missing", file=sys.stderr)
+            sys.exit(2)
+        if workload not in capacities:
+            capacities[workload] = measure_capacity(workload)
+        rate = load * capacities[workload] * replicas
+        results.append(measure(case, rate, options.requests * replicas))
+        with options.file.open("ab") as file:
+            file.write(msgspec.json.encode(results[-1]) + b"\n")
+    reached = [time_choice(8), time_choice_of_many(), print_table(results)]
     sys.exit(0 if all(reached) else 1)
 
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import repeat
 
 from cllm.backends.fake.backend import Costs
-from cllm.bench.simulation.simulator import NEVER, Timekeeper
+from cllm.bench.simulation.replica import NEVER, Timekeeper
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from cllm.routing.router import (
     CROWDED,
+    SLACK,
     WINDOW,
     Booking,
     Candidate,
@@ -354,14 +355,28 @@ def test_lease_corrects_load(num_booked: int, num_seqs: int) -> None:
     router.correct(0, num_seqs)
     assert router.booked(0).num_others == max(0, num_seqs - num_booked)
     load = max(num_booked, num_seqs)
-    fill(router, 1, load + 1)
+    fill(router, 1, load + SLACK + 1)
     assert router.choose(request(5), candidates(2, 100)).number == 0
-    fill(router, 0, 1)
+    fill(router, 0, 2 * SLACK + 2)
     assert router.choose(request(6), candidates(2, 100)).number == 1
     for booking in bookings:
         booking.release()
     router.correct(0, 0)
     assert router.booked(0).num_others == 0
+
+
+def test_unknown_prefix_may_go_to_its_place_if_other_fronts_may_know_it() -> None:
+    """Without other fronts, it goes to the least loaded replica."""
+    for sends_others, least_stays in ((0, True), (20, False)):
+        router = Router("prefix-window", 1000)
+        router.correct(0, sends_others)
+        fill(router, 1, SLACK)
+        numbers = set()
+        for block in range(30):
+            booking = router.choose(request(block + 1), candidates(3, 100))
+            booking.release()
+            numbers.add(booking.number)
+        assert (1 not in numbers) == least_stays
 
 
 def test_account_avoids_queues_of_other_fronts() -> None:

@@ -26,6 +26,9 @@ WINDOW = 8
 # Replicas with as many requests are equally good for an unknown prefix if their seconds differ by
 # at most this factor, or by as little as this.
 SIMILAR, SIMILAR_SECONDS = 1.25, 0.05
+# Several fronts that choose the least loaded replica for a prefix that one of them knows would
+# scatter it, so replicas with so many requests more get it, too, if others send SHARE of the load.
+SLACK, SHARE = 4, 0.25
 MASK = (1 << 64) - 1
 
 
@@ -145,6 +148,7 @@ class Router:
         self._booked: defaultdict[int, BookedLoad] = defaultdict(
             BookedLoad
         )  # by number of the replica
+        self._num_others = 0  # sum over all replicas
         # block -> bits of the replicas that have it, least recently used first
         self._table: OrderedDict[int, int] = OrderedDict()
 
@@ -171,11 +175,14 @@ class Router:
     def correct(self, number: int, num_seqs: int) -> None:
         """Note that a replica has ``num_seqs`` sequences now, those of other routers among them."""
         booked = self._booked[number]
+        self._num_others -= booked.num_others
         booked.num_others = max(0, num_seqs - booked.num_seqs)
+        self._num_others += booked.num_others
 
     def forget(self, number: int) -> None:
         """Remove a replica that has ended. Its bookings can still be released."""
-        self._booked.pop(number, None)
+        if (booked := self._booked.pop(number, None)) is not None:
+            self._num_others -= booked.num_others
         self.forget_prefixes(number)
 
     def forget_prefixes(self, number: int) -> None:
@@ -247,12 +254,15 @@ class Router:
             if calm:
                 candidates, loads = [candidates[at] for at in calm], [loads[at] for at in calm]
                 least = min(loads)
+        has_peers = self._num_others > SHARE * sum(loads)
+        most = least + SLACK if has_peers else least
         return self._choose_new(
-            request, [one for one, load in zip(candidates, loads, strict=True) if load == least]
+            request,
+            [one for one, load in zip(candidates, loads, strict=True) if load <= most],
         )
 
     def _choose_new(self, request: RoutingRequest, candidates: list[Candidate]) -> Candidate:
-        """Return the replica that gets an unknown prefix, of equally loaded ``candidates``.
+        """Return the replica that gets an unknown prefix, of similarly loaded ``candidates``.
 
         Of those where its prompt would be computed soonest, all routers choose the same one, by the
         prefix's first block (rendezvous hashing: Thaler and Ravishankar, 1998).

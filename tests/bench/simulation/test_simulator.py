@@ -6,14 +6,18 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from cllm.backends.fake.backend import Costs
 from cllm.bench.distribution import LatencyLimits
+from cllm.bench.simulation.fast_forward import FastForward
+from cllm.bench.simulation.replica import STUCK
 from cllm.bench.simulation.report import SimulationReport, backlog, overlap, summarize
-from cllm.bench.simulation.simulator import STUCK, TOO_LONG, Setup, simulate
+from cllm.bench.simulation.setup import Setup
+from cllm.bench.simulation.simulator import TOO_LONG, simulate
 from cllm.bench.simulation.synthetic import WORKLOADS, synthesize
 from cllm.cli import main as command_line
 from cllm.cli import progress
@@ -353,6 +357,24 @@ def test_fast_and_checking_backends_agree(layout: str, speculation: str) -> None
     options = {"layout": layout, "speculation": speculation, "max_num_seqs": 4, "context": 4096}
     options["num_cells"] = None if layout == "partitioned" else 6000
     assert run(entries, **options, check=True) == run(entries, **options, check=False)
+
+
+@pytest.mark.parametrize("workload", ["chat", "multi-turn", "shared-prefix", "long-prefill"])
+def test_joined_steps_change_no_result(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests arrive in the middle of joined steps, and sequences grow long in them."""
+    entries = synthesize(workload, 80, 0.6, 5)
+    options: dict[str, Any] = {"context": 65536, "replicas": 3, "max_num_seqs": 8, "check": False}
+    options |= {"target_itl_ms": 1000.0, "prefill_share": 0.3, "routing": "prefix-window"}
+    joined = run(entries, **options)
+    calls = []
+    monkeypatch.setattr(FastForward, "count_steps", lambda *_: calls.append(1) or 0)
+    single = run(entries, **options)
+    assert len(calls) == single.num_steps, "each step was computed"
+    assert joined.num_steps == single.num_steps
+    assert joined.cached_tokens == single.cached_tokens
+    assert joined.e2e_ms.mean == pytest.approx(single.e2e_ms.mean, rel=1e-3)
+    assert joined.ttft_ms.mean == pytest.approx(single.ttft_ms.mean, rel=1e-3)
+    assert joined.requests_per_replica == single.requests_per_replica
 
 
 def test_same_seed_gives_same_results() -> None:

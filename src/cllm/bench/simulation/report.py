@@ -17,7 +17,7 @@ import numpy as np
 
 from cllm.bench.console import latency_table, number_table, print_lines
 from cllm.bench.distribution import HasLatencies, LatencyLimits, LatencySummary, jain_index
-from cllm.bench.simulation.simulator import Course, Replica
+from cllm.bench.simulation.replica import Course, Replica
 from cllm.scheduler.policy import OUTPUT_WEIGHT
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class SimulationReport(
     ``num_cut`` answers were cut short by the context length. ``prefill_tokens`` counts all prompt
     tokens that were computed, including those that parked sequences computed again. Rates are over
     ``wall_s``, the simulated seconds from the first arrival to the last end. Good requests are
-    those within the limits.
+    those within the limits. Requests were continued ``num_replays`` times after the death of a
+    replica. ``mean_replicas`` and ``max_replicas`` count those that ran at the same time.
     """
 
     trace: str
@@ -89,6 +90,9 @@ class SimulationReport(
     num_parked: int
     requests_per_replica: list[int]
     num_loads: int
+    num_replays: int
+    mean_replicas: float
+    max_replicas: int
     accounts: dict[str, AccountReport]
     fairness: Fairness | None
 
@@ -130,6 +134,9 @@ def summarize(
         by_account.setdefault(course.entry.account, []).append(course)
     compared = {account: by_account[account] for account in accounts or by_account}
     schedulers = [replica.scheduler for replica in replicas]
+    end = courses[0].entry.arrived + wall
+    spans = [(replica.started, min(replica.stopped, end)) for replica in replicas]
+    num_requests = Counter(course.replica for course in courses)
     return SimulationReport(
         trace=trace,
         settings=settings,
@@ -155,10 +162,13 @@ def summarize(
         prefill_tokens=sum(scheduler.statistics.num_prefill_tokens for scheduler in schedulers),
         num_steps=sum(scheduler.statistics.num_steps for scheduler in schedulers),
         num_parked=sum(scheduler.statistics.num_parked for scheduler in schedulers),
-        requests_per_replica=[
-            sum(course.replica == i for course in courses) for i in range(len(replicas))
-        ],
+        requests_per_replica=[num_requests[i] for i in range(len(replicas))],
         num_loads=len(replicas) // settings.get("replicas", 1),
+        num_replays=sum(course.num_replays for course in courses),
+        mean_replicas=round(
+            sum(max(0.0, stop - max(start, end - wall)) for start, stop in spans) / wall, 3
+        ),
+        max_replicas=max(sum(a <= start < b for a, b in spans) for start, _ in spans),
         accounts={account: summarize_account(own) for account, own in sorted(by_account.items())},
         fairness=fairness(compared) if len(compared) > 1 else None,
     )
@@ -301,9 +311,14 @@ def results(report: SimulationReport) -> list[str]:
         if len(report.requests_per_replica) > 1
         else ""
     )
+    sizes = ""
+    if report.max_replicas != round(report.mean_replicas, 2):
+        sizes = f"; {report.mean_replicas:.2f} replicas on average, {report.max_replicas} at most"
+    if report.num_replays:
+        sizes += f"; requests were continued {report.num_replays:,} times after a death"
     work = (
         f"{report.num_steps:,} steps computed {report.prefill_tokens:,} tokens of "
-        f"prompts{parked}{replicas}{loads}"
+        f"prompts{parked}{replicas}{loads}{sizes}"
     )
     return [*lines, rates, tokens + cached, work]
 

@@ -102,6 +102,26 @@ def two_accounts(source: EntrySource) -> Iterator[TraceEntry]:
         yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), account)
 
 
+def hot_prefix(source: EntrySource) -> Iterator[TraceEntry]:
+    system = source.blocks(SYSTEM_PROMPT)
+    for at in source.arrivals():
+        prefix = system if source.rng.random() < 0.5 else []
+        yield source.entry(at, prefix + source.blocks(source.lognormal(100)), source.lognormal(100))
+
+
+def hot_account(source: EntrySource) -> Iterator[TraceEntry]:
+    system = source.blocks(SYSTEM_PROMPT)
+    for at in source.arrivals():
+        if source.rng.random() < 0.8:
+            prompt, account = system + source.blocks(source.lognormal(100)), "hot"
+        else:
+            prompt, account = (
+                source.blocks(source.lognormal(200)),
+                f"other-{source.rng.integers(8)}",
+            )
+        yield source.entry(at, prompt, source.lognormal(100), account)
+
+
 def models(source: EntrySource) -> Iterator[TraceEntry]:
     shares = 1 / np.arange(1, NUM_MODELS + 1)
     for entry in chat(source):
@@ -121,6 +141,14 @@ WORKLOADS: dict[str, tuple[Callable[[EntrySource], Iterator[TraceEntry]], str]] 
     ),
     "long-prefill": (long_prefill, "chat, but every fifth prompt has about 8,000 tokens"),
     "models": (models, "chat with three models, requested in the proportions of 6, 3 and 2"),
+    "hot-prefix": (
+        hot_prefix,
+        "half of the prompts begin with the same 1,024 tokens; about 100 tokens follow, or are all",
+    ),
+    "hot-key": (
+        hot_account,
+        "four of five requests are of one account and share 1,024 tokens; eight others send chat",
+    ),
     "two-keys": (
         two_accounts,
         "chat with two accounts: heavy sends nine of ten requests, light one",

@@ -17,7 +17,8 @@ from cyclopts.validators import Number
 from cllm.backends.fake.backend import Costs
 from cllm.bench.distribution import LatencyLimits
 from cllm.bench.simulation.report import SimulationReport, print_report, summarize
-from cllm.bench.simulation.simulator import SMALL_MODEL, Setup, simulate
+from cllm.bench.simulation.setup import SMALL_MODEL, Setup
+from cllm.bench.simulation.simulator import simulate
 from cllm.bench.simulation.synthetic import WORKLOADS, synthesize
 from cllm.cli.bench.files import print_json
 from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive
@@ -27,6 +28,7 @@ from cllm.engine.build import CPU_PREFILL_SHARE
 from cllm.errors import StartupError
 from cllm.input_files import read_input
 from cllm.observe.trace_file import TraceEntry, read_trace, write_trace
+from cllm.routing.autoscale import ScalingLimits
 from cllm.routing.router import Routing
 from cllm.scheduler.step_cost import ROW_OFFSET
 
@@ -63,8 +65,74 @@ class ReplayOptions:
         ),
     ] = 0
     load_seconds: Annotated[
-        float, Parameter(validator=NotNegative, help="Seconds that it takes to load a model.")
+        float,
+        Parameter(
+            validator=NotNegative, help="Seconds until a model is loaded or an engine starts."
+        ),
     ] = 5.0
+    rate_factor: Annotated[
+        float,
+        Parameter(validator=AboveZero, help="Let requests arrive so many times faster."),
+    ] = 1.0
+    fronts: Annotated[
+        int,
+        Parameter(
+            validator=Positive,
+            help="Fronts, which get the requests in turn. Each only knows its own requests, and "
+            "what the last leases say.",
+        ),
+    ] = 1
+    lease_seconds: Annotated[
+        float,
+        Parameter(
+            validator=NotNegative,
+            help="Seconds between two leases. 0: none, as between the engines of one server.",
+        ),
+    ] = 0.0
+    slow_engines: Annotated[
+        int, Parameter(validator=NotNegative, help="Engines that take --slow-factor times as long.")
+    ] = 0
+    slow_factor: Annotated[
+        float, Parameter(validator=AboveZero, help="How much longer slow engines take.")
+    ] = 2.0
+    death_seconds: Annotated[
+        float,
+        Parameter(
+            validator=NotNegative,
+            help="Mean seconds between two deaths of engines, whose requests others continue. "
+            "0: never.",
+        ),
+    ] = 0.0
+    drain_seconds: Annotated[
+        float,
+        Parameter(
+            validator=NotNegative,
+            help="Mean seconds between two engines that drain and are replaced. 0: never.",
+        ),
+    ] = 0.0
+    max_engines: Annotated[
+        int,
+        Parameter(
+            validator=NotNegative,
+            help="Autoscaling: the largest number of engines; --engines is the least. 0: none.",
+        ),
+    ] = 0
+    target_queue_seconds: Annotated[
+        float,
+        Parameter(validator=AboveZero, help="Autoscaling: the mean wait that adds engines."),
+    ] = ScalingLimits().target_queue_seconds
+    up_after: Annotated[
+        float,
+        Parameter(
+            validator=NotNegative, help="Autoscaling: seconds of a high load that add engines."
+        ),
+    ] = ScalingLimits().up_after
+    down_after: Annotated[
+        float,
+        Parameter(
+            validator=NotNegative, help="Autoscaling: seconds of a low load that remove engines."
+        ),
+    ] = ScalingLimits().down_after
     routing: Annotated[
         Routing,
         Parameter(
@@ -174,7 +242,7 @@ def replay(
     "cllm simulate synth" makes traces. The exit code is 1 if a request failed for a reason
     other than its deadline.
     """
-    entries = read_trace(trace)
+    entries = speed_up(read_trace(trace), options.rate_factor)
     setup = make_setup(options, entries)
     if unknown := set(options.key) - {entry.account for entry in entries}:
         raise StartupError(f'{trace} contains no request of the account "{min(unknown)}"')
@@ -214,12 +282,19 @@ def run(
     )
 
 
+def speed_up(entries: list[TraceEntry], factor: float) -> list[TraceEntry]:
+    """Return the entries with ``factor`` times as many arrivals per second."""
+    return [msgspec.structs.replace(entry, timestamp=entry.timestamp / factor) for entry in entries]
+
+
 def make_setup(options: ReplayOptions, entries: list[TraceEntry]) -> Setup:
     """Return the setup that the options describe. Options named like its fields are copied."""
     same = {name: one for name, one in vars(options).items() if name in Setup.__struct_fields__}
     longest = max(entry.input_length + entry.output_length for entry in entries)
     others = {
         "replicas": options.engines,
+        "max_replicas": options.max_engines,
+        "slow_replicas": options.slow_engines,
         "target_itl_ms": options.target_itl_ms or None,
         "context": options.context or longest,
         "costs": SMALL_MODEL if options.costs is None else read_costs(options.costs),
