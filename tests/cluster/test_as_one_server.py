@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-from cluster.conftest import KEY, start_front
+from cluster.conftest import FAKE, KEY, start_front
 from conftest import PATIENCE
 
 from cllm.core.account import Account
@@ -494,9 +494,26 @@ def test_metrics_have_all_replicas_and_sums_of_accounts(cluster):
     assert "account=" not in cluster.client.get("/metrics", headers=bearer("ann")).text
 
 
-def test_changes_reach_all_replicas_or_the_one_that_is_named(cluster):
+def test_changes_need_what_they_need_on_every_replica(cluster):
     answer = use(cluster, "root", {"model": "fake"}, "/models/load")
     assert answer.status_code == 403  # as every replica says
     assert "allow_model_changes" in answer.json()["error"]["message"]
-    answer = use(cluster, "ann", {"model": "fake"}, "/models/load")
-    assert answer.status_code == 403
+    assert use(cluster, "ann", {"model": "fake"}, "/models/load").status_code == 403
+
+
+def test_changes_reach_all_replicas_or_the_one_that_is_named(start_server):
+    replicas = [start_server(*FAKE, "--server.allow-model-changes", "true") for _ in range(2)]
+    front = start_front(start_server, *(one.url for one in replicas))
+
+    def change(what, **query):
+        answer = front.client.post(f"/models/{what}", json={"model": "fake"}, params=query)
+        assert answer.json() == {"success": True}
+        page = front.client.get("/health", params={"level": "full"}).json()
+        return {one["replica"]: one["status"] for one in page["models"]}
+
+    names = [*change("unload")]
+    assert change("unload") == dict.fromkeys(names, "unloaded")
+    assert change("load", replica=names[0]) == {names[0]: "loaded", names[1]: "unloaded"}
+    assert change("load") == dict.fromkeys(names, "loaded")
+    answer = front.client.post("/models/load", json={"model": "fake"}, params={"replica": "none"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "replica_gone")
