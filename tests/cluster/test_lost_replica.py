@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import json
+import re
 import signal
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from cllm.server.cluster.lease import Lease
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 CHAT = "/v1/chat/completions"
+ENDLESS = {"ignore_eos": True, "stream": True}
 BEARER = {"authorization": "Bearer key of ann"}
 
 
@@ -26,19 +28,30 @@ def is_running(replica):
     return lease["models"][0]["num_running"] > 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_request_that_a_dead_replica_had_begun_is_paid_once(start_server, tmp_path, stream):
-    accounts = {"ann": AccountRecord(keys=(Key(hash_key("key of ann"), 0),))}
-    write_key_file(tmp_path / "keys.json", KeyFile(accounts=accounts))
-    replicas = [start_server(*FAKE) for _ in range(2)]
-    front = start_front(
-        start_server,
-        *(one.url for one in replicas),
-        CLLM_SERVER_KEYS_FILE=str(tmp_path / "keys.json"),
-        CLLM_STORAGE_FOLDER=str(tmp_path),
-    )
+@pytest.fixture
+def start_cluster(start_server, tmp_path):
+    """Return a function that starts a front with the account "ann", and its replicas."""
 
-    front.client.headers.update(BEARER)
+    def start(count, *options):
+        accounts = {"ann": AccountRecord(keys=(Key(hash_key("key of ann"), 0),))}
+        write_key_file(tmp_path / "keys.json", KeyFile(accounts=accounts))
+        replicas = [start_server(*FAKE) for _ in range(count)]
+        front = start_front(
+            start_server,
+            *(one.url for one in replicas),
+            CLLM_SERVER_KEYS_FILE=str(tmp_path / "keys.json"),
+            CLLM_STORAGE_FOLDER=str(tmp_path),
+            options=options,
+        )
+        front.client.headers.update(BEARER)
+        return front, replicas
+
+    return start
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_a_dead_replica_had_begun_is_paid_once(start_cluster, stream):
+    front, replicas = start_cluster(2)
 
     def ask(i):
         message = {"role": "user", "content": f"{i} question"}
@@ -66,6 +79,22 @@ def test_request_that_a_dead_replica_had_begun_is_paid_once(start_server, tmp_pa
     assert {kind: day[kind] for kind in told} == told
     if not stream:
         assert front.metric("front_retries_total", "lost") > 0
+
+
+def test_client_of_a_stream_that_no_replica_continues_pays_what_it_has_received(start_cluster):
+    front, [replica] = start_cluster(1, "--cluster.continue-seconds", "1")
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30_000}
+    with front.client.stream("POST", CHAT, json=body | ENDLESS) as stream:
+        lines = (line for line in stream.iter_lines() if re.search(r'"content":"[^"]', line))
+        seen = [next(lines) for _ in range(5)]
+        replica.stop(signal.SIGKILL)
+        seen += lines
+    end = time.monotonic() + PATIENCE
+    while not (days := front.client.get("/usage").json()["days"]) or not days[0]["prompt_tokens"]:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert days[0]["requests"] == 1
+    assert days[0]["completion_tokens"] >= len(seen)
 
 
 def test_object_on_a_replica_that_may_come_back_is_unavailable(start_server):

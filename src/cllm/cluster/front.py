@@ -456,6 +456,8 @@ class Forwarding:
             elif not self._is_left:
                 await self._fail(relay, ReplicaLost(CANNOT_CONTINUE))
         finally:
+            if not replay.is_complete:  # in case that no replica reports the usage
+                admission.note_progress(*replay.count_tokens())
             await relay.close()
 
     async def _wait(self, relay: Relay) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from cllm.cluster.leases import Replica
 from cllm.server.cluster.continuation import Continue
-from cllm.serving.delivered import LENGTH, MAX_PROGRESS_BYTES, Ending, Progress
+from cllm.serving.delivered import LENGTH, MAX_PROGRESS_BYTES, Ending, Progress, count_tokens
 
 HEAD = struct.Struct(">II")  # of a frame: the lengths of its progress and of its data
 MAX_KEPT_BYTES = 256_000_000  # of the progress of all streams of a front
@@ -144,6 +144,12 @@ class Replay:
         again.
         """
         return name_run(replica) not in self.tried
+
+    def count_tokens(self) -> tuple[int, int, int]:
+        """Return how many tokens of prompts, cached tokens and new tokens the client has got, as
+        far as they are kept.
+        """
+        return count_tokens(bytes(self._kept or b""))
 
     def make_body(self, path: str, query: bytes, content_type: str, body: bytes) -> bytes:
         """Return the body of the request that asks a replica to continue."""

@@ -267,6 +267,7 @@ class Answer:
             [request.params.seed for request in requests],
             digest_inputs(self._engine.info, requests),
             generation.usage.cached_tokens,
+            generation.usage.prompt_tokens,
         )
         self._progress = ProgressRecorder(requests, origin, generation.usage)
         return self._progress

@@ -29,8 +29,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
     ``created`` is the time of the answer, in seconds since 1970. ``seeds`` are those of the
     prompts, and ``inputs`` is a digest of the model and the prompts (``digest_inputs``). Of the
-    prompts' tokens, ``num_reused_tokens`` were not computed because an equal request shared its
-    result.
+    ``num_prompt_tokens`` tokens of the prompts, ``num_reused_tokens`` were not computed because an
+    equal request shared its result.
     """
 
     request_id: str
@@ -38,6 +38,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     seeds: list[int | None]
     inputs: bytes
     num_reused_tokens: int
+    num_prompt_tokens: int = 0
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -237,6 +238,19 @@ def split_progress(data: bytes) -> Iterator[memoryview]:
         if at > len(data):
             raise ValueError("the last part is cut off")
         yield view[begin:at]
+
+
+def count_tokens(progress: bytes) -> tuple[int, int, int]:
+    """Return how many tokens of the prompts, cached tokens among them, and new tokens are in the
+    progress of a stream, or (0, 0, 0) without its beginning.
+    """
+    frames = [_decoder.decode(part) for part in split_progress(progress)]
+    origin = frames[0].origin if frames else None
+    if origin is None:
+        return 0, 0, 0
+    outputs = [output for frame in frames for output in frame.outputs]
+    num_cached = origin.num_reused_tokens + sum(one.num_cached_tokens for one in outputs)
+    return origin.num_prompt_tokens, num_cached, sum(one.token >= 0 for one in outputs)
 
 
 def digest_inputs(model: ModelInfo | None, requests: Sequence[Request]) -> bytes:
