@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cllm.backends.llama_cpp import placement, rpc
+from cllm.backends.llama_cpp import library, placement, rpc
 from cllm.backends.llama_cpp.options import Options
 from cllm.errors import StartupError
 
@@ -142,3 +142,17 @@ def test_workers_are_registered_with_a_warning(
     num_devices = 0
     with worker() as address, pytest.raises(StartupError, match="has no devices"):
         rpc.add_worker(address)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_lost"),
+    [
+        ("ggml-rpc.cpp:566: Remote RPC server crashed or returned malformed response", True),
+        ("ggml-rpc.cpp:547: Failed to connect to 10.0.0.5:50052", True),
+        ("ggml-rpc.cpp:498: GGML_ASSERT(queue.push(ev->msg)) failed", False),
+        ("llama-context.cpp:12: Remote RPC server crashed", False),
+    ],
+)
+def test_lost_worker_is_told_from_other_aborts(reason: str, is_lost: bool) -> None:
+    """Only then no request is suspected."""
+    assert library.is_worker_lost(reason) == is_lost

@@ -37,6 +37,8 @@ from cllm.observe.cpu_time import decoding
 log = logging.getLogger("cllm.llama_cpp")
 
 TESTED_VERSION = "0.3.36"
+# texts of aborts in ggml-rpc.cpp that another process has caused
+WORKER_LOST = ("Remote RPC server crashed", "Failed to connect", "RPC handshake failed")
 LOG_LEVEL_INFO = 2
 LOG_LEVEL_WARNING = 3
 LOG_LEVEL_ERROR = 4
@@ -85,7 +87,7 @@ def _abort(message: bytes) -> None:
 
 def is_worker_lost(reason: str) -> bool:
     """Return whether libllama aborts because of ``reason`` if it has lost an RPC worker."""
-    return "Remote RPC server crashed" in reason
+    return reason.startswith("ggml-rpc.cpp:") and any(text in reason for text in WORKER_LOST)
 
 
 # kept alive here, because libllama has only the pointer
