@@ -448,10 +448,11 @@ bool has_own_product(int type) {
 }
 
 bool multiply_quantized(const ggml_compute_params *params, ggml_tensor *dst) {
+    if (!enabled || params->use_ref || dst->op != GGML_OP_MUL_MAT || !are_usable(*dst->src[0]))
+        return false;
     const ggml_tensor &input = *dst->src[1];
     const int64_t rows = input.ne[1];
-    if (!enabled || params->use_ref || dst->op != GGML_OP_MUL_MAT || input.type != GGML_TYPE_F32 ||
-        input.ne[2] * input.ne[3] != 1 || input.nb[0] != sizeof(float) || !are_usable(*dst->src[0]))
+    if (input.type != GGML_TYPE_F32 || input.ne[2] * input.ne[3] != 1 || input.nb[0] != sizeof(float))
         return false;
     const Weights weights(*dst->src[0]);
     Values *values = (Values *)params->wdata;

@@ -129,10 +129,13 @@ def test_own_attention_kernel_changes_no_text(smollm2_f32, gemma3_f32):
         assert all(map(are_equal_except_at_a_tie, *texts))
 
 
-def test_32_at_once_get_exactly_what_they_get_alone(smollm2):
+@pytest.mark.parametrize("name", ["smollm2-135m.gguf", "gemma3-270m.gguf"])
+def test_32_at_once_get_exactly_what_they_get_alone(real_model, name):
     """With quantized weights, a difference in the last bit would soon change the texts."""
     chats = [ask(f"{prompt} Answer number {i}.") for i in (1, 2, 3) for prompt in PROMPTS][:32]
-    with LLM(str(smollm2), model_max_context_length=1024) as llm:
+    with LLM(str(real_model(name)), model_max_context_length=1024) as llm:
+        if name.startswith("gemma") and llm.info.attention != "AVX-512":
+            pytest.skip("ggml computes Q6_K, and the number of rows changes its bits")
         params = greedy(repeat(32, 12), logprobs=2)
         alone = [llm.chat(chat, params).outputs[0] for chat in chats]
         together = [done.outputs[0] for done in llm.chat(chats, params)]
