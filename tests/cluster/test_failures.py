@@ -425,6 +425,26 @@ def test_replica_learns_that_a_client_has_gone(cluster):
     cluster.wait(lambda: cluster.metric("requests_running") == 0)
 
 
+def test_client_that_shuts_down_its_sending_side_gets_its_answer(cluster):
+    may_end = threading.Event()
+
+    def streams(connection: socket.socket, _: Any) -> None:
+        connection.sendall(stream_head() + chunk(EVENT))
+        may_end.wait(PATIENCE)
+        connection.sendall(chunk(DONE) + chunk(b""))
+
+    cluster.next_steps(streams)
+    with open_stream(cluster.front) as client:
+        client.shutdown(socket.SHUT_WR)
+        data = b""
+        while b": ping" not in data:  # the front finds out whether the client still reads
+            data += client.recv(1000)
+        assert EVENT in data
+        may_end.set()
+        data += b"".join(iter(lambda: client.recv(65536), b""))
+        assert data.endswith(DONE + b"\r\n0\r\n\r\n")
+
+
 def test_streams_of_a_front_that_shuts_down_finish(cluster):
     has_begun, may_end = threading.Event(), threading.Event()
 

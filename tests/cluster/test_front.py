@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from cluster.conftest import start_front
 
 JSON = {"content-type": "application/json"}
 REQUESTS: dict[str, dict[str, object]] = {
@@ -74,6 +75,24 @@ def test_conversation_returns_to_the_replica_that_knows_it(front_server, replica
         messages.append(answer["choices"][0]["message"] | {"content": "an answer"})
         messages.append({"role": "user", "content": "and more?"})
     assert all(count > 1000 for count in cached[1:]), cached
+
+
+def test_each_of_two_fronts_computes_a_conversation_at_most_once(
+    start_server, front_server, replicas
+):
+    fronts = [front_server, start_front(start_server, *(one.url for one in reversed(replicas)))]
+    for name in ("apples", "pears", "plums", "figs"):
+        messages = [{"role": "user", "content": f"a question about {name} " * 100}]
+        for turn in range(4):
+            body = {"messages": messages, "max_tokens": 4}
+            answer = fronts[turn % 2].client.post("/v1/chat/completions", json=body).json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            # the second front may see another load than the first, and choose another replica
+            assert turn < 2 or cached > 2000, (name, turn)
+            messages += [
+                {"role": "assistant", "content": "an answer"},
+                {"role": "user", "content": "and more?"},
+            ]
 
 
 @pytest.mark.parametrize(
