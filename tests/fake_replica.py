@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from cllm.server.cluster.continuation import CONTINUE_PATH
 from cllm.server.cluster.key import INTERNAL
 from cllm.server.cluster.lease import LEASE_PATH
 
@@ -123,7 +124,8 @@ class FakeReplica:
             else:
                 answer(200, self.lease)(connection, request)
             return
-        if path.startswith(INTERNAL) or path == "/metrics":  # what fronts ask for
+        is_internal = path.startswith(INTERNAL) and path != CONTINUE_PATH
+        if is_internal or path == "/metrics":  # what fronts ask for
             answer(404)(connection, request)
             return
         self.received.append(request)

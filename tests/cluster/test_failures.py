@@ -32,12 +32,12 @@ EVENT = b'data: {"a": 1}\n\n'
 class Cluster:
     """Fake replicas ``a`` and ``b``, and a front."""
 
-    def __init__(self, start: Callable[..., Server], count: int = 2) -> None:
+    def __init__(self, start: Callable[..., Server], count: int = 2, *options: str) -> None:
         self.replicas = [FakeReplica(name) for name in "abcdef"[:count]]
         self.front = start_front(
             start,
             *(one.url for one in self.replicas),
-            options=["--cluster.lease-seconds", "1.5"],
+            options=["--cluster.lease-seconds", "1.5", *options],
         )
 
     def post(self, path: str = CHAT_PATH, **body: Any) -> Any:

@@ -25,7 +25,7 @@ from cllm.cluster.heirs import Heirs
 from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
-from cllm.cluster.relay import FRAMED, SILENCE, Relay, drop_hop_by_hop
+from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay, drop_hop_by_hop
 from cllm.cluster.replay import Replay, ReplayMemory
 from cllm.cluster.reports import ReportPuller
 from cllm.cluster.stored import find_stored
@@ -81,6 +81,10 @@ class StreamCut(Exception):
     def __init__(self, relay: Relay) -> None:
         super().__init__()
         self.relay = relay
+
+
+class CannotContinue(ReplicaLost):
+    """A replica can never continue the stream: it has another model, or makes another prompt."""
 
 
 class Refused(Exception):
@@ -446,8 +450,11 @@ class Forwarding:
                     return
                 except StreamCut:
                     until = clock() + seconds
-                except ReplicaLost:
+                except CannotContinue:
                     replay.note_refusal(replica)
+                except ReplicaLost:  # it may be able to do it later
+                    if clock() >= until or not await self._wait(relay):
+                        break
                 finally:
                     booking.release()
             if replay.ending is not None and replay.fault and not self._is_left:
@@ -479,8 +486,8 @@ class Forwarding:
     async def _ask_for_rest(
         self, replica: Replica, admission: Admission, relay: Relay, replay: Replay
     ) -> None:
-        """Pass on the rest of a stream. Raises StreamCut if this replica ends in turn, and
-        ReplicaLost if it cannot continue.
+        """Pass on the rest of a stream. Raises StreamCut if this replica ends in turn,
+        CannotContinue, and ReplicaLost if it cannot continue now.
         """
         connection = await self._connect(replica)
         scope = self._request.scope
@@ -578,16 +585,17 @@ class Forwarding:
         await self._fail(relay, ReplicaLost("The replica has ended."))
 
     def _lose(self, replica: Replica, relay: Relay, replay: Replay, *, is_lost: bool) -> NoReturn:
-        """Raise StreamCut, because a replica has ended a stream that is not complete, and
-        ReplicaLost if the replica has refused to continue it. ``is_lost`` says that the connection
-        was lost.
+        """Raise StreamCut, because a replica has ended a stream that is not complete; or, if it has
+        refused to continue, CannotContinue, or ReplicaLost if it may be able to do it later.
+        ``is_lost`` says that the connection was lost.
         """
-        refuses = relay.rest is not None and FRAMED not in relay.rest.headers
+        rest = relay.rest
         relay.detach()
         if is_lost:
             replica.wake.set()  # to find out at once whether it has died
-        if refuses and not is_lost:
-            raise ReplicaLost("The replica cannot continue.")
+        elif rest is not None and FRAMED not in rest.headers:
+            is_busy = rest.status in REFUSALS
+            raise (ReplicaLost if is_busy else CannotContinue)("The replica does not continue.")
         replay.lose(replica)
         raise StreamCut(relay)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from starlette.types import Message, Scope, Send
 
 from cllm.cluster.replay import Replay, ReplayMemory
@@ -67,6 +67,7 @@ class Relay:
         """``replica`` is the name of the replica. ``memory`` counts what is kept for replays."""
         self._connection: Connection | None = connection
         self._memory = memory
+        self._created = time.monotonic()
         self._replica = replica
         self._send = send
         self._send_body = scope.get(DIRECT_SEND, send)
@@ -101,7 +102,7 @@ class Relay:
         if self.is_refusal or (self.kind not in SILENCE and is_short):
             self._collected = bytearray()
         elif FRAMED in response.headers:
-            self.replay = Replay(self._memory)
+            self.replay = Replay(self._memory, self._created)
         else:
             self._start()
 
@@ -134,10 +135,7 @@ class Relay:
         """Raises BrokenHTTP for what is no frame."""
         if self.rest is not None and FRAMED not in self.rest.headers:
             return True  # the replica does not continue
-        try:
-            data = replay.feed(data)
-        except msgspec.MsgspecError as error:
-            raise BrokenHTTP("a stream without frames") from error
+        data = replay.feed(data)
         if replay.has_outputs:
             self._note_first()
         if (data or replay.has_begun) and not self.has_started:
@@ -145,6 +143,8 @@ class Relay:
         if data:
             self._write({"type": "http.response.body", "body": data, "more_body": True})
             self._is_at_end = data.endswith(SILENCE[self.kind][0])
+        if replay.is_broken:
+            raise BrokenHTTP("a stream without frames")
         return self.error is not None
 
     def _start(self) -> None:

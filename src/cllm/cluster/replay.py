@@ -37,11 +37,13 @@ class Replay:
     token. ``tried`` has the runs of replicas that have not continued since then.
     """
 
-    def __init__(self, memory: ReplayMemory) -> None:
+    def __init__(self, memory: ReplayMemory, begun: float | None = None) -> None:
+        """The request arrived at the time ``begun`` of the monotonic clock, by default now."""
         self._memory = memory
-        self._begun = time.monotonic()
+        self._begun = time.monotonic() if begun is None else begun
         self._kept: bytearray | None = bytearray()  # None if it has become too long
         self._rest = bytearray()  # the beginning of the next frame
+        self.is_broken = False
         self.has_begun = False  # whether there has been a frame
         self.has_outputs = False  # whether the latest replica has computed a token
         self.ending: Ending | None = None
@@ -52,7 +54,7 @@ class Replay:
     def feed(self, data: bytes | bytearray) -> bytes:
         """Take bytes from the replica, and return those for the client.
 
-        Raises msgspec.MsgspecError for bytes that are not frames.
+        If the bytes are not frames, ``is_broken`` is set, and nothing that follows is read.
         """
         if self._rest:
             self._rest += data
@@ -60,13 +62,19 @@ class Replay:
         at, parts = 0, []
         while len(data) - at >= HEAD.size:
             length, size = HEAD.unpack_from(data, at)
-            if length + size > MAX_FRAME_BYTES:
-                raise msgspec.ValidationError("the frame is too long")
             begin = at + HEAD.size
+            if length + size > MAX_FRAME_BYTES:
+                self.is_broken = True
+                break
             if begin + length + size > len(data):
                 break
             at = begin + length + size
-            if self._take(bytes(data[begin : begin + length])):
+            try:
+                is_for_client = self._take(bytes(data[begin : begin + length]))
+            except msgspec.MsgspecError:
+                self.is_broken = True
+                break
+            if is_for_client:
                 parts.append(bytes(data[begin + length : at]))
             else:
                 self.fault = bytes(data[begin + length : at])
@@ -130,7 +138,7 @@ class Replay:
     def lose(self, replica: Replica) -> None:
         """Note that ``replica`` has ended. A part of a frame that it has sent is dropped."""
         self.note_refusal(replica)
-        self.has_outputs = False
+        self.has_outputs = self.is_broken = False
         is_draining = replica.lease is not None and replica.lease.status == "draining"
         self.num_deaths += not is_draining
 
