@@ -15,10 +15,10 @@ die() { say "$@"; exit 1; }
 
 main() {
   ensure_uv
-  with= without=
+  with=--inexact without= # so that Ray stays where it is not asked for
   if [ "${1:-}" = --cluster ]; then
     shift
-    with="--extra cluster"
+    with="$with --extra cluster"
   fi
   if [ "${1:-}" = --no-llama ]; then
     shift
@@ -71,8 +71,7 @@ no_python() {
   die "Python 3.11 to 3.14 is needed and $(python3 --version 2>/dev/null || echo 'no python3') is on PATH: install one (Debian: apt install python3 python3-venv; macOS: brew install python@3.13)"
 }
 
-# Ray may stay where it is not asked for.
-ready() { uv sync --check --inexact $with $without --offline --quiet >/dev/null 2>&1; }
+ready() { uv sync --check $with $without --offline --quiet >/dev/null 2>&1; }
 
 install() {
   uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
@@ -118,9 +117,9 @@ install() {
 
 # Comes before the index is asked: if its answer has no ETag, uv fetches the sources of llama.cpp again, and then no
 # longer finds what it compiled from the old ones. These compilers fail, so that nothing is compiled out of sight.
-install_from_cache() { CC=false CXX=false uv sync $with $without --offline --quiet </dev/null 2>&1; }
+install_from_cache() { CC=false CXX=false uv sync --offline --quiet $with $without </dev/null 2>&1; }
 
-sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $with $without $offline </dev/null; }
+sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $offline $with $without </dev/null; }
 
 clean_up() {
   kill "$reporter" 2>/dev/null || :
