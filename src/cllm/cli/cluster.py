@@ -28,6 +28,16 @@ else:
     )
 
 app = App(name="cluster", help="Serve from several machines at one address.")
+for name, summary in {
+    "serve": "Serve a model with several replicas, which Ray places, until Ctrl-C.",
+    "join": "Let a cluster use this machine, until Ctrl-C.",
+    "status": "List the replicas of the cluster of this machine.",
+    "scale": "Change the number of replicas.",
+    "drain": "Let a replica end its requests, and replace it.",
+    "upgrade": "Replace all replicas, one after another; no request fails.",
+    "down": "End the cluster when its requests have ended.",
+}.items():
+    app.command(f"cllm.cli.replicas:{name}", name=name, help=summary)
 
 
 @app.command

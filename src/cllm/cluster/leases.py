@@ -114,7 +114,7 @@ class Replicas:
         self._found: dict[str | None, Found] = {}  # by the name in the request
         self._num_cells = 0  # of the KV caches of all replicas
         self.by_number: dict[int, Replica] = {}  # by a number of ``Replica.numbers``
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self.all = [Replica(url, make_client(url)) for url in dict.fromkeys(urls)]
         # called with a replica whose lease is new, has expired, or has another epoch
         self.on_change: Callable[[Replica], None] = lambda _: None
@@ -180,25 +180,48 @@ class Replicas:
     async def open(self) -> None:
         """Pull all leases once, and begin to pull them every second."""
         await asyncio.gather(*map(self.pull, self.all))
-        self._tasks = [asyncio.create_task(self._follow(replica)) for replica in self.all]
+        for replica in self.all:
+            self._tasks[replica] = asyncio.create_task(self._follow(replica))
+
+    def set_urls(self, urls: list[str]) -> None:
+        """Follow the replicas at new addresses too. Forget those at other addresses unless they get
+        requests: whoever names the addresses may have forgotten one that works.
+        """
+        for url in {*urls} - {one.url for one in self.all}:
+            replica = Replica(url, make_client(url))
+            self.all.append(replica)
+            self._tasks[replica] = asyncio.create_task(self._follow(replica))
+            replica.wake.set()
+        for replica in [*self.all]:
+            if replica.url not in urls and not replica.is_listed and not replica.running:
+                self._forget(replica)
+
+    def _forget(self, replica: Replica) -> None:
+        self.all.remove(replica)
+        self._tasks.pop(replica).cancel()
+        replica.client.close()
+        for number in replica.numbers.values():
+            self._router.forget(number)
+            del self.by_number[number]
+        self._found.clear()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for replica in self.all:
             replica.client.close()
 
     async def _follow(self, replica: Replica) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            replica.wake.clear()
             begun = clock()
             try:
                 async with asyncio.timeout(PULL_SECONDS):
                     await replica.wake.wait()
             except TimeoutError:
                 pass
+            replica.wake.clear()
             try:
                 await self.pull(replica)
             except Exception:  # it must not end the pulls

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from collections.abc import Callable
 
@@ -14,6 +16,10 @@ from cllm.errors import EngineError, StartupError
 from cllm.server.access import Access
 from cllm.server.http.server import GracefulServer, make_config
 from cllm.server.run import run_in_loop
+
+FOLLOW_SECONDS = 0.5  # between two questions where the replicas are
+
+log = logging.getLogger("cllm.cluster")
 
 
 class FrontServer(GracefulServer):
@@ -47,14 +53,30 @@ def check_front(settings: Settings, access: Access) -> None:
     access.cluster_key.find_or_create()
 
 
+async def follow(front: Front, find_urls: Callable[[], list[str]]) -> None:
+    """Keep the addresses of replicas up to date. Those known stay while they cannot be found."""
+    trouble = ""
+    while True:
+        try:
+            front.replicas.set_urls(await asyncio.to_thread(find_urls))
+            trouble = ""
+        except StartupError as error:
+            if str(error) != trouble:
+                log.warning("replicas that are new or gone cannot be found: %s", error)
+            trouble = str(error)
+        await asyncio.sleep(FOLLOW_SECONDS)
+
+
 def run_front(
     settings: Settings,
     access: Access,
     listener: socket.socket,
     on_ready: Callable[[Front], None],
+    find_urls: Callable[[], list[str]] | None = None,
 ) -> None:
     """Run a front until SIGTERM or SIGINT, with settings that ``check_front`` accepts. ``on_ready``
-    is called once it accepts requests.
+    is called once it accepts requests. ``find_urls`` is called each second, in a thread, for the
+    replicas that there are; it may raise StartupError.
 
     Raises StartupError if it cannot start.
     """
@@ -69,9 +91,12 @@ def run_front(
             on_ready(front)
 
         server.on_started = report
+        following = find_urls and asyncio.create_task(follow(front, find_urls))
         try:
             await server.serve(sockets=[listener])
         finally:
+            if following:
+                following.cancel()
             await front.close()
             await access.close()
         return server.has_served
