@@ -154,6 +154,9 @@ def test_damaged_and_foreign_files_are_refused(replica, tmp_path):
     assert not [*(tmp_path / "second").iterdir()]
     assert put(second, content).status_code == 204
     assert [file.name for file in (tmp_path / "second").iterdir()] == [name_file(head)]
+    for result, count in (("refused", len(wrong) + 1), ("stored", 1)):
+        line = f'cllm:prefixes_received_total{{result="{result}"}} {float(count)}'
+        assert line in second.client.get("/metrics").text
 
 
 @llama

@@ -393,6 +393,12 @@ class ServerMetrics:
             registry=registry,
         )
         self._num_failed_writes = 0
+        self.received_prefixes = Counter(
+            "cllm:prefixes_received",
+            "saved prefixes that other replicas have handed over: stored, or refused as damaged",
+            ("result",),
+            registry=registry,
+        )
         self._account_usage = AccountUsageCollector()
         registry.register(self._account_usage)
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.errors import EngineError
+from cllm.errors import BadRequest, EngineError
 from cllm.server.cluster.continuation import CONTINUE_PATH, read_continue
 from cllm.server.cluster.hand_over import (
     STATE_PATH,
@@ -90,9 +90,14 @@ async def stored_prefixes(request: Request, model: str = "") -> Response:
 @router.put(STATE_PATH)
 async def put_prefix(request: Request, model: str = "") -> Response:
     """Take over a saved prefix of another replica."""
-    cache = get_cache(request, model)
-    name = await receive_prefix(request.stream(), cache)
-    if (engine := get_state(request).registry.find(model).engine) is not None:
+    cache, registry = get_cache(request, model), get_state(request).registry
+    try:
+        name = await receive_prefix(request.stream(), cache)
+    except BadRequest:
+        registry.metrics.received_prefixes.labels("refused").inc()
+        raise
+    registry.metrics.received_prefixes.labels("stored").inc()
+    if (engine := registry.find(model).engine) is not None:
         engine.add_prefix(name)
     return Response(status_code=204)
 
