@@ -263,6 +263,8 @@ def join(
     if not host:
         host, port = head, str(DEFAULT_PORT)
     check_private(host)
+    if host.startswith("127."):
+        raise StartupError("machines cannot join a cluster that was started without --address")
     command = ["start", f"--address={host}:{port}", f"--node-ip-address={address}", "--block"]
     command += ["--object-store-memory=104857600", "--disable-usage-stats"]
     command += [] if gpus is None else [f"--num-gpus={gpus}"]

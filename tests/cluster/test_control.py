@@ -1,0 +1,57 @@
+"""The commands that place replicas, as far as they need no Ray."""
+
+import importlib.util
+
+import pytest
+
+from cllm.cli import replicas
+from cllm.cluster.control import Starting, ask, check_private, make_environment
+from cllm.errors import StartupError
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("2", (2, 2)), ("1..8", (1, 8)), ("1..1", (1, 1))])
+def test_number_of_replicas_may_be_a_range(text, numbers):
+    assert replicas.read_range(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["0", "8..1", "0..2", "many", "1..", "-1", "1...2"])
+def test_wrong_number_of_replicas_is_refused(text):
+    with pytest.raises(StartupError, match=r"must be like 2 or 1\.\.8"):
+        replicas.read_range(text)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "8.8.8.8", "example.com", "::1", ""])
+def test_ray_is_started_on_private_addresses_only(address):
+    check_private("10.0.0.4")
+    check_private("127.0.0.1")
+    with pytest.raises(StartupError):
+        check_private(address)
+
+
+def test_ray_always_gets_a_token_that_is_not_the_cluster_key():
+    key = "the-key-of-the-test-cluster"
+    alone, shared = make_environment(key, "127.0.0.1"), make_environment(key, "10.0.0.4")
+    assert alone["RAY_AUTH_MODE"] == shared["RAY_AUTH_MODE"] == "token"
+    assert alone["RAY_AUTH_TOKEN"] == shared["RAY_AUTH_TOKEN"] != key
+    other = make_environment(f"{key}2", "10.0.0.4")
+    assert other["RAY_AUTH_TOKEN"] != shared["RAY_AUTH_TOKEN"]
+    assert alone.keys() - shared.keys() == {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
+
+
+def test_missing_extra_is_explained(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StartupError, match=r"pip install 'cllm\[cluster\]'"):
+        replicas.serve()
+
+
+def test_cluster_that_is_starting_is_not_taken_for_one_that_is_gone(tmp_path):
+    with pytest.raises(Starting):
+        ask(tmp_path, "status")
+    with pytest.raises(StartupError, match="no cluster runs here"):
+        ask(tmp_path / "gone", "status")
+
+
+def test_no_machine_joins_a_cluster_on_loopback(monkeypatch):
+    monkeypatch.setattr(replicas, "check_ray", lambda: None)
+    with pytest.raises(StartupError, match="started without --address"):
+        replicas.join("127.0.0.1:6380", address="127.0.0.1")
