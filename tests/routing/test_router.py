@@ -134,7 +134,11 @@ class RouterMachine(RuleBasedStateMachine):
         elif least < min(one.max_num_seqs for one in offered):
             assert self.load(chosen) == least
         else:
-            calm = [one for one in offered if not self.others_wait(one, asked.account)]
+            calm = [
+                one
+                for one in offered
+                if self.load(one) <= least + SLACK and not self.others_wait(one, asked.account)
+            ]
             assert chosen in calm or not calm, "no account queues behind another one's queue"
 
     def others_wait(self, one: Candidate, account: str) -> bool:
@@ -291,6 +295,16 @@ def test_account_without_home_avoids_queues_of_others() -> None:
     fill(router, 1, 4, "light")
     assert router.choose(request(99, account="light"), full).number == 1
     assert router.choose(request(98, account="heavy"), full).number == 0
+
+
+def test_account_does_not_wait_in_a_much_longer_queue_to_avoid_others() -> None:
+    for more in (SLACK, SLACK + 1):
+        router = Router("prefix-window", 100)
+        full = candidates(2, max_num_seqs=2)
+        fill(router, 0, 3, "light")
+        fill(router, 1, 3 + more, "heavy")
+        number = router.choose(request(99, account="heavy"), full).number
+        assert number == (1 if more == SLACK else 0)
 
 
 def test_unknown_prefix_goes_where_fewer_seconds_are_booked() -> None:

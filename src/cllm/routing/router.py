@@ -228,7 +228,8 @@ class Router:
         """Return the replica that knows the longest prefix, among those that are not crowded.
 
         If none of them knows any, return one of the least loaded ones, which knows the prefix from
-        then on; if all are full, one where no other account waits.
+        then on; if all are full, one where no other account waits, unless it has more than SLACK
+        requests more.
         """
         loads = [self._load(one) for one in candidates]
         least = min(loads)
@@ -249,8 +250,12 @@ class Router:
                 return by_number[min(found)[1]][0]
             seen |= holders
         if least >= min(one.max_num_seqs for one in candidates):
-            account = request.account
-            calm = [at for at, one in enumerate(candidates) if not self._others_wait(one, account)]
+            account, most = request.account, least + SLACK
+            calm = [
+                at
+                for at, one in enumerate(candidates)
+                if loads[at] <= most and not self._others_wait(one, account)
+            ]
             if calm:
                 candidates, loads = [candidates[at] for at in calm], [loads[at] for at in calm]
                 least = min(loads)

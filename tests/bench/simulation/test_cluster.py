@@ -117,6 +117,28 @@ def test_fronts_keep_conversations_on_their_replicas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("workload", "rate", "most"),
+    # the last one is twice what the replicas can serve
+    [
+        ("chat", 1.2, 1.05),
+        ("shared-prefix", 2.0, 1.05),
+        ("multi-turn", 1.2, 1.05),
+        ("two-keys", 4.0, 1.1),
+    ],
+)
+def test_chosen_replicas_are_about_as_good_as_those_of_the_best_rule(
+    workload: str, rate: float, most: float
+) -> None:
+    """A part of benchmarks/routing.py."""
+    entries = synthesize(workload, 300, rate, 0)
+    means = {}
+    for rule in ("least-loaded", "prefix", "prefix-window"):
+        courses, _, _ = run(entries, replicas=8, max_num_seqs=16, routing=rule)
+        means[rule] = statistics.fmean(one.times[0] - one.entry.arrived for one in courses)
+    assert means["prefix-window"] <= most * min(means.values())
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"max_replicas": 2, "replicas": 4, "lease_seconds": 1},
