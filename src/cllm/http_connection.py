@@ -8,6 +8,7 @@ client's code is cold at every chunk, so the client must run little code there.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
@@ -40,7 +41,13 @@ Begin = Callable[["Response"], None]
 
 
 class CannotConnect(ConnectionError):
-    """The connection failed. The message gives the address and the reason."""
+    """The connection failed. The message gives the address and the reason. It ``is_refused`` if the
+    server's machine answers, but no program listens there.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
 
 
 class BrokenHTTP(ConnectionError):
@@ -180,7 +187,10 @@ class HTTPClient:
                 f"no connection to {self._address} in {CONNECT_TIMEOUT:g} s"
             ) from None
         except OSError as error:
-            raise CannotConnect(f"cannot connect to {self._address}: {reason(error)}") from None
+            message = f"cannot connect to {self._address}: {reason(error)}"
+            # the error for a name with several addresses has only the text of theirs
+            is_refused = f"[Errno {errno.ECONNREFUSED}]" in str(error)
+            raise CannotConnect(message, is_refused=is_refused) from None
         probe_peer(transport.get_extra_info("socket"))
         return connection
 
@@ -235,8 +245,11 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def pause_reading(self) -> None:
-        """Stop reading the response. Bytes that have been read are still delivered."""
-        self._transport.pause_reading()
+        """Stop reading the response, unless the connection is closed. Bytes that have been read are
+        still delivered.
+        """
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read the response again, unless the connection is closed."""
@@ -302,7 +315,8 @@ class Connection(asyncio.Protocol):
         if has_begun and (is_refusal or (not response.has_length and error is None)):
             self._end()
         else:
-            self._end(ConnectionError(error or "closed by the server before the end of the answer"))
+            text = "closed by the server before the end of the answer"
+            self._end(ConnectionError(reason(error) if isinstance(error, OSError) else text))
 
     # --- called by the parser
 

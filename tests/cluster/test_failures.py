@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from cluster.conftest import start_front
+from cluster.conftest import KEY, start_front
 from conftest import PATIENCE
 from fake_replica import (
     DONE,
@@ -23,6 +25,11 @@ from fake_replica import (
     stream_head,
 )
 from server.conftest import Server, starter
+
+from cllm.cluster.leases import Replicas
+from cllm.config.settings import Settings
+from cllm.routing.router import Router
+from cllm.server.cluster.key import ClusterKey
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 CHAT_PATH = "/v1/chat/completions"
@@ -208,6 +215,29 @@ def test_replica_that_hangs_leaves_and_its_requests_go_elsewhere(cluster):
     cluster.wait_for_listed(1)
     first.is_silent = False
     cluster.wait_for_listed(2)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_only_requests_of_a_silent_replica_are_given_up(is_silent):
+    """One that drains accepts no connections while it ends its requests."""
+    settings = Settings.model_validate({"cluster": {"key": KEY}})
+
+    async def pull() -> Mock:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            if not is_silent:
+                listener.close()
+            router = Router("prefix-window", 10)
+            replicas = Replicas([url], ClusterKey(settings), router, lease_seconds=1)
+            [replica] = replicas.all
+            running = Mock()
+            replica.running = {running}
+            replica.heard = asyncio.get_running_loop().time() - 100
+            await replicas.pull(replica)
+        assert not replica.is_listed
+        return running.close
+
+    assert asyncio.run(pull()).called == is_silent
 
 
 LIES: list[Any] = [

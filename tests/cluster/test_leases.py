@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fake_replica import make_lease
 from hypothesis import given
@@ -79,6 +81,22 @@ def test_table_of_prefixes_grows_with_the_caches_of_replicas():
     assert router.max_blocks == 4 * 10_000_000 * 4 // 1024
     replicas.take(replicas.all[0], lease_of("r0", num_cells=10**9))
     assert router.max_blocks == MAX_BLOCKS
+
+
+def test_caches_of_forgotten_replicas_do_not_count():
+    async def forget() -> int:
+        router, replicas = front_of(0)
+        replicas.set_urls(["http://10.0.0.1:8000", "http://10.0.0.2:8000"])
+        for number, replica in enumerate([*replicas.all]):
+            replicas.take(replica, lease_of(f"r{number}", num_cells=10**9))
+        gone, left = replicas.all
+        replicas.lose(gone, "it is gone")
+        replicas.set_urls([left.url])
+        replicas.take(left, lease_of("r1", num_cells=0))
+        await replicas.close()
+        return router.max_blocks
+
+    assert asyncio.run(forget()) == MIN_BLOCKS
 
 
 def test_numbers_of_models_that_are_gone_are_used_again():

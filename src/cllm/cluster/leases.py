@@ -28,7 +28,7 @@ PULL_SECONDS = 1.0
 MAX_IDLE_SECONDS = 30.0  # of a connection; servers close them after 75
 LEAST_TIMEOUT = 0.5  # seconds for the answer, however long the last lease is still valid
 MAX_LEASE_BYTES = 4_000_000
-LOST_AFTER = 3  # times the lease's seconds, after which running requests are given up
+LOST_AFTER = 3  # times the lease's seconds of silence, after which running requests are given up
 GONE_SECONDS = 60.0  # without a lease, after which what a replica stores counts as gone
 # Limits of the table of prefixes, which has as many as replicas can keep: CACHE_FACTOR times the
 # cells of their KV caches, because they save prefixes in RAM and in files too.
@@ -58,6 +58,7 @@ class Replica:
     lease: Lease | None = None
     is_listed: bool = False
     received: float = -math.inf  # when the lease was received
+    heard: float = -math.inf  # when the replica or, in its place, its machine last answered
     numbers: dict[str, int] = field(default_factory=dict)
     models: dict[str, ModelLease] = field(default_factory=dict)
     candidates: dict[str, Candidate] = field(default_factory=dict)
@@ -198,6 +199,7 @@ class Replicas:
 
     def _forget(self, replica: Replica) -> None:
         self.all.remove(replica)
+        self._num_cells -= count_cells(replica.models)
         self._tasks.pop(replica).cancel()
         replica.client.close()
         for number in replica.numbers.values():
@@ -244,10 +246,14 @@ class Replicas:
         except (OSError, BadLease) as error:
             text = str(error) if isinstance(error, (BadLease, CannotConnect)) else reason(error)
             self.lose(replica, text)
+            # A replica that drains accepts no connections, and ends its requests. If it has died
+            # instead, the system closes their connections.
+            if isinstance(error, BadLease) or getattr(error, "is_refused", False):
+                replica.heard = clock()
         else:
-            replica.received = clock()
+            replica.received = replica.heard = clock()
             self.take(replica, lease)
-        if clock() > replica.received + LOST_AFTER * self._lease_seconds:
+        if clock() > replica.heard + LOST_AFTER * self._lease_seconds:
             for connection in [*replica.running]:
                 connection.close()
 

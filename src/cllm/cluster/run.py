@@ -75,7 +75,7 @@ def run_front(
     find_urls: Callable[[], list[str]] | None = None,
 ) -> None:
     """Run a front until SIGTERM or SIGINT, with settings that ``check_front`` accepts. ``on_ready``
-    is called once it accepts requests. ``find_urls`` is called each second, in a thread, for the
+    is called once it accepts requests. ``find_urls`` is called twice a second, in a thread, for the
     replicas that there are; it may raise StartupError.
 
     Raises StartupError if it cannot start.

@@ -1,7 +1,7 @@
 """What a replica tells fronts about the usage of their accounts.
 
 An answer that a front has received completely says what it cost. A front cannot see that of answers
-whose client has gone, and of batches, so it asks for reports about twice a second.
+whose client has gone, and of batches, so it asks for reports about once a second.
 """
 
 from __future__ import annotations
