@@ -64,12 +64,13 @@ def closes(connection: socket.socket, _: Received) -> None:
 
 class FakeReplica:
     """A replica named ``name``. ``steps`` answer its next requests; without one, it answers 200.
-    ``lease`` is answered to the front, if it is bytes as they are, and with 503 if it is None.
+    ``metrics`` answers requests for ``/metrics``. ``lease`` is answered to the front, if it is bytes as they are, and with 503 if it is None.
     """
 
     def __init__(self, name: str, port: int = 0, model: str = "m") -> None:
         self.name = name
         self.steps: list[Step] = []
+        self.metrics = answer(404)
         self.received: list[Received] = []
         self.lease: dict[str, Any] | bytes | None = make_lease(name, model)
         self.is_silent = False  # it reads requests and answers none, not even for leases
@@ -124,8 +125,10 @@ class FakeReplica:
             else:
                 answer(200, self.lease)(connection, request)
             return
-        is_internal = path.startswith(INTERNAL) and path != CONTINUE_PATH
-        if is_internal or path == "/metrics":  # what fronts ask for
+        if path == "/metrics":
+            self.metrics(connection, request)
+            return
+        if path.startswith(INTERNAL) and path != CONTINUE_PATH:  # what fronts ask for
             answer(404)(connection, request)
             return
         self.received.append(request)

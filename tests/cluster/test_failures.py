@@ -125,6 +125,13 @@ def test_request_that_may_have_changed_something_is_not_sent_again(cluster, path
     assert len(cluster.received()) == 1
 
 
+def test_front_tells_its_own_metrics_when_no_replica_answers(cluster):
+    cluster.wait_for_listed(2)
+    for one in cluster.replicas:
+        one.metrics = closes
+    assert cluster.metric('replicas{state="listed"}') == 2
+
+
 def test_503_and_connection_refused_lead_to_another_replica(cluster):
     cluster.next_steps(answer(503, fields="retry-after: 7\r\n"))
     assert cluster.post().status_code == 200

@@ -129,14 +129,19 @@ class Gatherer:
         return await ask(replica, key, method, target, fields, body, seconds)
 
     async def _ask_all(self, request: Request) -> dict[str, Told]:
-        """Return the answers of the replicas to the same request, by their names."""
+        """Return the answers of the replicas to the same request, by their names. Raises
+        EngineError if there are none.
+        """
+        if not (told := await self._ask_any(request)):
+            raise EngineError("No replica has answered the request.")
+        return told
+
+    async def _ask_any(self, request: Request) -> dict[str, Told]:
+        """Return the answers of those replicas that answer, by their names."""
         replicas, target = self._choose(request), write_target(request)
         answers = await asyncio.gather(*(self.ask(one, request, target) for one in replicas))
         pairs = zip(replicas, answers, strict=True)
-        told = {replica.name: answer for replica, answer in pairs if answer is not None}
-        if not told:
-            raise EngineError("No replica has answered the request.")
-        return told
+        return {replica.name: answer for replica, answer in pairs if answer is not None}
 
     # --- routes ----------------------------------------------------------------------------------
 
@@ -169,7 +174,7 @@ class Gatherer:
     async def _answer_metrics(self, request: Request) -> Response:
         pages: dict[str, str] = {}
         if any(self._replicas.listed()):
-            told = await self._ask_all(request)
+            told = await self._ask_any(request)
             pages = {
                 name: answer.body.decode() for name, answer in told.items() if answer.status == 200
             }
