@@ -55,3 +55,17 @@ def test_no_machine_joins_a_cluster_on_loopback(monkeypatch):
     monkeypatch.setattr(replicas, "check_ray", lambda: None)
     with pytest.raises(StartupError, match="started without --address"):
         replicas.join("127.0.0.1:6380", address="127.0.0.1")
+
+
+def test_upgrade_names_only_the_settings_that_are_given(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(replicas, "find_folder", lambda settings: tmp_path)
+    monkeypatch.setattr(replicas, "ask", lambda *_, settings: sent.append(settings))
+    monkeypatch.delenv("CLLM_SERVER_KEYS_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.gguf").touch()
+    replicas.upgrade()
+    replicas.upgrade(settings={"scheduler.max_num_seqs": 3, "server.port": 9000})
+    replicas.upgrade("m.gguf")
+    path = str(tmp_path / "m.gguf")  # replicas run in other folders
+    assert sent == [{}, {"scheduler.max_num_seqs": 3}, {"model.path": path}]

@@ -35,7 +35,7 @@ from cllm.cluster.control import (
     pointer_path,
 )
 from cllm.config.settings import Settings
-from cllm.config.sources import LoadedConfig, get_value, set_value
+from cllm.config.sources import LoadedConfig, get_value
 from cllm.errors import StartupError
 from cllm.observe import log
 from cllm.private_files import lock
@@ -48,6 +48,21 @@ if TYPE_CHECKING:
 
 INSTALL = "this needs Ray: pip install 'cllm[cluster]', or in a checkout tools/setup.sh --cluster"
 ForReplicas = Annotated[str, Parameter(help="Number of replicas, or 1..8 for as many as needed.")]
+GpusOfReplica = Annotated[
+    float | None, Parameter(help="GPUs of each replica. [default: 1 if there are any]")
+]
+HeadAddress = Annotated[
+    str, Parameter(help="Private IPv4 address of this machine, with which others can join.")
+]
+RayPort = Annotated[
+    int | None, Parameter(help=f"Port for machines that join. [default: {DEFAULT_PORT}]")
+]
+UpAfter = Annotated[
+    float, Parameter(help="Seconds for which more replicas are needed before some are added.")
+]
+DownAfter = Annotated[
+    float, Parameter(help="Seconds for which fewer are enough before some are removed.")
+]
 # concern the front, or are the replica's own
 OWN_SECTIONS = ("server.", "cluster.", "storage.")
 SHARED = ("server.keys_file", "server.drain_timeout", "server.max_body_mb", "cluster.hand_over")
@@ -71,20 +86,20 @@ def read_range(text: str) -> tuple[int, int]:
 
 
 def collect_settings(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return the settings of replicas: those that are given, except those of the front. Raises
-    StartupError for settings that replicas cannot get.
+    """Return the settings of replicas by their keys: those that are given, except those of the
+    front. Raises StartupError for settings that replicas cannot get.
     """
     if loaded.models:
         raise StartupError("cllm cluster serves one model; the section models is not supported")
-    tree: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, origin in loaded.origins.items():
         is_own = key.startswith(OWN_SECTIONS) and key not in SHARED
         if origin != "default" and not is_own:
-            set_value(tree, key, get_value(loaded.settings, key))
+            values[key] = get_value(loaded.settings, key)
     path = loaded.settings.model.path
     if path and Path(path).exists():  # replicas run in other folders
-        tree["model"]["path"] = str(Path(path).resolve())
-    return json.loads(json.dumps(tree, default=lambda value: value.model_dump(mode="json")))  # type: ignore[no-any-return]
+        values["model.path"] = str(Path(path).resolve())
+    return json.loads(json.dumps(values, default=lambda value: value.model_dump(mode="json")))  # type: ignore[no-any-return]
 
 
 def serve(
@@ -92,15 +107,11 @@ def serve(
     /,
     *,
     replicas: ForReplicas = "1",
-    gpus: Annotated[
-        float | None, Parameter(help="GPUs of each replica. [default: 1 if there are any]")
-    ] = None,
-    address: Annotated[
-        str, Parameter(help="Private IPv4 address of this machine, with which others can join.")
-    ] = "127.0.0.1",
-    ray_port: Annotated[
-        int | None, Parameter(help=f"Port for machines that join. [default: {DEFAULT_PORT}]")
-    ] = None,
+    gpus: GpusOfReplica = None,
+    address: HeadAddress = "127.0.0.1",
+    ray_port: RayPort = None,
+    up_after: UpAfter = 10.0,
+    down_after: DownAfter = 300.0,
     config: ConfigFlag = None,
     settings: SettingFlags | None = None,
 ) -> None:
@@ -130,6 +141,7 @@ def serve(
         "port": ray_port or (0 if address.startswith("127.") else DEFAULT_PORT),
         "least": least,
         "most": most,
+        "limits": {"up_after": up_after, "down_after": down_after},
         "gpus": count_gpus() if gpus is None else gpus,
         "drain_timeout": tree.server.drain_timeout,
     }
@@ -333,8 +345,8 @@ def upgrade(
     config: ConfigFlag = None,
     settings: SettingFlags | None = None,
 ) -> None:
-    """Replace all replicas, with the settings that are given, and wait until that is done. Without
-    any, they keep their settings, and run the code that is installed now.
+    """Replace all replicas, and wait until that is done. They run the code that is installed now.
+    The settings that are given change, all others stay.
     """
     loaded = settings_from_flags(config, settings, model)
     wanted = collect_settings(loaded)

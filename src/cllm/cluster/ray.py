@@ -28,6 +28,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cllm.cluster.control import FOREVER, SOCKET
+from cllm.config.sources import set_value
 from cllm.routing.autoscale import ReplicaLoad, ScalingLimits, ScalingState, scale
 from cllm.server.cluster.key import KEY_HEADER
 from cllm.server.cluster.lease import LEASE_PATH, Lease
@@ -48,10 +49,10 @@ log = logging.getLogger("cllm.cluster")
 class Spec(msgspec.Struct, kw_only=True):
     """What a cluster runs.
 
-    ``settings`` is the content of the replicas' settings file, ``folder`` (on each machine) has
-    their storage folders. There are ``least`` to ``most`` replicas, each with ``gpus`` GPUs.
-    Another ``generation`` replaces all replicas. ``address`` and ``port`` are those of Ray's head;
-    port 0 chooses a free one.
+    ``settings`` has the settings of replicas that are given, by their keys. ``folder`` (on each
+    machine) has their storage folders. There are ``least`` to ``most`` replicas, each with ``gpus``
+    GPUs. Another ``generation`` replaces all replicas. ``address`` and ``port`` are those of Ray's
+    head; port 0 chooses a free one. ``limits`` are further ones of ScalingLimits.
     """
 
     settings: dict[str, Any]
@@ -146,7 +147,10 @@ class ReplicaProcess:
     def _start(self, spec: Spec) -> tuple[subprocess.Popen[str], str]:
         folder, lock = take_folder(Path(spec.folder).expanduser())
         config = folder / "settings.yaml"
-        config.write_text(json.dumps(spec.settings))  # which is YAML too
+        tree: dict[str, Any] = {}
+        for key, value in spec.settings.items():
+            set_value(tree, key, value)
+        config.write_text(json.dumps(tree))  # which is YAML too
         dropped = ("RAY_", "PYTHON", "CLLM_", "OMP_NUM_THREADS")  # Ray sets the last one
         variables = {name: v for name, v in os.environ.items() if not name.startswith(dropped)}
         variables["CLLM_CLUSTER_KEY"] = os.environ["CLLM_CLUSTER_KEY"]
@@ -340,8 +344,16 @@ def deploy(spec: Spec) -> None:
     )(ReplicaProcess)
     # what does not need another process is not part of the arguments
     fixed = msgspec.structs.replace(spec, least=1, most=1, limits={})
+    # without a version, any change would replace all replicas; Ray Serve has no public option
+    deployment = deployment.options(version=str(spec.generation), _internal=True)
     app = deployment.bind(msgspec.json.encode(fixed).decode())
-    serve.run(app, name=APP, route_prefix=None)
+    try:
+        serve.run(app, name=APP, route_prefix=None)
+    except RuntimeError as error:  # it does not always say why
+        deployments = serve.status().applications[APP].deployments.values()
+        texts = [str(error), *(one.message for one in deployments)]
+        found = re.search(r"the replica ended: .*", "\n".join(texts))
+        raise RuntimeError(found[0] if found else texts[0]) from error
 
 
 class Head:
@@ -363,8 +375,7 @@ class Head:
             case "scale":
                 self.change(least=request["least"], most=request["most"])
             case "upgrade":
-                settings = request["settings"] or self._spec.settings
-                self.change(settings=settings, generation=self._spec.generation + 1)
+                self.upgrade(request["settings"])
             case "drain":
                 name = request["replica"]
                 if not ray.get(self._registry.drain.remote(name), timeout=RAY_SECONDS):
@@ -378,9 +389,29 @@ class Head:
     def change(self, **changes: Any) -> None:
         """Deploy the spec with changes."""
         with self._changing:
-            spec = msgspec.structs.replace(self._spec, **changes)
-            deploy(spec)
-            self._spec = spec
+            self._deploy(msgspec.structs.replace(self._spec, **changes))
+
+    def upgrade(self, given: dict[str, Any]) -> None:
+        """Replace all replicas. The settings ``given`` change, all others stay. If the new
+        replicas cannot be started, the old ones stay.
+        """
+        with self._changing:
+            before = self._spec
+            spec = msgspec.structs.replace(
+                before,
+                settings=before.settings | given,
+                generation=before.generation + 1,
+                drain_timeout=given.get("server.drain_timeout", before.drain_timeout),
+            )
+            try:
+                self._deploy(spec)
+            except Exception:
+                deploy(before)
+                raise
+
+    def _deploy(self, spec: Spec) -> None:
+        deploy(spec)
+        self._spec = spec
 
     def status(self) -> dict[str, Any]:
         """Return the replicas, machines and the state; the last known ones if Ray does not
@@ -461,9 +492,7 @@ def main() -> None:
         try:
             head.change()
         except Exception as error:  # noqa: BLE001  of a replica or of Ray
-            text = str(error)
-            found = re.search(r"the replica ended: .*", text)
-            log.error("%s", found[0] if found else text)
+            log.error("%s", error)
             head.has_failed = True
             head.down.set()
 
