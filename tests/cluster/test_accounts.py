@@ -127,10 +127,12 @@ def test_second_attempt_is_paid_only_once(access, accounts):
 
 
 def test_nonsense_of_a_replica_is_no_usage(access, accounts):
-    for value in (b"", b"7", b"{", b'{"requests":"x"}'):
+    values = [b"", b"7", b"{", b'{"requests":"x"}', b'{"requests":-1}']
+    values += [b'{"prompt_tokens":-9}', b'{"completion_tokens":%d}' % 10**25]
+    for value, needed in zip(values, [b"-1", b"9" * 5000] * len(values), strict=False):
         admission = accounts.admit(make_request(access, make_account()), CHAT, body())
         admission.encode("replica1")
-        admission.end({b"x-cllm-usage": value, b"x-cllm-needed-tokens": b"-1"}, is_stream=False)
+        admission.end({b"x-cllm-usage": value, b"x-cllm-needed-tokens": needed}, is_stream=False)
         admission.close()
         assert accounts.awaited == {"replica1"}
 

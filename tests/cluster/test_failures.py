@@ -253,6 +253,7 @@ LIES: list[Any] = [
     b"[" * 100_000,
     b"x" * 5_000_000,
     {**make_lease("a"), "name": "../x"},
+    {**make_lease("a"), "name": "a\n"},
     {**make_lease("a"), "status": "best"},
     make_lease("a", max_num_seqs=0),
     make_lease("a", waiting_seconds=-1.0),

@@ -13,7 +13,7 @@ from cllm.cluster.leases import MAX_BLOCKS, MIN_BLOCKS, Replicas, find_model
 from cllm.config.settings import Settings
 from cllm.routing.router import Router, RoutingRequest
 from cllm.server.cluster.key import ClusterKey
-from cllm.server.cluster.lease import Lease
+from cllm.server.cluster.lease import MAX_NAME, Lease
 
 
 def lease_of(name: str, model: str = "m", **fields: object) -> Lease:
@@ -55,6 +55,14 @@ def test_model_is_found_by_name_alias_and_as_the_default():
         assert found is not None
         assert found.name == "small"
     assert find_model(lease, "other") is None
+
+
+def test_long_names_of_models_are_not_remembered():
+    _, replicas = front_of(1)
+    name = "x" * (MAX_NAME + 1)
+    found = replicas.find(name)
+    assert [one.name for one in found] == ["m"]
+    assert replicas.find(name) is not found
 
 
 def test_replica_that_must_load_the_model_gets_requests_only_when_others_are_full():

@@ -142,3 +142,14 @@ def test_bytes_that_are_no_frames_are_refused():
         assert replay.feed(FRAMES[0] + FRAMES[1] + data + FRAMES[1]) == b"a"
         assert replay.is_broken
         assert kept_tokens(replay) == [1]
+
+
+def test_progress_that_is_nonsense_counts_as_none():
+    nonsense = b"\x91nonsense"
+    frame = LENGTH.pack(len(nonsense)) + LENGTH.pack(0) + nonsense
+    replay = Replay(ReplayMemory())
+    replay.feed(write(origin=ORIGIN) + frame)
+    assert replay.count_tokens() == (0, 0, 0)
+    replay = Replay(ReplayMemory())
+    replay.feed(write(origin=Origin("id", 1.0, [7], b"digest", 0, -5)))
+    assert replay.is_broken

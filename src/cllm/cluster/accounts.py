@@ -8,6 +8,7 @@ that and asks again. In the end, the replica says what the request has cost.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ from cllm.store.charges import Charge, UsageCounts
 from cllm.store.usage import EXPECTED_OUTPUT
 from cllm.store.usage_reports import TakenReports
 
+NEEDED = re.compile(rb"[0-9]{1,12}")  # tokens
 BYTES_PER_TOKEN = 4  # of a prompt, for the estimate
 BATCHES = ("/v1/batches", "/v1/messages/batches")  # a replica checks their limits while they run
 REPORT_SECONDS = 10.0  # a replica that answers has reported a request's usage by then
@@ -188,7 +190,7 @@ class Admission:
 
         Raises NeedsTokens if the replica rejects the request because too few are reserved.
         """
-        if (needed := headers.get(NEEDED_HEADER.encode(), b"")).isdigit():
+        if NEEDED.fullmatch(needed := headers.get(NEEDED_HEADER.encode(), b"")):
             raise NeedsTokens(int(needed))
         told = headers.get(USAGE_HEADER.encode())
         if told is not None:

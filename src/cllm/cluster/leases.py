@@ -22,7 +22,7 @@ from cllm.errors import StartupError
 from cllm.http_connection import CannotConnect, Connection, HTTPClient, reason
 from cllm.routing.router import Candidate, Router
 from cllm.server.cluster.key import KEY_HEADER, ClusterKey
-from cllm.server.cluster.lease import LEASE_PATH, Lease, ModelLease
+from cllm.server.cluster.lease import LEASE_PATH, MAX_NAME, Lease, ModelLease
 
 PULL_SECONDS = 1.0
 MAX_IDLE_SECONDS = 30.0  # of a connection; servers close them after 75
@@ -137,7 +137,9 @@ class Replicas:
                 self._found.clear()
             choices = self._find(model) or self._find(None)
             loaded = [one for one in choices if one.is_loaded]
-            found = self._found[model] = Found(choices, loaded)
+            found = Found(choices, loaded)
+            if model is None or len(model) <= MAX_NAME:
+                self._found[model] = found
         if len(found.loaded) < len(found.choices) and any(map(self._has_place, found.loaded)):
             return found.loaded
         return found.choices

@@ -7,7 +7,6 @@ import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
 import msgspec
 
@@ -15,13 +14,11 @@ from cllm.core.model_info import ModelInfo
 from cllm.core.output import FAILURES, Logprobs, TokenOutput
 from cllm.core.request import Request, SequenceProgress
 from cllm.errors import BadRequest, EngineError, FatalRequest
+from cllm.store.charges import Count
 from cllm.text.output_reader import Delta, OutputReader, Usage
 
 LENGTH = struct.Struct(">I")
 MAX_PROGRESS_BYTES = 16_000_000  # of one stream; one that has more cannot be continued
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -37,8 +34,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     created: float
     seeds: list[int | None]
     inputs: bytes
-    num_reused_tokens: int
-    num_prompt_tokens: int = 0
+    num_reused_tokens: Count
+    num_prompt_tokens: Count = 0
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +62,7 @@ class Delivery(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: int
     finish: str = ""
     is_text: bool = True
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs] | None = None
     mirostat_mu: float | None = None

@@ -9,13 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from cllm.errors import CLLMError
 
 WINDOW = 60  # seconds of the limits per minute
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 
 class HeldCharges:
@@ -119,10 +121,10 @@ class Counts(Protocol):
 class UsageCounts(msgspec.Struct):
     """The usage of an account in some period. ``prompt_tokens`` includes ``cached_tokens``."""
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    requests: Count = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    completion_tokens: Count = 0
 
     @property
     def tokens(self) -> int:

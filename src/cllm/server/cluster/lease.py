@@ -16,15 +16,17 @@ from cllm.models.task import Task
 from cllm.private_files import lock
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
+from cllm.store.charges import Count
 
 LEASE_PATH = "/internal/lease"
 NAME_FILE = "replica_name"  # in the storage folder
 NAME_BYTES = 5  # the name has twice as many hex digits
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+MAX_NAME = 300  # characters in the name of a model
+
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
-Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-z]{1,32}$")]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z]{1,32}\Z")]
 Status = Literal["ready", "loading", "draining"]
 
 
