@@ -14,6 +14,7 @@ from cllm.cluster.prefixes import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     find_model_name,
+    list_parts,
     make_routing_request,
     read_asked,
 )
@@ -141,3 +142,11 @@ def test_reading_200_kb_takes_little_time():
         make_routing_request(read_asked(body), "m", "", "a")
         times.append(time.process_time() - begun)
     assert min(times) < 0.003  # usually 0.0004; a busy machine measures more
+
+
+@pytest.mark.parametrize("entry", [{}, 0, "", [], {"content": "x"}])
+def test_messages_beyond_the_last_name_are_written_together(entry):
+    """One by one, the millions that fit into a body would hold up all other requests."""
+    body = json.dumps({"messages": [entry] * 100_000}).encode()
+    assert len([*list_parts(read_asked(body))]) == MAX_BLOCKS + 1
+    assert len(body) / 8 < ask(messages=[entry] * 100_000).num_tokens * 4 <= len(body)

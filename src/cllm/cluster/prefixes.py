@@ -91,7 +91,9 @@ def list_parts(asked: Asked) -> Iterator[bytes]:
             yield b"system\0" + flatten(text)
     conversation = asked.messages if asked.messages is not None else asked.input
     if isinstance(conversation, list):
-        yield from map(write_message, conversation)
+        yield from map(write_message, conversation[:MAX_BLOCKS])
+        if rest := conversation[MAX_BLOCKS:]:  # gets no names
+            yield msgspec.json.encode(rest)
     elif conversation:
         yield b"user\0" + flatten(conversation)
     for text in (asked.prompt, asked.input_prefix, asked.query, asked.content):
