@@ -391,6 +391,19 @@ def test_header_fields_of_fronts_and_of_one_connection_are_not_passed_on(cluster
     assert not {"x-mine", "x-cllm-usage", "keep-alive"} & got.headers.keys()
 
 
+def test_what_a_proxy_before_a_replica_could_misread_is_not_passed_on(cluster):
+    """It could shorten the path, or answer TRACE with the header fields, which have the key."""
+    for path in (
+        "..;/..;x=1/internal/lease",
+        "..%5c..%5cinternal%5clease",
+        "%2e%2e;/internal/lease",
+    ):
+        assert cluster.front.client.get(f"/v1/models/{path}").status_code == 404
+    assert cluster.front.client.request("TRACE", CHAT_PATH).status_code == 405
+    assert not cluster.received()
+    assert cluster.front.client.get("/v1/models/a..b;c").status_code == 200
+
+
 def test_ticket_returns_to_the_replica_that_reserved_the_place(cluster):
     cluster.next_steps(
         answer(429, {}, "retry-after: 0\r\nx-cllm-retry-ticket: t1\r\n"),

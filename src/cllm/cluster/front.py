@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from contextlib import closing
 from types import SimpleNamespace
 from typing import NoReturn
@@ -208,9 +209,12 @@ def check_path(request: Request) -> None:
     known = PATHS.find(path)
     is_hidden = known is None or known.startswith(INTERNAL)
     # a proxy before a replica could remove these segments, and reach another path
-    if known is None or is_hidden or {".", ".."} & {*path.split("/")}:
+    segments = {segment.partition(";")[0] for segment in re.split(r"[/\\]", path)}
+    if known is None or is_hidden or {".", ".."} & segments:
         message = f"{request.method} {path}: Not Found"
         raise BadRequest(message[:300], code="not_found", status=404)
+    if request.method == "TRACE":  # such a proxy could answer it with the cluster key
+        raise BadRequest("TRACE: Method Not Allowed", code="method_not_allowed", status=405)
     account: Account | None = scope.get(ACCOUNT)
     if known != path:
         if account is not None and not account.may_use_route(known):
