@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 
 from cllm.cli import replicas
+from cllm.cli.settings_flags import settings_from_flags
 from cllm.cluster.control import Starting, ask, check_private, make_environment
 from cllm.errors import StartupError
 
@@ -69,3 +70,11 @@ def test_upgrade_names_only_the_settings_that_are_given(tmp_path, monkeypatch):
     replicas.upgrade("m.gguf")
     path = str(tmp_path / "m.gguf")  # replicas run in other folders
     assert sent == [{}, {"scheduler.max_num_seqs": 3}, {"model.path": path}]
+
+
+def test_replicas_get_the_settings_of_requests_and_the_front_those_of_connections(monkeypatch):
+    monkeypatch.delenv("CLLM_SERVER_KEYS_FILE", raising=False)
+    of_replicas = {"server.strict": True, "server.allow_model_changes": True}
+    of_front = {"server.port": 9000, "server.allowed_hosts": ["a"], "log.level": "debug"}
+    loaded = settings_from_flags(None, of_replicas | of_front)
+    assert replicas.collect_settings(loaded) == of_replicas | {"log.level": "debug"}

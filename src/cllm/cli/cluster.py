@@ -14,6 +14,12 @@ from cllm.observe import log
 from cllm.server.access import Access, check_access
 from cllm.server.run import address, address_elsewhere, listen
 
+# settings that a front ignores, because replicas check them
+OF_REPLICAS = (
+    *("server.allow_pull", "server.allow_model_changes", "server.strict", "server.benchmark"),
+    "server.enable_faults",
+)
+
 if TYPE_CHECKING:
     from cllm.cluster.front import Front
 
@@ -24,7 +30,8 @@ else:
     FrontFlags = flags(
         option
         for option in OPTIONS.values()
-        if option.key.startswith(SECTIONS) or option.key in OTHERS
+        if (option.key.startswith(SECTIONS) or option.key in OTHERS)
+        and option.key not in OF_REPLICAS
     )
 
 app = App(name="cluster", help="Serve from several machines at one address.")

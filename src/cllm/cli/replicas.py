@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from cllm.cli.cluster import OF_REPLICAS
 from cllm.cli.options import Json
 from cllm.cli.remarks import print_notes, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
@@ -63,7 +64,7 @@ UpAfter = Annotated[
 DownAfter = Annotated[
     float, Parameter(help="Seconds for which fewer are enough before some are removed.")
 ]
-# concern the front, or are the replica's own
+# concern the front, or are the replica's own, except those that both need and OF_REPLICAS
 OWN_SECTIONS = ("server.", "cluster.", "storage.")
 SHARED = ("server.keys_file", "server.drain_timeout", "server.max_body_mb", "cluster.hand_over")
 START_SECONDS = 600.0  # that a cluster may need until its commands are answered
@@ -93,7 +94,7 @@ def collect_settings(loaded: LoadedConfig) -> dict[str, Any]:
         raise StartupError("cllm cluster serves one model; the section models is not supported")
     values: dict[str, Any] = {}
     for key, origin in loaded.origins.items():
-        is_own = key.startswith(OWN_SECTIONS) and key not in SHARED
+        is_own = key.startswith(OWN_SECTIONS) and key not in SHARED + OF_REPLICAS
         if origin != "default" and not is_own:
             values[key] = get_value(loaded.settings, key)
     path = loaded.settings.model.path

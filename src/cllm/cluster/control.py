@@ -67,7 +67,10 @@ def find_folder(settings: Settings) -> Path:
     try:
         return Path(pointer_path(settings).read_text())
     except OSError:
-        raise NoCluster("no cluster runs here; start one with cllm cluster serve") from None
+        raise NoCluster(
+            "no cluster that cllm cluster serve has started runs here; a front that was started "
+            "with cllm cluster front lists its replicas at GET /health?level=full"
+        ) from None
 
 
 def check_private(address: str) -> None:
