@@ -126,6 +126,7 @@ def load(
     def report_abort(why: str) -> None:
         if is_worker_lost(why):
             on_abort("backend.llama_cpp.rpc: a worker was lost, or has too little memory")
+            return
         hint = ""
         if params.options.get("split") == "tensor":
             hint = " (many models need backend.llama_cpp.split layer)"
