@@ -56,9 +56,9 @@ def run(row: str, system: str, i: int = 0, settings: str = "", **values: float) 
 def made_up() -> Rounds:
     rounds = Rounds(None, MACHINE)
     for i in range(3):
-        for name, ours in (("unrelated-8", 108.0), ("unrelated-32", 90.0)):
+        for name, ours in (("unrelated-8", 126.0), ("unrelated-32", 90.0)):
             for run_ in (
-                run(name, CLLM, i, **{OUTPUT: ours, TTFT: 80.0 + i, MEMORY: 700.0}),
+                run(name, CLLM, i, **{OUTPUT: ours, TTFT: 70.0 + i, MEMORY: 700.0}),
                 run(
                     name,
                     LLAMA_SERVER,
@@ -70,7 +70,7 @@ def made_up() -> Rounds:
             ):
                 rounds.add(run_)
         rounds.add(run("engine-8", BOUND, i, **{DECODE: 200.0}))
-        rounds.add(run("engine-8", ENGINE, i, **{DECODE: 199.0, START: 0.5}))
+        rounds.add(run("engine-8", ENGINE, i, **{DECODE: 211.0, START: 0.5}))
         rounds.add(run("engine-8", CLLM, i, **{OUTPUT: 150.0, START: 1.2}))
     rounds.add(run("shared", CLLM, **{OUTPUT: 33.0, TTFT: 20.0}))
     rounds.add(run("shared", LLAMA_SERVER, 0, "default", **{OUTPUT: 10.0, TTFT: 100.0}))
@@ -97,15 +97,15 @@ def test_figures_are_computed_from_rounds() -> None:
     """Each figure is a ratio or a difference within a round, and has a target."""
     found = by_name(made_up())
     speed = found["unrelated-8: output tokens/s, cLLM / llama-server"]
-    assert (speed.values, speed.target, speed.verdict()) == ([1.08] * 3, 1.05, "met by 2.9%")
-    assert (speed.settings, speed.default_values) == ("-np 8 -kvu", [1.2] * 3)
+    assert (speed.values, speed.target, speed.verdict()) == ([1.26] * 3, 1.2, "met by 5.0%")
+    assert (speed.settings, speed.default_values) == ("-np 8 -kvu", [1.4] * 3)
     ttft = found["unrelated-8: mean TTFT, cLLM / llama-server"]
-    assert (ttft.values, ttft.met, ttft.certain) == ([0.8, 0.81, 0.82], False, False)
-    assert ttft.verdict() == "**missed** by 1.3%, not certain"
+    assert (ttft.values, ttft.met, ttft.certain) == ([0.7, 0.71, 0.72], False, False)
+    assert ttft.verdict() == "**missed** by 1.4%, not certain"
     memory = found["unrelated-8: memory, cLLM - llama-server"]
     assert (memory.values, memory.verdict()) == ([200.0] * 3, "**missed** by 100.0 MB")
     decoding = found["engine-8: decoding tokens/s, engine in process / llama-batched-bench"]
-    assert (decoding.values, decoding.met) == ([0.995] * 3, True)
+    assert (decoding.values, decoding.met) == ([1.055] * 3, True)
     start = found["engine-8: start until ready - loading of the model, cLLM - engine in process"]
     assert start.values == pytest.approx([0.7] * 3)
     assert start.met
@@ -138,20 +138,20 @@ def test_each_phase_is_judged_by_its_best_fixed_layout() -> None:
 
 
 def test_rows_have_every_target_of_the_table() -> None:
-    """The targets of the issue 'Fast by default', as they were agreed on."""
+    """The targets as they were agreed on."""
     limits = {
         (row.name, target.name): target.limit
         for row in ROWS.values()
         for target in row.targets
         if target.limit is not None
     }
-    for clients, speed, ttft in ((1, 1.0, 1.0), (8, 1.05, 0.8), (32, 1.05, 0.6), (64, 1.05, 0.6)):
+    for clients, speed, ttft in ((1, 1.05, 0.9), (8, 1.2, 0.7), (32, 1.15, 0.6), (64, 1.2, 0.6)):
         assert limits[f"unrelated-{clients}", "output tokens/s"] == speed
         assert limits[f"unrelated-{clients}", "mean TTFT"] == ttft
     assert limits["agents", "mean TTFT, first turns"] == pytest.approx(1 / 6)
-    assert limits["agents", "mean TTFT, later turns"] == 0.6
+    assert limits["agents", "mean TTFT, later turns"] == 0.5
     assert limits["edit", "output tokens/s"] == 1.4
-    assert limits["rag", "output tokens/s"] == 2.0
+    assert limits["rag", "output tokens/s"] == 2.2
     assert limits["unrelated-32", "CPU outside llama_decode"] == 0.03
     assert limits["long-context", "rate of the chats, during / before"] == 0.5
     assert {name for name, _ in limits} >= {*SCENARIOS} - {"batch-beside-chat"}

@@ -40,8 +40,8 @@ HOW = """\
   the same kernels. The default build, as llama.cpp's own instructions make it, runs in every third round, with the
   settings that were best in the first one.
 * Each run starts a server, sends one short request for each client, measures, and stops the server. Systems are
-  measured in turn, and every second round runs in reverse order. A round sends the same requests to all systems, and
-  other ones than every other round. Temperature 0.8, top-k 40 and top-p 0.95; in `edit`, temperature 0.
+  measured in turn, and every second round runs in reverse order. Each round has requests of its own, the same for all
+  systems. Temperature 0.8, top-k 40 and top-p 0.95; in `edit`, temperature 0.
 * llama-server gets a new connection for each request, because it drops some kept-alive ones.
 * llama-batched-bench computes prompts and decodes them all at once. It neither samples nor schedules, so it is an upper
   bound. The engine in process does the same work as a server without one.
