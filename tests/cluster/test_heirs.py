@@ -67,12 +67,26 @@ def test_heir_has_the_same_file_of_the_model(known: Replicas, heirs: Heirs) -> N
     assert heirs.find(leaver) is None
     assert known.make_query(leaver) == ""
     others[2].lease = make_lease(others[2].name)
+    known.on_change(others[2])
     assert heirs.find(leaver) is others[2]
     query = known.make_query(leaver)
     assert parse_qs(query.removeprefix("?")) == {"heir": [others[2].url]}
     for replica in known.all:  # not loaded
         replica.lease = make_lease(replica.name, "")
     assert heirs.find(leaver) is None
+
+
+def test_heirs_are_found_again_only_after_a_change(
+    known: Replicas, heirs: Heirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 1,000 replicas, finding all heirs takes longer than the time between two leases."""
+    queries = [known.make_query(replica) for replica in known.all]
+    with monkeypatch.context() as patch:
+        patch.setattr(heirs, "find", None)
+        assert [known.make_query(replica) for replica in known.all] == queries
+    known.lose(known.all[0], "it has ended")
+    [heir] = parse_qs(known.make_query(known.all[1]).removeprefix("?"))["heir"]
+    assert heir != known.all[0].url
 
 
 def test_requests_follow_the_prefixes_to_the_heir(

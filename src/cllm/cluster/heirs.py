@@ -18,14 +18,18 @@ class Heirs:
         self._replicas = replicas
         self._router = router
         self._named: dict[str, Replica] = {}  # by the replica's name
+        self._queries: dict[Replica, str] = {}  # until a replica changes
 
     def make_query(self, replica: Replica) -> str:
         """Return what the request for a lease says to a replica about its heir."""
-        heir = self.find(replica)
-        if heir is None:
-            return ""
-        self._named[replica.name] = heir
-        return "?" + urlencode({"heir": heir.url})
+        query = self._queries.get(replica)
+        if query is None:
+            query = ""
+            if (heir := self.find(replica)) is not None:
+                self._named[replica.name] = heir
+                query = "?" + urlencode({"heir": heir.url})
+            self._queries[replica] = query
+        return query
 
     def find(self, replica: Replica) -> Replica | None:
         """Return the heir of a replica, None if no other one has a model of it."""
@@ -37,7 +41,10 @@ class Heirs:
         return max(others, key=lambda one: rank(replica, one), default=None)
 
     def note_change(self, replica: Replica) -> None:
-        """Send the requests for the prefixes of a replica that gets none any longer to its heir."""
+        """Send the requests for the prefixes of a replica that gets none any longer to its heir.
+        Others may have another heir from now on.
+        """
+        self._queries.clear()
         if replica.is_listed or (heir := self._named.pop(replica.name, None)) is None:
             return
         if not heir.is_listed:
