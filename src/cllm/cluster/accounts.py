@@ -192,12 +192,12 @@ class Admission:
         """
         if NEEDED.fullmatch(needed := headers.get(NEEDED_HEADER.encode(), b"")):
             raise NeedsTokens(int(needed))
-        told = headers.get(USAGE_HEADER.encode())
-        if told is not None:
+        encoded = headers.get(USAGE_HEADER.encode())
+        if encoded is not None:
             with suppress(msgspec.DecodeError):
-                self.note_usage(msgspec.json.decode(told, type=UsageCounts))
-        # a stream that has not told its usage is reported
-        self._has_ended = told is None and not is_stream
+                self.note_usage(msgspec.json.decode(encoded, type=UsageCounts))
+        # the replica reports the usage of a stream whose end did not come
+        self._has_ended = encoded is None and not is_stream
 
     def note_ending(self, ending: Ending) -> None:
         """Note the last progress of a stream, which tells its usage."""

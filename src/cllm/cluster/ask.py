@@ -24,8 +24,8 @@ def quote_path(path: str) -> str:
     return quote(path, safe=SAFE_IN_PATHS)
 
 
-class Told(NamedTuple):
-    """The answer of a replica."""
+class ReplicaAnswer(NamedTuple):
+    """The whole answer of a replica."""
 
     status: int
     fields: list[tuple[bytes, bytes]]
@@ -56,7 +56,7 @@ async def ask(
     fields: Iterable[tuple[bytes, bytes]] = (),
     body: bytes = b"",
     seconds: float | None = TIMEOUT,
-) -> Told | None:
+) -> ReplicaAnswer | None:
     """Return the answer of a replica to a request of its front, sent to ``target``, a path that
     may have a query; or None if it does not answer.
     """
@@ -79,4 +79,4 @@ async def ask(
                 replica.client.release(connection)
     except OSError:  # also a TimeoutError
         return None
-    return Told(response.status, response.fields, bytes(data))
+    return ReplicaAnswer(response.status, response.fields, bytes(data))

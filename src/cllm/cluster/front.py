@@ -234,7 +234,7 @@ class Forwarding:
         self._is_repeatable = request.method in ("GET", "HEAD") or self._path in REPEATABLE
         self._body = b""
         self._ended = asyncio.get_running_loop().create_future()  # set to end it early
-        self._is_left = False  # whether nobody reads the answer any more
+        self._is_left = False  # whether the client has disconnected
 
     def end(self, error: CLLMError) -> None:
         """End the request with ``error``."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm import __version__
 from cllm.cluster.accounts import Accounts
-from cllm.cluster.ask import TIMEOUT, Told, ask, quote_path
+from cllm.cluster.ask import TIMEOUT, ReplicaAnswer, ask, quote_path
 from cllm.cluster.leases import Replica, Replicas
 from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_sorted
 from cllm.cluster.metrics import FrontMetrics
@@ -115,7 +115,7 @@ class Gatherer:
         target: str,
         body: bytes = b"",
         seconds: float | None = TIMEOUT,
-    ) -> Told | None:
+    ) -> ReplicaAnswer | None:
         """Return the answer of a replica to a client's request, sent to ``target``, a path with a
         query; or None if it does not answer.
         """
@@ -128,15 +128,15 @@ class Gatherer:
         key = self._accounts.access.cluster_key
         return await ask(replica, key, method, target, fields, body, seconds)
 
-    async def _ask_all(self, request: Request) -> dict[str, Told]:
+    async def _ask_all(self, request: Request) -> dict[str, ReplicaAnswer]:
         """Return the answers of the replicas to the same request, by their names. Raises
         EngineError if there are none.
         """
-        if not (told := await self._ask_any(request)):
+        if not (answered := await self._ask_any(request)):
             raise EngineError("No replica has answered the request.")
-        return told
+        return answered
 
-    async def _ask_any(self, request: Request) -> dict[str, Told]:
+    async def _ask_any(self, request: Request) -> dict[str, ReplicaAnswer]:
         """Return the answers of those replicas that answer, by their names."""
         replicas, target = self._choose(request), write_target(request)
         answers = await asyncio.gather(*(self.ask(one, request, target) for one in replicas))
@@ -164,19 +164,21 @@ class Gatherer:
     async def _answer_health(self, request: Request) -> Response:
         answers: dict[str, Any] = {replica.name: None for replica in self._replicas.all}
         if any(self._replicas.listed()):
-            told = await self._ask_all(request)
-            errors = [answer for answer in told.values() if answer.status != 200]
-            if errors and len(errors) == len(told):
+            answered = await self._ask_all(request)
+            errors = [answer for answer in answered.values() if answer.status != 200]
+            if errors and len(errors) == len(answered):
                 return errors[0].pass_on()
-            answers |= {name: one.read() for name, one in told.items() if one.status == 200}
+            answers |= {name: one.read() for name, one in answered.items() if one.status == 200}
         return JSONResponse(merge_health(answers))
 
     async def _answer_metrics(self, request: Request) -> Response:
         pages: dict[str, str] = {}
         if any(self._replicas.listed()):
-            told = await self._ask_any(request)
+            answered = await self._ask_any(request)
             pages = {
-                name: answer.body.decode() for name, answer in told.items() if answer.status == 200
+                name: answer.body.decode()
+                for name, answer in answered.items()
+                if answer.status == 200
             }
         ledger = self._accounts.access.ledger
         usage = ledger.totals() if get_call(request).account().is_admin else {}
@@ -190,7 +192,7 @@ class Gatherer:
         replicas = self._choose(request)
         answers = await asyncio.gather(*(self._read_list(one, request) for one in replicas))
         for answer in answers:
-            if isinstance(answer, Told):
+            if isinstance(answer, ReplicaAnswer):
                 return answer.pass_on()
         lists = [answer for answer in answers if isinstance(answer, list)]
         if not lists:
@@ -204,7 +206,7 @@ class Gatherer:
 
     async def _read_list(
         self, replica: Replica, request: Request
-    ) -> list[dict[str, Any]] | Told | None:
+    ) -> list[dict[str, Any]] | ReplicaAnswer | None:
         """Return all entries of a replica's list, newest first; an error for the client; or None if
         the replica does not answer.
         """
@@ -248,8 +250,8 @@ class Gatherer:
             if answer is None:
                 message = f"The replica {replica.name} has not answered; others may have."
                 raise EngineError(message)
-        told = [answer for answer in answers if answer is not None]
-        return next((one for one in told if is_failure(one)), told[0]).pass_on()
+        answered = [answer for answer in answers if answer is not None]
+        return next((one for one in answered if is_failure(one)), answered[0]).pass_on()
 
     async def _answer_usage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer from the front's own ledger, with the route of a server."""
@@ -282,7 +284,7 @@ def write_target(request: Request) -> str:
     return f"{quote_path(path)}?{urlencode(query)}" if query else quote_path(path)
 
 
-def is_failure(answer: Told) -> bool:
+def is_failure(answer: ReplicaAnswer) -> bool:
     """Return whether a change has failed, perhaps in the last line of a stream."""
     if answer.status >= 400:
         return True

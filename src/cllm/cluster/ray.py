@@ -96,8 +96,8 @@ class Registry:
     def list(self) -> list[dict[str, Any]]:
         """Return the entries of all replicas."""
         now = time.monotonic()
-        for name, (told, _) in [*self._entries.items()]:
-            if now - told > EXPIRY_SECONDS:
+        for name, (heard, _) in [*self._entries.items()]:
+            if now - heard > EXPIRY_SECONDS:
                 self.leave(name)
         return [entry for _, entry in self._entries.values()]
 
