@@ -51,6 +51,7 @@ BODY = b"".join(
         {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}},
     )
 )
+FIELDS = b"x: y\r\n" * 200_000
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -226,6 +227,8 @@ def test_events_of_one_packet_share_arrival_time(runner: asyncio.Runner) -> None
             "broken HTTP",
             "websocket",
         ),
+        (sends(b"HTTP/1.1 200 OK\r\n" + FIELDS), "broken HTTP", "does not end"),
+        (sends(CHUNKED, chunk(BODY), b"0\r\n" + FIELDS), "broken HTTP", "does not end"),
         (sends(with_length(BODY, "302 Found", "Location: /")), "HTTP 302", "data"),
         (sends(with_length(b"", "204 No Content")), "HTTP 204", ""),
         (sends(with_length(b"too much", "500 Oh")), "HTTP 500", "too much"),

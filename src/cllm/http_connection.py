@@ -30,6 +30,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 # Options of TCP, with seconds: a peer that has vanished without closing its connection is noticed
 # after 30 seconds, also in the middle of an answer.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+MAX_HEAD = 1_000_000  # bytes of a response without a part of its body
 REFUSAL = 4096  # bytes kept of the body if the status is not 200
 
 Feed = Callable[[bytes, float], bool]
@@ -219,6 +220,7 @@ class Connection(asyncio.Protocol):
         self._begin: Begin | None = None
         self._writable: asyncio.Future[None] | None = None  # set while writing should pause
         self._now = 0.0
+        self._num_head_bytes = 0  # received since the latest part of a body
         self.reusable = True
         self.idle_since = 0.0  # on the monotonic clock
 
@@ -233,6 +235,7 @@ class Connection(asyncio.Protocol):
         response = self._response = Response()
         self._ended = ended = asyncio.get_running_loop().create_future()
         self._wanted, self._begin = feed, begin
+        self._num_head_bytes = 0
         self.reusable = False
         self._transport.write(request)
         await ended
@@ -289,6 +292,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
+        self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except HttpParserCallbackError as error:
@@ -296,6 +300,9 @@ class Connection(asyncio.Protocol):
             self.close()
         except (HttpParserError, HttpParserUpgrade) as error:
             self._end(BrokenHTTP(f"{error}: {data[:100]!r}"))
+            self.close()
+        if self._num_head_bytes > MAX_HEAD:
+            self._end(BrokenHTTP("the head of the answer does not end"))
             self.close()
 
     def pause_writing(self) -> None:
@@ -341,6 +348,7 @@ class Connection(asyncio.Protocol):
             self._feed = self._wanted if self._wanted and response.status == 200 else response.keep
 
     def on_body(self, data: bytes) -> None:
+        self._num_head_bytes = 0
         if self._feed and self._feed(data, self._now):
             self._end()
 

@@ -299,6 +299,14 @@ def with_body(head: str) -> bytes:
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-cllm-framed: 1\r\n"
         b"transfer-encoding: chunked\r\n\r\n" + chunk(b"\xff" * 100) + chunk(b""),
         b"\x00" * 100_000,
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 90\r\n"
+        b"x-cllm-framed: 1\r\n\r\n" + b"\x00" * 90,
+        b"HTTP/1.1 503 X\r\ncontent-length: 2000000\r\n\r\n" + b"x" * 2_000_000,
+        with_body("429 X\r\nretry-after: " + "9" * 5000),
+        with_body("200 OK\r\nx-cllm-needed-tokens: " + "9" * 5000),
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 1_000_000,
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 50_000 + with_body("200 OK"),
     ],
     ids=lambda data: str(data[9:40]),
 )
@@ -513,3 +521,98 @@ def test_streams_of_a_front_that_shuts_down_finish(cluster):
         may_end.set()
         assert b"".join(iter(lambda: client.recv(65536), b"")).endswith(DONE + b"\r\n0\r\n\r\n")
     assert cluster.front.process.wait(PATIENCE) == 0
+
+
+def test_connection_with_half_an_upload_is_not_used_again(cluster):
+    """A replica that has answered early would take the next request for a part of the upload."""
+    rest, may_answer = bytearray(), threading.Event()
+
+    def answers_early(connection: socket.socket, request: Any) -> None:
+        answer()(connection, request)
+        while (part := connection.recv(65536)) and b"POST" not in part:
+            pass
+        rest.extend(part)
+        connection.close()
+
+    def waits(connection: socket.socket, request: Any) -> None:
+        may_answer.wait(PATIENCE)
+        answer()(connection, request)
+
+    replica = cluster.replicas[0]
+    cluster.replicas[1].lease = None
+    cluster.wait_for_listed(1)
+    replica.steps = [answers_early, waits, waits, waits]
+    host, _, port = cluster.front.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v1/files HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head.encode() + chunk(b"x" * 10))
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        streams = [open_stream(cluster.front) for _ in range(3)]  # on all connections there are
+        cluster.wait(lambda: rest or len(replica.received) == 4)
+        may_answer.set()
+        assert not rest
+        for stream in streams:
+            assert stream.recv(65536).startswith(b"HTTP/1.1 200")
+            stream.close()
+
+
+RIGHT = {
+    "/v1/models": {"object": "list", "data": [{"id": "m"}]},
+    "/api/tags": {"models": [{"name": "m"}]},
+    "/health?level=full": {"status": "healthy", "model_loaded": True, "models": [{"id": "m"}]},
+    "/v1/files": {"data": [{"id": "m", "created_at": 1}], "has_more": False, "last_id": "m"},
+    "/v1/messages/batches": {
+        "data": [{"id": "m", "created_at": "2026-01-01T00:00:00Z"}],
+        "has_more": False,
+        "last_id": "m",
+    },
+}
+NONSENSE = [
+    b"no json",
+    b"{}",
+    b"[]",
+    b"\xff",
+    b'{"data":[{}],"models":[7],"has_more":0}',
+    b"\x1f\x8b",
+]
+NONSENSE += [b"[" * 100_000, b'{"data":[{"id":7,"created_at":null}],"models":7,"status":[]}']
+NONSENSE += [
+    b'{"status":"healthy","model_loaded":true}',
+    b'a{b="',
+    b"# TYPE a histogram\na 1 2 3 4\n",
+]
+
+
+def sends_body(body: bytes) -> Any:
+    return sends(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+
+def test_answers_of_other_replicas_count_if_one_sends_nonsense(cluster):
+    liar, honest = cluster.replicas
+    for body in NONSENSE:
+        for path, content in RIGHT.items():
+            liar.steps, honest.steps = [sends_body(body)], [answer(200, content)]
+            got = cluster.front.client.get(path)
+            assert got.status_code == 200, (path, body)
+            assert '"m"' in got.text or path == "/api/tags"
+        liar.metrics, honest.metrics = sends_body(body), sends_body(b"a_b 7\n")
+        page = cluster.front.client.get("/metrics")
+        assert page.status_code == 200
+        assert 'a_b{replica="b"} 7.0' in page.text
+    assert "Traceback" not in cluster.front.log
+
+
+def test_answer_without_an_end_is_none(cluster):
+    """It would fill the memory of the front."""
+    sent = [0]
+
+    def floods(connection: socket.socket, _: Any) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while sent[0] < 200:
+            connection.sendall(b"x" * 1_000_000)
+            sent[0] += 1
+
+    liar, honest = cluster.replicas
+    liar.steps, honest.steps = [floods], [answer(200, RIGHT["/v1/models"])]
+    assert cluster.front.client.get("/v1/models").json() == RIGHT["/v1/models"]
+    assert 0 < sent[0] < 100

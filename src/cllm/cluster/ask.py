@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import msgspec
 from pydantic_core import from_json
 from starlette.responses import Response
 
 from cllm.cluster.leases import Replica
-from cllm.errors import EngineError
 from cllm.server.cluster.key import KEY_HEADER, ClusterKey
 
 SAFE_IN_PATHS = "/:@!$&'()*+,;=~-._"
+MAX_ANSWER = 32_000_000  # bytes
 TIMEOUT = 10.0  # seconds for an answer that needs no computing
 PASSED_ON = (b"content-type", b"retry-after", b"www-authenticate", b"allow")
 
@@ -31,12 +32,15 @@ class ReplicaAnswer(NamedTuple):
     fields: list[tuple[bytes, bytes]]
     body: bytes
 
-    def read(self) -> Any:
-        """Return the JSON value of the body. Raises EngineError for a body that is none."""
+    def read(self, form: Any) -> Any:
+        """Return the JSON value of the body, or None if it does not have the form of the type
+        ``form``. It may have more fields.
+        """
         try:
+            msgspec.json.decode(self.body, type=form)
             return from_json(self.body)
-        except ValueError:
-            raise EngineError("The answer of a replica cannot be read.") from None
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
 
     def pass_on(self) -> Response:
         """Return this answer for the client."""
@@ -58,7 +62,7 @@ async def ask(
     seconds: float | None = TIMEOUT,
 ) -> ReplicaAnswer | None:
     """Return the answer of a replica to a request of its front, sent to ``target``, a path that
-    may have a query; or None if it does not answer.
+    may have a query; or None if it does not answer, or with more than MAX_ANSWER.
     """
     fields = [(KEY_HEADER.encode(), key.find().encode()), *fields]
     if body or method not in ("GET", "HEAD"):
@@ -67,7 +71,7 @@ async def ask(
 
     def feed(part: bytes, _: float) -> bool:
         data.extend(part)
-        return False
+        return len(data) > MAX_ANSWER
 
     head = replica.client.write_head(method, target, fields)
     try:
@@ -78,5 +82,7 @@ async def ask(
             finally:
                 replica.client.release(connection)
     except OSError:  # also a TimeoutError
+        return None
+    if len(data) > MAX_ANSWER:
         return None
     return ReplicaAnswer(response.status, response.fields, bytes(data))

@@ -233,6 +233,7 @@ class Forwarding:
         self._is_upload = request.method == "POST" and self._path in UPLOADS
         self._is_repeatable = request.method in ("GET", "HEAD") or self._path in REPEATABLE
         self._body = b""
+        self._is_sent = not self._is_upload  # the whole body is on its way
         self._ended = asyncio.get_running_loop().create_future()  # set to end it early
         self._is_left = False  # whether the client has disconnected
 
@@ -416,6 +417,8 @@ class Forwarding:
             for task in (answering, watching):
                 task.cancel()
             await asyncio.gather(answering, watching, return_exceptions=True)
+            if not self._is_sent:
+                connection.close()
             replica.client.release(connection)
 
     # --- a stream that was cut -------------------------------------------------------------------
@@ -552,6 +555,7 @@ class Forwarding:
                     )
             if is_chunked:
                 await connection.write(b"0\r\n\r\n")
+            self._is_sent = True
         await wait_for_disconnect(self._request.receive)
 
     async def _finish(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -32,11 +33,59 @@ from cllm.server.openai.paging import make_page
 MAX_PAGES = 1000  # that are read of a replica's list
 # Fields of clients that matter for the form of the answers
 PASSED_FIELDS = (b"anthropic-version", b"anthropic-beta", b"accept", b"content-type")
-# Lists whose union is answered: the field with the entries, and their key
-UNIONS = {
-    "/v1/models": ("data", "id"),
-    "/api/tags": ("models", "name"),
-    "/api/ps": ("models", "name"),
+
+
+class Identified(msgspec.Struct):
+    """What the front reads of an entry that has an id."""
+
+    id: str
+
+
+class ModelList(msgspec.Struct):
+    """OpenAI's list of models."""
+
+    data: list[Identified]
+
+
+class Named(msgspec.Struct):
+    """What the front reads of a model in Ollama's lists."""
+
+    name: str
+
+
+class NamedList(msgspec.Struct):
+    """Ollama's lists of models."""
+
+    models: list[Named]
+
+
+class StoredObject(Identified):
+    """What the front reads of a file or a batch. Its time is a text in Anthropic's list."""
+
+    created_at: int | str
+
+
+class StoredPage(msgspec.Struct):
+    """A page of files or batches."""
+
+    data: list[StoredObject]
+    has_more: bool
+    last_id: str | None = None
+
+
+class Health(msgspec.Struct):
+    """The health of a replica."""
+
+    status: str
+    model_loaded: bool
+    models: list[dict[str, Any]] = []
+
+
+# Lists whose union is answered: the field with the entries, their key, and their form
+UNIONS: dict[str, tuple[str, str, type]] = {
+    "/v1/models": ("data", "id", ModelList),
+    "/api/tags": ("models", "name", NamedList),
+    "/api/ps": ("models", "name", NamedList),
 }
 # Lists of stored objects: the number of entries in a page by default, and in the largest page
 STORED_LISTS = {
@@ -152,10 +201,11 @@ class Gatherer:
 
     async def _answer_union(self, request: Request) -> Response:
         answers = [*(await self._ask_all(request)).values()]
-        known = [answer.read() for answer in answers if answer.status == 200]
+        field, key, form = UNIONS[request.scope["path"]]
+        read = [answer.read(form) for answer in answers if answer.status == 200]
+        known = [one for one in read if one is not None]
         if not known:
             return answers[0].pass_on()
-        field, key = UNIONS[request.scope["path"]]
         merged = merge_named(known, field, key)
         if "last_id" in merged and merged[field]:
             merged["first_id"], merged["last_id"] = merged[field][0][key], merged[field][-1][key]
@@ -168,7 +218,9 @@ class Gatherer:
             errors = [answer for answer in answered.values() if answer.status != 200]
             if errors and len(errors) == len(answered):
                 return errors[0].pass_on()
-            answers |= {name: one.read() for name, one in answered.items() if one.status == 200}
+            answers |= {
+                name: one.read(Health) for name, one in answered.items() if one.status == 200
+            }
         return JSONResponse(merge_health(answers))
 
     async def _answer_metrics(self, request: Request) -> Response:
@@ -176,7 +228,7 @@ class Gatherer:
         if any(self._replicas.listed()):
             answered = await self._ask_any(request)
             pages = {
-                name: answer.body.decode()
+                name: answer.body.decode(errors="replace")
                 for name, answer in answered.items()
                 if answer.status == 200
             }
@@ -197,7 +249,7 @@ class Gatherer:
         lists = [answer for answer in answers if isinstance(answer, list)]
         if not lists:
             raise EngineError("No replica has answered the request.")
-        newest_first = merge_sorted(lists, lambda entry: entry["created_at"])
+        newest_first = merge_sorted(lists, find_time)
         limit = int(query.get("limit", STORED_LISTS[path][0]))
         if path == "/v1/messages/batches":
             return JSONResponse(make_message_page(newest_first, query, limit))
@@ -208,7 +260,7 @@ class Gatherer:
         self, replica: Replica, request: Request
     ) -> list[dict[str, Any]] | ReplicaAnswer | None:
         """Return all entries of a replica's list, newest first; an error for the client; or None if
-        the replica does not answer.
+        the replica does not answer, or not with a list.
         """
         path: str = request.scope["path"]
         cursor = "after_id" if path == "/v1/messages/batches" else "after"
@@ -223,7 +275,9 @@ class Gatherer:
                 return None
             if answer.status != 200:
                 return answer
-            page = answer.read()
+            page = answer.read(StoredPage)
+            if page is None:
+                return None
             entries += page["data"]
             if not page["has_more"]:
                 break
@@ -275,6 +329,12 @@ def as_app(
         await response(scope, receive, send)
 
     return app
+
+
+def find_time(entry: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Return when something was stored, as a key for sorting."""
+    time = entry["created_at"]
+    return isinstance(time, str), time
 
 
 def write_target(request: Request) -> str:

@@ -18,14 +18,19 @@ OF_FRONT = "cllm:account_"
 
 
 class ReplicaMetrics(Collector):
-    """The metrics on the page of one replica, with its name as a label."""
+    """The metrics on the page of one replica, with its name as a label. A page that cannot be read
+    has none.
+    """
 
     def __init__(self, name: str, page: str) -> None:
         self._name = name
-        self._page = page
+        try:
+            self._families = [*text_string_to_metric_families(page)]
+        except (ValueError, LookupError):
+            self._families = []
 
     def collect(self) -> Iterator[Metric]:
-        for family in text_string_to_metric_families(self._page):
+        for family in self._families:
             if family.name.startswith(OF_FRONT):
                 continue
             family.samples = [self._label(sample) for sample in family.samples]
@@ -74,7 +79,9 @@ def merge_health(answers: Mapping[str, Mapping[str, Any] | None]) -> dict[str, A
     }
     if is_full:
         merged["models"] = [
-            {**model, LABEL: name} for name, answer in known.items() for model in answer["models"]
+            {**model, LABEL: name}
+            for name, answer in known.items()
+            for model in answer.get("models", ())
         ]
         merged["replicas"] = [
             {"name": name, "status": "unreachable" if answer is None else answer["status"]}

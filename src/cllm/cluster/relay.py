@@ -120,7 +120,9 @@ class Relay:
         self._note_first()
         if self._collected is not None:
             self._collected += data
-            return len(self._collected) > MAX_COLLECTED
+            if len(self._collected) > MAX_COLLECTED:
+                raise BrokenHTTP("a refusal that does not end")
+            return False
         self._write({"type": "http.response.body", "body": data, "more_body": True})
         ending = SILENCE.get(self.kind)
         self._is_at_end = ending is not None and data.endswith(ending[0])
@@ -162,7 +164,7 @@ class Relay:
         """
         replica, ticket = self._replica.encode(), TICKET.encode()
         dropped = INNER_FIELDS
-        if self.response.status in WITHOUT_BODY:
+        if self.response.status in WITHOUT_BODY or self.kind in SILENCE:
             dropped |= {b"content-length"}
         return [
             (name, b"%s.%s" % (replica, value) if name == ticket else value)
