@@ -78,3 +78,9 @@ def test_replicas_get_the_settings_of_requests_and_the_front_those_of_connection
     of_front = {"server.port": 9000, "server.allowed_hosts": ["a"], "log.level": "debug"}
     loaded = settings_from_flags(None, of_replicas | of_front)
     assert replicas.collect_settings(loaded) == of_replicas | {"log.level": "debug"}
+
+
+def test_model_that_does_not_exist_is_refused_before_ray_starts(tmp_path):
+    missing = str(tmp_path / "missing.gguf")
+    with pytest.raises(StartupError, match="There is no file"):
+        replicas.collect_settings(settings_from_flags(None, None, missing))

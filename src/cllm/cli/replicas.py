@@ -38,6 +38,7 @@ from cllm.cluster.control import (
 from cllm.config.settings import Settings
 from cllm.config.sources import LoadedConfig, get_value
 from cllm.errors import StartupError
+from cllm.models.catalog import is_on_hub, resolve
 from cllm.observe import log
 from cllm.private_files import lock
 from cllm.server.access import Access, check_access
@@ -98,8 +99,10 @@ def collect_settings(loaded: LoadedConfig) -> dict[str, Any]:
         if origin != "default" and not is_own:
             values[key] = get_value(loaded.settings, key)
     path = loaded.settings.model.path
-    if path and Path(path).exists():  # replicas run in other folders
-        values["model.path"] = str(Path(path).resolve())
+    if path is not None and not is_on_hub(path):
+        resolve(path)  # replicas would find out that there is no such model only after Ray's start
+        if Path(path).exists():  # replicas run in other folders
+            values["model.path"] = str(Path(path).resolve())
     return json.loads(json.dumps(values, default=lambda value: value.model_dump(mode="json")))  # type: ignore[no-any-return]
 
 
