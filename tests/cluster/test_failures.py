@@ -26,6 +26,7 @@ from fake_replica import (
 )
 from server.conftest import Server, starter
 
+from cllm.cluster.ask import ask
 from cllm.cluster.leases import Replicas
 from cllm.config.settings import Settings
 from cllm.routing.router import Router
@@ -245,6 +246,22 @@ def test_only_requests_of_a_silent_replica_are_given_up(is_silent):
         return running.close
 
     assert asyncio.run(pull()).called == is_silent
+
+
+def test_change_is_not_asked_for_on_a_connection_that_may_be_about_to_close() -> None:
+    taken = []
+
+    async def take(*, is_new: bool) -> None:
+        taken.append(is_new)
+        raise ConnectionError
+
+    replica: Any = Mock()
+    replica.client.take = take
+    key = ClusterKey(Settings.model_validate({"cluster": {"key": KEY}}))
+    replica.client.write_head.return_value = b""
+    for method in ("GET", "POST"):
+        assert asyncio.run(ask(replica, key, method, "/models/load")) is None
+    assert taken == [False, True]
 
 
 LIES: list[Any] = [

@@ -74,9 +74,10 @@ async def ask(
         return len(data) > MAX_ANSWER
 
     head = replica.client.write_head(method, target, fields)
+    is_repeatable = method in ("GET", "HEAD")
     try:
         async with asyncio.timeout(seconds):
-            connection = await replica.client.take()
+            connection = await replica.client.take(is_new=not is_repeatable)
             try:
                 response = await connection.exchange(head + body, feed, lambda _: None)
             finally:

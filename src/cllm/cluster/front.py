@@ -49,7 +49,7 @@ from cllm.server.queueing import TICKET
 
 log = logging.getLogger("cllm.cluster")
 
-MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answer begins
+MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answers end
 # Header fields that only a front may send to a replica
 OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
 REPLACED = frozenset({b"host", b"content-length", b"expect"})
