@@ -94,17 +94,25 @@ def test_table_of_prefixes_grows_with_the_caches_of_replicas():
 def test_caches_of_forgotten_replicas_do_not_count():
     async def forget() -> int:
         router, replicas = front_of(0)
-        replicas.set_urls(["http://10.0.0.1:8000", "http://10.0.0.2:8000"])
+        replicas.set_urls({"http://10.0.0.1:8000": True, "http://10.0.0.2:8000": True})
         for number, replica in enumerate([*replicas.all]):
             replicas.take(replica, lease_of(f"r{number}", num_cells=10**9))
         gone, left = replicas.all
         replicas.lose(gone, "it is gone")
-        replicas.set_urls([left.url])
+        replicas.set_urls({left.url: True})
         replicas.take(left, lease_of("r1", num_cells=0))
         await replicas.close()
         return router.max_blocks
 
     assert asyncio.run(forget()) == MIN_BLOCKS
+
+
+def test_replica_that_will_drain_gets_no_requests_although_its_lease_is_fresh():
+    _, replicas = front_of(2)
+    leaving, stays = replicas.all
+    replicas.set_urls({leaving.url: False, stays.url: True})
+    replicas.take(leaving, lease_of("r0"))
+    assert [*replicas.listed()] == [stays]
 
 
 def test_numbers_of_models_that_are_gone_are_used_again():

@@ -216,17 +216,20 @@ class RayHead:
         )
         self._is_ending = False
 
-    def find_urls(self) -> list[str]:
-        """Return the addresses of the replicas. Raises StartupError if they are not known."""
+    def find_urls(self) -> dict[str, bool]:
+        """Return the addresses of the replicas, with False for those that will drain. Raises
+        StartupError if they are not known.
+        """
         code = self._process.poll()
         if code is not None and not self._is_ending:
             self._is_ending = True
             if code in (0, 2):  # cllm cluster down, or the first replicas could not be started
                 signal.raise_signal(signal.SIGTERM)
         try:
-            return [one["url"] for one in ask(self.folder, "status", 30.0)["replicas"]]
+            known = ask(self.folder, "status", 30.0)["replicas"]
         except Starting:
-            return []
+            return {}
+        return {one["url"]: one["status"] != "draining" for one in known}
 
     def report_progress(self, number: int) -> None:
         """Print how many replicas are ready whenever that changes, until all are."""
@@ -281,18 +284,23 @@ def join(
     check_private(host)
     if host.startswith("127."):
         raise StartupError("machines cannot join a cluster that was started without --address")
-    command = ["start", f"--address={host}:{port}", f"--node-ip-address={address}", "--block"]
-    command += ["--object-store-memory=104857600", "--disable-usage-stats"]
-    command += [] if gpus is None else [f"--num-gpus={gpus}"]
     kept = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
-    program = "from ray.scripts.scripts import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, *command],
+        write_join(f"{host}:{port}", address, gpus),
         env=kept | make_environment(key.find(), address),
         check=False,
     )
     if done.returncode not in (0, -signal.SIGTERM, -signal.SIGINT):
         raise StartupError(f"Ray ended with exit code {done.returncode}")
+
+
+def write_join(head: str, address: str, gpus: int | None) -> list[str]:
+    """Return the command of Ray with which this machine joins, until SIGTERM."""
+    program = "from ray.scripts.scripts import main; main()"
+    flags = [f"--address={head}", f"--node-ip-address={address}", "--block"]
+    flags += ["--object-store-memory=104857600", "--disable-usage-stats"]
+    flags += [] if gpus is None else [f"--num-gpus={gpus}"]
+    return [sys.executable, "-c", program, "start", *flags]
 
 
 def send(

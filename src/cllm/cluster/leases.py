@@ -47,7 +47,8 @@ class BadLease(Exception):
 class Replica:
     """A replica at a fixed address.
 
-    ``lease`` is its last one, and stays when it has expired. While ``is_listed``, it gets requests.
+    ``lease`` is its last one, and stays when it has expired. While ``is_listed``, it gets requests;
+    it gets none if it ``is_leaving``: it will drain soon.
     ``numbers`` has a number for the router for each of its ``models`` that computes, by name.
     ``running`` has the connections on which it answers, ``trouble`` the reason why it has no fresh
     lease.
@@ -57,6 +58,7 @@ class Replica:
     client: HTTPClient
     lease: Lease | None = None
     is_listed: bool = False
+    is_leaving: bool = False
     received: float = -math.inf  # when the lease was received
     heard: float = -math.inf  # when the replica or, in its place, its machine last answered
     numbers: dict[str, int] = field(default_factory=dict)
@@ -186,16 +188,20 @@ class Replicas:
         for replica in self.all:
             self._tasks[replica] = asyncio.create_task(self._follow(replica))
 
-    def set_urls(self, urls: list[str]) -> None:
-        """Follow the replicas at new addresses too. Forget those at other addresses unless they get
-        requests: whoever names the addresses may have forgotten one that works.
+    def set_urls(self, urls: Mapping[str, bool]) -> None:
+        """Follow the replicas at new addresses too. Those whose address has False will drain soon,
+        and get no requests. Forget those at other addresses unless they get requests: whoever names
+        the addresses may have forgotten one that works.
         """
-        for url in {*urls} - {one.url for one in self.all}:
+        for url in urls.keys() - {one.url for one in self.all}:
             replica = Replica(url, make_client(url))
             self.all.append(replica)
             self._tasks[replica] = asyncio.create_task(self._follow(replica))
             replica.wake.set()
         for replica in [*self.all]:
+            if not urls.get(replica.url, True) and not replica.is_leaving:
+                replica.is_leaving = True
+                self.lose(replica, "it will drain")
             if replica.url not in urls and not replica.is_listed and not replica.running:
                 self._forget(replica)
 
@@ -297,13 +303,14 @@ class Replicas:
                 self._router.forget_prefixes(number)
         replica.lease = lease
         self._update_candidates(replica, lease)
-        is_listed = lease.status != "draining" and bool(lease.models)
+        is_listed = lease.status != "draining" and bool(lease.models) and not replica.is_leaving
         if is_listed and not replica.is_listed:
             log.info("the replica %s at %s gets requests", lease.name, replica.url)
         elif replica.is_listed and not is_listed:
             log.info("the replica %s at %s gets no further requests", lease.name, replica.url)
         is_changed = is_listed != replica.is_listed or describe(before) != describe(lease)
-        replica.trouble = "" if is_listed else f"it is {lease.status}"
+        if not replica.is_leaving:
+            replica.trouble = "" if is_listed else f"it is {lease.status}"
         replica.is_listed = is_listed
         if is_changed:
             self._found.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import uvicorn
 
@@ -53,7 +53,7 @@ def check_front(settings: Settings, access: Access) -> None:
     access.cluster_key.find_or_create()
 
 
-async def follow(front: Front, find_urls: Callable[[], list[str]]) -> None:
+async def follow(front: Front, find_urls: Callable[[], Mapping[str, bool]]) -> None:
     """Keep the addresses of replicas up to date. Those known stay while they cannot be found."""
     trouble = ""
     while True:
@@ -72,11 +72,11 @@ def run_front(
     access: Access,
     listener: socket.socket,
     on_ready: Callable[[Front], None],
-    find_urls: Callable[[], list[str]] | None = None,
+    find_urls: Callable[[], Mapping[str, bool]] | None = None,
 ) -> None:
     """Run a front until SIGTERM or SIGINT, with settings that ``check_front`` accepts. ``on_ready``
     is called once it accepts requests. ``find_urls`` is called twice a second, in a thread, for the
-    replicas that there are; it may raise StartupError.
+    addresses of the replicas, with False for those that will drain; it may raise StartupError.
 
     Raises StartupError if it cannot start.
     """
