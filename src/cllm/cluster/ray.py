@@ -316,20 +316,17 @@ def deploy(spec: Spec) -> None:
     Number and limits may change without restarts. Otherwise new replicas replace the old ones: a
     new one is ready before an old one drains, if there is room for it.
     """
-    number: dict[str, Any] = {"num_replicas": spec.least}
-    if spec.most > spec.least:
-        limits = {**spec.limits, "min_replicas": spec.least, "max_replicas": spec.most}
-        number = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=spec.least,
-                max_replicas=spec.most,
-                metrics_interval_s=1.0,
-                look_back_period_s=2.0,
-                upscale_delay_s=0.0,  # ScalingRule has its own delays
-                downscale_delay_s=0.0,
-                policy=AutoscalingPolicy(policy_function=ScalingRule, policy_kwargs=limits),
-            )
-        }
+    limits = {**spec.limits, "min_replicas": spec.least, "max_replicas": spec.most}
+    # for a fixed number too: a replica tells its load only if it was started with this
+    scaling = AutoscalingConfig(
+        min_replicas=spec.least,
+        max_replicas=spec.most,
+        metrics_interval_s=1.0,
+        look_back_period_s=2.0,
+        upscale_delay_s=0.0,  # ScalingRule has its own delays
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(policy_function=ScalingRule, policy_kwargs=limits),
+    )
     deployment = serve.deployment(
         name="engine",
         ray_actor_options={"num_cpus": 0, "num_gpus": spec.gpus},
@@ -340,7 +337,7 @@ def deploy(spec: Spec) -> None:
         max_constructor_retry_count=3,
         rolling_update_percentage=0.34,
         max_surge_percent=100,
-        **number,
+        autoscaling_config=scaling,
     )(ReplicaProcess)
     # what does not need another process is not part of the arguments
     fixed = msgspec.structs.replace(spec, least=1, most=1, limits={})
