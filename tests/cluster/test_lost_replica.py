@@ -8,9 +8,11 @@ import signal
 import time
 from collections import Counter
 
+import fake_replica
 import pytest
 from cluster.conftest import FAKE, KEY, start_front
 from conftest import PATIENCE
+from fake_replica import FakeReplica, make_lease
 
 from cllm.cluster.leases import Replicas
 from cllm.core.stored_ids import find_replica
@@ -95,6 +97,34 @@ def test_client_of_a_stream_that_no_replica_continues_pays_what_it_has_received(
         time.sleep(0.1)
     assert days[0]["requests"] == 1
     assert days[0]["completion_tokens"] >= len(seen)
+
+
+def test_request_that_must_reserve_more_is_sent_to_replicas_as_they_are_then(
+    start_server, tmp_path
+):
+    replica = FakeReplica("a")
+
+    def change_and_refuse(connection, request):
+        replica.lease = make_lease("a", "other")
+        until = replica.num_leases + 2  # the front knows the first of them
+        end = time.monotonic() + PATIENCE
+        while replica.num_leases < until:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        refuse = fake_replica.answer(429, fields="x-cllm-needed-tokens: 900\r\n")
+        refuse(connection, request)
+
+    ann = AccountRecord(keys=(Key(hash_key("key of ann"), 0),), tokens_per_minute=1000)
+    write_key_file(tmp_path / "keys.json", KeyFile(accounts={"ann": ann}))
+    try:
+        replica.steps = [change_and_refuse]
+        keys = {"CLLM_SERVER_KEYS_FILE": str(tmp_path / "keys.json")}
+        front = start_front(start_server, replica.url, **keys)
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+        got = front.client.post(CHAT, json=body, headers=BEARER)
+        assert got.json() == {"object": "answer"}
+    finally:
+        replica.close()
 
 
 def test_object_on_a_replica_that_may_come_back_is_unavailable(start_server):

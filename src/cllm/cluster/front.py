@@ -196,6 +196,14 @@ class Front:
             return max(listed, key=lambda one: rank_home(account, one.name), default=None)
         return None
 
+    def list_choices(self, home: Replica | None, model: str | None) -> list[Choice]:
+        """Return the replicas that may answer a request for ``model`` now: only ``home``, if that
+        must answer it.
+        """
+        if home is None:
+            return self.replicas.find(model)
+        return [make_choice(home, model)] if home.is_listed else []
+
 
 def rank_home(account: str, replica: str) -> bytes:
     """Return the rank of a replica among those that may store the uploads of an account."""
@@ -286,7 +294,7 @@ class Forwarding:
         name = find_model_name(asked)
         account, tenant = admission.scheduled.name, front.access.salt(admission.account, "")
         home = front.find_home(self._request, self._body, account)
-        choices = front.replicas.find(name) if home is None else [make_choice(home, name)]
+        choices = front.list_choices(home, name)
         ticket = self._find_ticket()
         model = choices[0].name if choices else ""
         wanted = make_routing_request(asked, model, tenant, account)
@@ -308,23 +316,22 @@ class Forwarding:
                     raise ReplicaLost("A replica does not accept the reserved tokens.") from error
                 has_reserved = True
                 admission.reserve(error.num_tokens)
-                continue
             except StreamCut as error:
                 cut = error.relay
             except Refused as again:
                 front.metrics.retries.labels("refused").inc()
                 refusal = min(refusal or again, again, key=lambda one: one.retry_after)
+                tried.append(replica)
             except ReplicaLost as error:
                 front.metrics.retries.labels("lost").inc()
                 failure = error
+                tried.append(replica)
             finally:
                 booking.release()
             if cut is not None:
                 await self._continue(cut, admission, wanted, name)
                 return
-            tried.append(replica)
-            if home is None:
-                choices = front.replicas.find(name)  # others may have come or gone
+            choices = front.list_choices(home, name)  # replicas may have come, gone or changed
         if refusal is not None:
             await refusal.relay.pass_on()
             return
