@@ -129,8 +129,8 @@ FAULTS = [
         ("booked.num_tokens -= self.num_tokens", "pass"),
         ("knows.index(False) if False in knows else len(knows)", "sum(knows)"),
         (
-            "booked.num_seqs > replica.max_num_seqs",
-            "booked.num_seqs < replica.max_num_seqs",
+            "booked.num_seqs + booked.num_others <= replica.max_num_seqs",
+            "booked.num_seqs + booked.num_others > replica.max_num_seqs",
         ),
         ("popitem(last=False)", "popitem(last=True)"),
     ),

@@ -13,6 +13,8 @@ from cllm.server.app import routes
 PLACES = re.compile(r"\{\w+(:\w+)?\}")
 METHODS: dict[str, set[str]] = defaultdict(set)
 for path in {PLACES.sub("x", route.path) for route in routes()} | {"/v1/models/"}:
+    if path.startswith("/internal/"):  # tests/server/test_cluster.py has those
+        continue
     for route in routes():
         METHODS[path] |= route.methods if route.path_regex.match(path) else set()
 VERSION = {"anthropic-version": "2023-06-01"}

@@ -13,6 +13,7 @@ from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.process.in_flight import OutputStream
 from cllm.serving.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
+from cllm.text.output_reader import OutputReader
 
 
 class Engine:
@@ -20,16 +21,22 @@ class Engine:
         pass
 
 
+def read_outputs(generation: Generation, stream: OutputStream) -> OutputReader:
+    pieces = FakeVocabulary().pieces
+    return OutputReader(stream.requests, pieces, generation.plan, generation.usage)
+
+
 def test_text_before_an_error_is_delivered_first() -> None:
     """Two tokens and the error arrive together, because the client did not read for a while."""
     params = SamplingParams(n=2)
     stream = OutputStream([make_request("a-0", [1], params, SchedulingOptions())])
+    generation = Generation("a", [[1]], params)
     answer = Answer(
-        Generation("a", [[1]], params),
+        generation,
         stream,
         Engine(),
         Metrics("m"),
-        FakeVocabulary().pieces,
+        read_outputs(generation, stream),
         None,
         None,
     )
@@ -62,7 +69,7 @@ def test_timeout_error_names_the_limit_that_the_engine_saw_expire(
 
     async def test() -> None:
         with Answer(
-            generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None
+            generation, stream, Engine(), Metrics("m"), read_outputs(generation, stream), None, None
         ) as answer:
             assert not answer.take()
             with pytest.raises(RequestTimeout) as caught:

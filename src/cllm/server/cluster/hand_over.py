@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
-import numpy as np
 
 from cllm.config.settings import Settings
 from cllm.core.model_info import ModelInfo
@@ -263,6 +262,6 @@ def check_prefix(path: Path, info: ModelInfo) -> Head:
     tokens = read_tokens(head)
     if len(tokens) > info.context_length:
         raise ValueError("it has more tokens than the context")
-    if not np.logical_and(tokens >= 0, tokens < info.vocabulary_size).all():
+    if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= info.vocabulary_size:
         raise ValueError("it has tokens that are not in the vocabulary")
     return head
