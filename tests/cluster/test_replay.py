@@ -153,3 +153,12 @@ def test_progress_that_is_nonsense_counts_as_none():
     replay = Replay(ReplayMemory())
     replay.feed(write(origin=Origin("id", 1.0, [7], b"digest", 0, -5)))
     assert replay.is_broken
+
+
+def test_nothing_comes_after_the_last_frame():
+    for more in (write(data=b"more"), write(token(5), data=b"more"), write(ending=FATAL), b"x" * 9):
+        replay = Replay(ReplayMemory())
+        assert replay.feed(b"".join(FRAMES) + more) == b"a: pingbcdend"
+        assert replay.feed(more) == b""
+        assert replay.is_complete
+        assert replay.ending == ENDING

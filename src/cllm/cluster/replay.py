@@ -54,7 +54,8 @@ class Replay:
     def feed(self, data: bytes | bytearray) -> bytes:
         """Take bytes from the replica, and return those for the client.
 
-        If the bytes are not frames, ``is_broken`` is set, and nothing that follows is read.
+        If the bytes are not frames, or come after the last one, ``is_broken`` is set, and nothing
+        that follows is read.
         """
         if self._rest:
             self._rest += data
@@ -63,7 +64,7 @@ class Replay:
         while len(data) - at >= HEAD.size:
             length, size = HEAD.unpack_from(data, at)
             begin = at + HEAD.size
-            if length + size > MAX_FRAME_BYTES:
+            if length + size > MAX_FRAME_BYTES or self.is_complete:
                 self.is_broken = True
                 break
             if begin + length + size > len(data):
