@@ -150,9 +150,16 @@ def test_progress_that_is_nonsense_counts_as_none():
     replay = Replay(ReplayMemory())
     replay.feed(write(origin=ORIGIN) + frame)
     assert replay.count_tokens() == (0, 0, 0)
-    replay = Replay(ReplayMemory())
-    replay.feed(write(origin=Origin("id", 1.0, [7], b"digest", 0, -5)))
-    assert replay.is_broken
+    for origin in (
+        Origin("id", 1.0, [7], b"digest", 0, -5),
+        Origin("id", 1.0, [1 << 63], b"digest", 0),
+        Origin("id", float("nan"), [7], b"digest", 0),
+        Origin("id", float("inf"), [7], b"digest", 0),
+        Origin("i\r\nd", 1.0, [7], b"digest", 0),
+    ):
+        replay = Replay(ReplayMemory())
+        replay.feed(write(origin=origin))
+        assert replay.is_broken
 
 
 def test_nothing_comes_after_the_last_frame():

@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -30,9 +31,9 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     equal request shared its result.
     """
 
-    request_id: str
-    created: float
-    seeds: list[int | None]
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z_-]{1,200}\Z")]
+    created: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+    seeds: list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None]
     inputs: bytes
     num_reused_tokens: Count
     num_prompt_tokens: Count = 0
@@ -58,7 +59,7 @@ class Delivery(msgspec.Struct, frozen=True, array_like=True, gc=False):
     names and meanings of TokenOutput.
     """
 
-    choice: int
+    choice: Count
     token: int
     finish: str = ""
     is_text: bool = True
