@@ -97,7 +97,6 @@ struct Part {
 
 // Both return false for ggml's other product.
 bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst) {
-    if (wanted == Wanted::RULE && cllm::multiply_quantized(params, dst)) return true;
     const int64_t rows = dst->ne[1];
     const int64_t tiled = tiled_rows(dst->src[0]->type, rows);
     if (tiled == 0) return false;

@@ -21,8 +21,10 @@
 #if defined(CLLM_VECTORS) && defined(__AVX2__)
 
 // Sums of all rows must be in registers, so loops over rows must not remain.
-#if defined(__GNUC__)
-#define CLLM_UNROLL _Pragma("GCC unroll 8")
+#if defined(__clang__)
+#define CLLM_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define CLLM_UNROLL _Pragma("GCC unroll 12")
 #else
 #define CLLM_UNROLL
 #endif
@@ -44,10 +46,10 @@ constexpr int MIN_ORDER[8] = {0, 1, 4, 5, 2, 3, 6, 7};
 
 // ---------------------------------------------------------------------------- integers
 
-#if defined(__AVX512F__)
+#if defined(CLLM_AVX512)
 
 typedef __m512i Integers;
-constexpr int MAX_ROWS = 8;  // whose sums fit into registers, beside a block of weights
+constexpr int MAX_ROWS = 12;  // whose sums fit into registers, beside a block of weights
 
 CLLM_INLINE Integers load_bytes(const void *p) { return _mm512_loadu_si512(p); }
 CLLM_INLINE Integers zeros() { return _mm512_setzero_si512(); }
@@ -162,7 +164,7 @@ CLLM_INLINE Integers spread_scales(const uint8_t (&scales)[8], int part) {
                 table.bytes[row][i] = int8_t(i % 4 == 0 || (SECOND && i % 4 == 2) ? row : -1);
         return table;
     }();
-#if defined(__AVX512F__)
+#if defined(CLLM_AVX512)
     return _mm512_shuffle_epi8(spread_8_bytes(scales), load_bytes(order.bytes[part * ROWS_OF_VECTOR]));
 #else
     return _mm256_shuffle_epi8(spread_8_bytes(scales), load_bytes(order.bytes[part * ROWS_OF_VECTOR]));
@@ -175,7 +177,7 @@ CLLM_INLINE Integers gather_mins(const uint8_t (&mins)[8][8], int i, int part) {
     const __m128i first = _mm_unpacklo_epi8(group(2 * i), group(2 * i + 1));
     const __m128i second = _mm_unpacklo_epi8(group(2 * i + 4), group(2 * i + 5));
     const __m128i low = _mm_unpacklo_epi16(first, second), high = _mm_unpackhi_epi16(first, second);
-#if defined(__AVX512F__)
+#if defined(CLLM_AVX512)
     return _mm512_cvtepu8_epi16(_mm256_set_m128i(high, low));
 #else
     return _mm256_cvtepu8_epi16(part == 0 ? low : high);
@@ -185,7 +187,7 @@ CLLM_INLINE Integers gather_mins(const uint8_t (&mins)[8][8], int i, int part) {
 // Returns each of 8 (or of part 4) float16 numbers twice.
 CLLM_INLINE Vector load_twice(const ggml_half *p, int part) {
     const __m256 v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#if defined(__AVX512F__)
+#if defined(CLLM_AVX512)
     const __m512i order = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     return _mm512_permutexvar_ps(order, _mm512_castps256_ps512(v));
 #else
@@ -196,7 +198,7 @@ CLLM_INLINE Vector load_twice(const ggml_half *p, int part) {
 
 // Stores the sum of each two neighbours.
 CLLM_INLINE void store_pairs(float *to, Vector v) {
-#if defined(__AVX512F__)
+#if defined(CLLM_AVX512)
     const Vector sums = add(v, _mm512_permute_ps(v, 0xb1));
     _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sums)));
 #else
@@ -262,7 +264,7 @@ void multiply_q4(const void *data, int blocks, const Values *values, float *to, 
 
 // ---------------------------------------------------------------------------- Q6_K
 
-#if defined(__AVX512F__)  // with AVX2, ggml's own products are as fast
+#if defined(CLLM_AVX512)  // with AVX2, ggml's own products are as fast
 #define CLLM_OWN_Q6
 
 constexpr int VECTORS = QK_K / BYTES;  // of a block's weights
@@ -336,7 +338,7 @@ void multiply_q6(const void *data, int blocks, const Values *values, float *to, 
 // ---------------------------------------------------------------------------- input
 
 CLLM_INLINE void store_bytes(int8_t *to, Vector v) {
-#if defined(__AVX512F__)
+#if defined(CLLM_AVX512)
     _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
 #else
     const __m256i words = _mm256_cvtps_epi32(v);
@@ -384,7 +386,7 @@ void round_block(const float *from, Values &to, bool is_q4) {
 
 // ---------------------------------------------------------------------------- product
 
-constexpr int ROWS_AT_A_TIME = 32;       // of the input, which then stay in the caches
+constexpr int ROWS_AT_A_TIME = 36;       // of the input, which then stay in the caches
 constexpr size_t CHUNK_BYTES = 1 << 17;  // of weights, for the same reason
 
 typedef void (*Multiply)(const void *, int, const Values *, float *, size_t);

@@ -10,6 +10,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define CLLM_VECTORS "AVX-512"
+#define CLLM_AVX512
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define CLLM_VECTORS "AVX2"
@@ -30,7 +31,7 @@
 namespace cllm {
 namespace {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(CLLM_AVX512)
 
 typedef __m512 Vector;
 constexpr int WIDTH = 16;

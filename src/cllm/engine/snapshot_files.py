@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterable, KeysView
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple
 
 import msgspec
-import numpy as np
 
 from cllm.errors import StartupError
-from cllm.kv_cache.radix_tree import Tokens
 from cllm.private_files import open_private
+
+if TYPE_CHECKING:
+    from cllm.kv_cache.radix_tree import Tokens
 
 MAGIC = b"cLLM KV 2\n"
 LENGTH = struct.Struct("<I")
@@ -314,6 +315,8 @@ def name_file(head: Head) -> str:
 
 
 def read_tokens(head: Head) -> Tokens:
+    import numpy as np  # not at the start of a server, which imports this module
+
     return np.frombuffer(head.tokens, "<i4").astype(np.int32)
 
 
