@@ -1,5 +1,6 @@
 """``cllm cluster serve``: replicas that Ray Serve places. One cluster for all tests of this file."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,17 +10,21 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 import pytest
+from cluster.conftest import KEY
 from conftest import PATIENCE
 from server.conftest import Server
+
+from cllm.cluster.control import make_environment
 
 pytest.importorskip("ray", reason="the extra cluster is not installed")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-FAKE = ["--backend.name", "fake", "--context", "4096"]
+FAKE = ["--backend.name", "fake", "--context", "4096", "--max-num-seqs", "4"]
 
 
 class RayCluster(Server):
@@ -59,18 +64,48 @@ class RayCluster(Server):
             time.sleep(0.3)
         raise TimeoutError(self.log)
 
-    def count_listed(self) -> int:
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so."""
+        end = time.monotonic() + PATIENCE
+        while not is_so():
+            assert time.monotonic() < end, self.log
+            time.sleep(0.1)
+
+    def find_busy(self) -> dict:
+        """Return a replica with at least three running requests, when there is one."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            for one in self.status()["replicas"]:
+                if self.metric("num_requests_running", f'replica="{one["name"]}"') >= 3:
+                    return one
+        raise TimeoutError(self.log)
+
+    def find_actor(self, name: str) -> int | None:
+        """Return the process of an actor of Ray."""
+        for pid in descendants(self.process.pid):
+            if read_command(pid).startswith(f"ray::{name}"):
+                return pid
+        return None
+
+    def count_listed(self) -> float:
         """Return how many replicas the front passes requests to."""
+        return self.count('front_replicas{state="listed"}')
+
+    def count(self, name: str) -> float:
+        """Return a metric of the front."""
         text = self.client.get("/metrics").text
-        found = re.search(r'^cllm:front_replicas\{state="listed"\} (\d+)', text, re.MULTILINE)
+        found = re.search(rf"^cllm:{re.escape(name)} (\S+)", text, re.MULTILINE)
         assert found, text
-        return int(found[1])
+        return float(found[1])
 
 
 class Load:
-    """Clients that send requests, streams and others, until the end of a ``with`` block."""
+    """Clients that send requests until the end of a ``with`` block, a sixth of them without a
+    stream. All must get the whole answer. A client always sends the same request, so all its
+    answers must be equal.
+    """
 
-    def __init__(self, url: str, num_clients: int = 6) -> None:
+    def __init__(self, url: str, num_clients: int = 12) -> None:
         self._url = url
         self.num_ended = 0
         self.failures: list[str] = []
@@ -78,26 +113,26 @@ class Load:
         self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(num_clients)]
 
     def _ask(self, number: int) -> None:
-        count = 0
+        is_stream = number % 6 != 0
+        message = {"role": "user", "content": f"{number} is the number of this client"}
+        body = {"messages": [message], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self._url}/v1/chat/completions",
+            json.dumps(body | {"stream": is_stream}).encode(),
+            {"content-type": "application/json"},
+        )
+        first = ""
         while not self._is_ending.is_set():
-            count += 1
-            message = {"role": "user", "content": f"client {number}, request {count}"}
-            body = {"messages": [message], "max_tokens": 20, "stream": number % 2 == 0}
-            request = urllib.request.Request(
-                f"{self._url}/v1/chat/completions",
-                json.dumps(body).encode(),
-                {"content-type": "application/json"},
-            )
             try:
                 with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-                    text = answer.read().decode()
-                is_whole = text.rstrip().endswith("[DONE]") if number % 2 == 0 else "usage" in text
-                if not is_whole or '"error"' in text:
-                    self.failures.append(text[-300:])
-            except OSError as error:
+                    content = answer.read().decode()
+                text = read_stream(content) if is_stream else read_answer(content)
+                first = first or text
+                if not text or text != first:
+                    self.failures.append(f"{text!r} instead of {first!r}")
+            except (OSError, LookupError, ValueError) as error:
                 self.failures.append(repr(error))
             self.num_ended += 1
-            time.sleep(0.02)
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -112,23 +147,57 @@ class Load:
         assert self.num_ended > 0
 
 
+def read_answer(content: str) -> str:
+    """Return the text of an answer. Raises LookupError if it is an error."""
+    return json.loads(content)["choices"][0]["message"]["content"]
+
+
+def read_stream(content: str) -> str:
+    """Return the text of a stream. Raises LookupError or ValueError unless it is whole."""
+    *events, done = [line[6:] for line in content.splitlines() if line.startswith("data: ")]
+    if done != "[DONE]":
+        raise ValueError(content[-300:])
+    return "".join(json.loads(one)["choices"][0]["delta"].get("content") or "" for one in events)
+
+
+def read_command(pid: int) -> str:
+    """Return the command of a process, empty if it has ended."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return data.replace(b"\0", b" ").decode(errors="replace")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
+
+
+def descendants(pid: int) -> set[int]:
+    """Return a process and all its descendants."""
+    pids = {pid}
+    while True:
+        more = set()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if parent_of(int(path.name)) in pids:
+                    more.add(int(path.name))
+        if more <= pids:
+            return pids
+        pids |= more
+
+
 def processes(word: str) -> list[str]:
     """Return the commands of all processes that contain ``word``."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if word in command:
-            found.append(command)
-    return found
+    commands = [read_command(int(path.name)) for path in Path("/proc").glob("[0-9]*")]
+    return [command for command in commands if word in command]
 
 
 @pytest.fixture(scope="module")
 def ray_cluster():
     """A cluster of one replica; nothing may be left of it."""
-    arguments = ["--replicas", "1", *FAKE, "--server.drain-timeout", "10"]
+    arguments = ["--replicas", "1", "--up-after", "1", "--down-after", "3", *FAKE]
+    arguments += ["--server.drain-timeout", "10"]
     cluster = RayCluster(*arguments, command=("cluster", "serve"))
     try:
         cluster.wait_for(1)
@@ -148,28 +217,50 @@ def ray_cluster():
 
 
 def test_scaling_up_and_down_fails_no_request(ray_cluster):
+    (first,) = ray_cluster.wait_for(1)
     with Load(ray_cluster.url):
         assert ray_cluster.run("scale", "3").returncode == 0
-        ray_cluster.wait_for(3)
+        three = ray_cluster.wait_for(3)
+        assert first["url"] in [one["url"] for one in three], "it was replaced"
         assert ray_cluster.run("scale", "1").returncode == 0
         ray_cluster.wait_for(1)
 
 
-def test_rolling_upgrade_fails_no_request(ray_cluster):
+def test_number_follows_the_load_and_no_request_fails(ray_cluster):
+    ray_cluster.wait_for(1)
+    assert ray_cluster.run("scale", "1..2").returncode == 0
+    with Load(ray_cluster.url, 12):  # 4 run at a time on a replica
+        ray_cluster.wait_for(2)
+    with Load(ray_cluster.url, 1):
+        ray_cluster.wait_for(1)
+    assert ray_cluster.run("scale", "1").returncode == 0
+
+
+def test_rolling_upgrade_changes_a_setting_and_fails_no_request(ray_cluster):
     (before,) = ray_cluster.wait_for(1)
     with Load(ray_cluster.url):
-        assert ray_cluster.run("upgrade").returncode == 0
+        done = ray_cluster.run("upgrade", "--max-num-seqs", "5")
+        assert done.returncode == 0, done.stderr
         (after,) = ray_cluster.wait_for(1, but=(before["url"],))
     assert after["generation"] == before["generation"] + 1
+    info = ray_cluster.client.get("/model/info").json()
+    assert (info["name"], info["max_num_seqs"]) == ("fake", 5)
 
 
-def test_ray_asks_for_its_token_wherever_it_listens_beyond_loopback(ray_cluster):
+def test_upgrade_that_cannot_start_leaves_the_replicas(ray_cluster):
+    before = ray_cluster.wait_for(1)
+    done = ray_cluster.run("upgrade", "/nowhere/m.gguf", "--backend.name", "llama_cpp")
+    assert (done.returncode, "There is no file /nowhere/m.gguf" in done.stderr) == (2, True)
+    assert ray_cluster.wait_for(1) == before
+
+
+def test_ray_asks_for_its_token_wherever_it_listens(ray_cluster):
     """All sockets are on loopback, but for one of each actor of Ray Serve, which has no setting."""
     grpc = pytest.importorskip("grpc")
     listed = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
     (replica,) = ray_cluster.wait_for(1)
-    actor = int(Path(f"/proc/{replica['pid']}/stat").read_text().rsplit(")")[1].split()[1])
-    owners = session_pids(ray_cluster)
+    actor = parent_of(replica["pid"])
+    owners = descendants(ray_cluster.process.pid)
     assert actor in owners
     wide = set()
     for line in listed.splitlines():
@@ -177,43 +268,60 @@ def test_ray_asks_for_its_token_wherever_it_listens_beyond_loopback(ray_cluster)
         host, _, port = line.split()[3].rpartition(":")
         if pids & owners and "127.0.0.1" not in host:
             assert pids == {actor}, line
-            wide.add(int(port))
-    assert len(wide) <= 1
-    for number in wide:
-        with grpc.insecure_channel(f"127.0.0.1:{number}") as channel:
-            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
-            with pytest.raises(grpc.RpcError) as raised:
-                call(b"", timeout=30)
-        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            wide.add(f"127.0.0.1:{port}")
+    assert len(wide) == 1
 
-
-def session_pids(cluster: RayCluster) -> set[int]:
-    """Return the process of a cluster and all its descendants."""
-    pids = {cluster.process.pid}
-    while True:
-        more = set()
-        for path in Path("/proc").glob("[0-9]*/stat"):
+    def call(address: str, method: str, token: str = "") -> object:
+        fields = [("authorization", f"Bearer {token}")] if token else []
+        with grpc.insecure_channel(address) as channel:
             try:
-                parent = int(path.read_text().rsplit(")")[1].split()[1])
-            except OSError:
-                continue
-            if parent in pids:
-                more.add(int(path.parent.name))
-        if more <= pids:
-            return pids
-        pids |= more
+                channel.unary_unary(method)(b"", timeout=30, metadata=fields)
+            except grpc.RpcError as error:
+                return error.code()
+        return grpc.StatusCode.OK
+
+    gcs, nodes = ray_cluster.status()["address"], "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+    token = make_environment(KEY, "127.0.0.1")["RAY_AUTH_TOKEN"]
+    assert call(gcs, nodes, token) == grpc.StatusCode.OK
+    refused = grpc.StatusCode.UNAUTHENTICATED
+    assert call(gcs, nodes) == call(gcs, nodes, "0" * len(token)) == refused
+    assert call(*wide, "/ray.serve.ASGIService/HandleRequest") == refused
 
 
 @pytest.mark.parametrize("victim", ["server", "actor"])
-def test_killed_replica_is_replaced(ray_cluster, victim):
-    (before,) = ray_cluster.wait_for(1)
-    pid = before["pid"]
-    if victim == "actor":
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
-    os.kill(pid, signal.SIGKILL)
-    ray_cluster.wait_for(1, but=(before["url"],))
+def test_killed_replica_is_replaced_and_no_request_fails(ray_cluster, victim):
+    assert ray_cluster.run("scale", "2").returncode == 0
+    ray_cluster.wait_for(2)
+    before = ray_cluster.count("front_continued_streams_total")
     with Load(ray_cluster.url):
-        time.sleep(0.5)
+        busy = ray_cluster.find_busy()
+        pid = busy["pid"] if victim == "server" else parent_of(busy["pid"])
+        os.kill(pid, signal.SIGKILL)
+        ray_cluster.wait_for(2, but=(busy["url"],))
+    if victim == "server":  # the server of an actor ends its requests itself
+        assert ray_cluster.count("front_continued_streams_total") > before
+
+
+def test_killed_registry_is_rebuilt_and_no_request_fails(ray_cluster):
+    ray_cluster.wait_for(2)
+    before = ray_cluster.find_actor("Registry")
+    with Load(ray_cluster.url):
+        os.kill(before, signal.SIGKILL)
+        ray_cluster.wait_until(lambda: ray_cluster.find_actor("Registry") not in (before, None))
+        ray_cluster.wait_until(lambda: ray_cluster.status()["state"] == "running")
+        ray_cluster.wait_for(2)
+
+
+def test_killed_controller_is_restarted_and_no_request_fails(ray_cluster):
+    ray_cluster.wait_for(2)
+    before = ray_cluster.find_actor("ServeController")
+    with Load(ray_cluster.url):
+        os.kill(before, signal.SIGKILL)
+        ray_cluster.wait_until(
+            lambda: ray_cluster.find_actor("ServeController") not in (before, None)
+        )
+        assert ray_cluster.run("scale", "1").returncode == 0
+        ray_cluster.wait_for(1)
 
 
 def test_drained_replica_is_replaced(ray_cluster):
@@ -233,11 +341,8 @@ def test_second_cluster_with_the_same_folder_is_refused(ray_cluster):
 def test_requests_are_served_while_the_head_is_down(ray_cluster):
     """The last test of the cluster, because nothing can be placed any more."""
     ray_cluster.wait_for(1)
-    (gcs,) = [
-        pid
-        for pid in session_pids(ray_cluster)
-        if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-    ]
+    own = descendants(ray_cluster.process.pid)
+    (gcs,) = [pid for pid in own if "gcs_server" in read_command(pid).partition(" ")[0]]
     with Load(ray_cluster.url):
         os.kill(gcs, signal.SIGKILL)
         time.sleep(5)
