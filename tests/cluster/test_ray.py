@@ -285,7 +285,8 @@ def test_ray_asks_for_its_token_wherever_it_listens(ray_cluster):
     assert call(gcs, nodes, token) == grpc.StatusCode.OK
     refused = grpc.StatusCode.UNAUTHENTICATED
     assert call(gcs, nodes) == call(gcs, nodes, "0" * len(token)) == refused
-    assert call(*wide, "/ray.serve.ASGIService/HandleRequest") == refused
+    (address,) = wide
+    assert call(address, "/ray.serve.ASGIService/HandleRequest") == refused
 
 
 @pytest.mark.parametrize("victim", ["server", "actor"])
