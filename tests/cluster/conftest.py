@@ -13,9 +13,9 @@ KEY = "the-key-of-the-test-cluster"
 FAKE = ("--backend.name", "fake", "--context", "32768")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def cluster_key() -> Iterator[None]:
-    """Give all servers the same key."""
+    """Give all servers of these tests the same key, and none to those of other folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLLM_CLUSTER_KEY", KEY)
         yield
