@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_replica import FakeReplica, Received, answer, chunk, closes, sends, stream_head
 
+from cllm.cluster.app import FrontApp
 from cllm.cluster.front import Front
 from cllm.config.settings import Settings
 from cllm.errors import EngineError
@@ -76,8 +77,8 @@ async def leave(client: Client, front: Front) -> None:
 
 async def shut_down(client: Client, front: Front) -> None:
     await client.got_body.wait()
-    for forwarding in [*front.running]:
-        forwarding.end(EngineError("The server is shutting down."))
+    for end in [*front.running]:
+        end(EngineError("The server is shutting down."))
 
 
 async def nothing(client: Client, front: Front) -> None:
@@ -114,7 +115,8 @@ def test_booked_load_returns_to_zero(replicas, steps, happens, options, status):
             one.steps = steps
         client = Client(**options)
         try:
-            running = asyncio.create_task(front(client.scope, client.receive, client.send))
+            app = FrontApp(front)
+            running = asyncio.create_task(app(client.scope, client.receive, client.send))
             await happens(client, front)
             await asyncio.wait([running])
             if options.get("fails"):

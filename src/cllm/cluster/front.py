@@ -1,115 +1,36 @@
-"""The application of a front: chooses a replica for each request and passes the answer on.
-
-A request is asked for again once, on another replica if there is one, if the first one has not sent
-a byte of its answer.
-"""
+"""What the requests of a front share, and which replicas may answer one."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
-import re
-from contextlib import closing
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NoReturn
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
 
-from cllm.cluster.accounts import CHARGED, Accounts, Admission, NeedsTokens
-from cllm.cluster.ask import quote_path
-from cllm.cluster.faults import write_fault
+from cllm.cluster.accounts import Accounts
 from cllm.cluster.gather import Gatherer
 from cllm.cluster.heirs import Heirs
 from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
-from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
-from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay, drop_hop_by_hop
-from cllm.cluster.replay import Replay, ReplayMemory
+from cllm.cluster.replay import ReplayMemory
 from cllm.cluster.reports import ReportPuller
 from cllm.cluster.stored import find_stored
 from cllm.config.settings import Settings
-from cllm.core.account import Account
-from cllm.errors import BadRequest, CLLMError, EngineError
-from cllm.http_connection import Connection
-from cllm.http_connection import Response as Answer
-from cllm.routing.router import Booking, Router, RoutingRequest
+from cllm.errors import CLLMError, EngineError
+from cllm.routing.router import Router
 from cllm.server.access import Access
-from cllm.server.app import PATHS, answer_fault
-from cllm.server.auth import ACCOUNT, CARRIED_HEADER, PROGRESS_HEADER, route_not_allowed
-from cllm.server.body import receive_parts
-from cllm.server.cluster.continuation import CONTINUE_PATH
-from cllm.server.cluster.key import INTERNAL, KEY_HEADER
 from cllm.server.cluster.lease import ReplicaIdentity
-from cllm.server.errors import describe
-from cllm.server.http.sse import HEARTBEAT, wait_for_disconnect
-from cllm.server.queueing import TICKET
 
-log = logging.getLogger("cllm.cluster")
-
-MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answers end
-# Header fields that only a front may send to a replica
-OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
-REPLACED = frozenset({b"host", b"content-length", b"expect"})
 # Paths of bodies that are passed on as they arrive
 UPLOADS = frozenset({"/v1/files", "/v1/messages/batches"})
 # Paths of requests that store something under the account
 STORING = UPLOADS | {"/v1/batches"}
 FRONT_NAME_FILE = "front_name"  # in the storage folder
-MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
-LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
-CANNOT_CONTINUE = (
-    "The replica that computed this answer has ended, and no other one can continue; please retry."
-)
-CHUNKED = (b"transfer-encoding", b"chunked")
-# Methods and paths of requests that change nothing, so that they can be sent again when their
-# connection has been lost
-REPEATABLE = CHARGED | {
-    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize"),
-    *("/apply-template", "/encode", "/decode"),
-}
-
-
-class ReplicaLost(EngineError):
-    """The replica that answered a request has ended or cannot be reached."""
-
-
-class StreamCut(Exception):
-    """A replica has ended in the middle of a stream; ``relay`` has what the client has got."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self.relay = relay
-
-
-class CannotContinue(ReplicaLost):
-    """A replica can never continue the stream: it has another model, or makes another prompt."""
-
-
-class Refused(Exception):
-    """A replica has refused a request; ``relay`` has its answer."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self.relay = relay
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the replica's queue is full. In Ollama's dialect, that has the status 503 too."""
-        response = self.relay.response
-        return response.status != 503 or TICKET.encode() in response.headers
-
-    @property
-    def retry_after(self) -> float:
-        """Seconds after which the client may retry."""
-        value = self.relay.response.headers.get(b"retry-after", b"")
-        return float(value) if value.isdigit() else 1.0
 
 
 class Front:
-    """The ASGI application, inside the checks of ``guard``."""
+    """What all requests share: the replicas, the accounts, and the requests in progress."""
 
     def __init__(self, settings: Settings, access: Access) -> None:
         """Raises StartupError if the settings cannot be used."""
@@ -130,7 +51,7 @@ class Front:
         name = ReplicaIdentity(settings.storage.folder, FRONT_NAME_FILE).name
         self.accounts = Accounts(access, name)
         self.reports = ReportPuller(self.replicas, self.accounts)
-        self._gatherer = Gatherer(
+        self.gatherer = Gatherer(
             self.replicas,
             self.accounts,
             self.metrics,
@@ -139,7 +60,8 @@ class Front:
         self.state = SimpleNamespace(access=access, settings=settings, routes=())
         self.num_held_bytes = 0
         self.replay_memory = ReplayMemory()
-        self.running: set[Forwarding] = set()
+        # the functions that end the requests in progress
+        self.running: set[Callable[[CLLMError], None]] = set()
 
     async def open(self) -> None:
         """Begin to follow the replicas."""
@@ -149,30 +71,6 @@ class Front:
     async def close(self) -> None:
         await self.reports.close()
         await self.replicas.close()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # as the framework does it, for ``get_state``
-        request = Request(scope, receive)
-        try:
-            check_path(request)
-            if (answer := self.answer_here(request)) is not None:
-                await answer(scope, receive, send)
-                return
-            await Forwarding(self, request, send).run()
-        except ClientDisconnect:
-            pass
-        except CLLMError as error:
-            await answer_fault(request, describe(error))(scope, receive, send)
-
-    def answer_here(self, request: Request) -> ASGIApp | None:
-        """Return the answer to a request that the front answers itself, or from the answers of
-        several replicas; None for a request that one replica answers.
-        """
-        if request.scope["path"] == "/ready":
-            ready = self.replicas.ready
-            content = {"status": "ready" if ready else "loading"}
-            return JSONResponse(content, 200 if ready else 503)
-        return self._gatherer.find(request)
 
     def find_home(self, request: Request, body: bytes, account: str) -> Replica | None:
         """Return the replica that must answer a request, because it stores what the request names,
@@ -208,417 +106,3 @@ class Front:
 def rank_home(account: str, replica: str) -> bytes:
     """Return the rank of a replica among those that may store the uploads of an account."""
     return hashlib.blake2b(f"{account}\0{replica}".encode(), digest_size=8).digest()
-
-
-def check_path(request: Request) -> None:
-    """Replace the path by the one of the route that it means. Raises BadRequest (404, 403)."""
-    scope = request.scope
-    path: str = scope["path"]
-    known = PATHS.find(path)
-    is_hidden = known is None or known.startswith(INTERNAL)
-    # a proxy before a replica could remove these segments, and reach another path
-    segments = {segment.partition(";")[0] for segment in re.split(r"[/\\]", path)}
-    if known is None or is_hidden or {".", ".."} & segments:
-        message = f"{request.method} {path}: Not Found"
-        raise BadRequest(message[:300], code="not_found", status=404)
-    if request.method == "TRACE":  # such a proxy could answer it with the cluster key
-        raise BadRequest("TRACE: Method Not Allowed", code="method_not_allowed", status=405)
-    account: Account | None = scope.get(ACCOUNT)
-    if known != path:
-        if account is not None and not account.may_use_route(known):
-            raise route_not_allowed(account, path)
-        scope["path"] = known
-
-
-class Forwarding:
-    """One request, from its body to the end of its answer."""
-
-    def __init__(self, front: Front, request: Request, send: Send) -> None:
-        self._front = front
-        self._request = request
-        self._send = send
-        self._path: str = request.scope["path"]
-        self._is_upload = request.method == "POST" and self._path in UPLOADS
-        self._is_repeatable = request.method in ("GET", "HEAD") or self._path in REPEATABLE
-        self._body = b""
-        self._is_sent = not self._is_upload  # the whole body is on its way
-        self._ended = asyncio.get_running_loop().create_future()  # set to end it early
-        self._is_left = False  # whether the client has disconnected
-
-    def end(self, error: CLLMError) -> None:
-        """End the request with ``error``."""
-        if not self._ended.done():
-            self._ended.set_result(error)
-
-    async def run(self) -> None:
-        """Answer the request. Raises CLLMError before the first byte of the answer."""
-        front = self._front
-        front.running.add(self)
-        front.metrics.running.inc()
-        try:
-            if not self._is_upload:
-                await self._read_body()
-            front.num_held_bytes += len(self._body)
-            try:
-                await self._answer()
-            finally:
-                front.num_held_bytes -= len(self._body)
-        finally:
-            front.running.discard(self)
-            front.metrics.running.dec()
-            self._ended.cancel()
-
-    async def _read_body(self) -> None:
-        limit = self._front.settings.server.max_body_mb * 1_000_000
-        message = f"The body is larger than {limit} bytes."
-        too_large = BadRequest(message, code="request_too_large", status=413)
-        parts = [part async for part in receive_parts(self._request, limit, too_large)]
-        self._body = parts[0] if len(parts) == 1 else b"".join(parts)
-        if self._front.num_held_bytes + len(self._body) > MAX_HELD_BYTES:
-            raise EngineError("Too many large requests are in progress; please retry.")
-
-    # --- choice ----------------------------------------------------------------------------------
-
-    async def _answer(self) -> None:
-        """Ask for the account's leave, then one replica or two."""
-        with closing(
-            self._front.accounts.admit(self._request, self._path, self._body)
-        ) as admission:
-            admission.on_end(self.end)
-            await self._ask_replicas(admission)
-
-    async def _ask_replicas(self, admission: Admission) -> None:
-        """Ask one replica, or two."""
-        front = self._front
-        asked = read_asked(self._body) if self._body else NOTHING
-        name = find_model_name(asked)
-        account, tenant = admission.scheduled.name, front.access.salt(admission.account, "")
-        home = front.find_home(self._request, self._body, account)
-        choices = front.list_choices(home, name)
-        ticket = self._find_ticket()
-        model = choices[0].name if choices else ""
-        wanted = make_routing_request(asked, model, tenant, account)
-        refusal: Refused | None = None
-        failure: CLLMError | None = None
-        cut: Relay | None = None
-        tried: list[Replica] = []
-        has_reserved = False
-        while len(tried) < 2:
-            booking = self._choose(choices, wanted, ticket, tried, refusal)
-            if booking is None:
-                break
-            replica = front.replicas.by_number[booking.number]
-            try:
-                await self._ask(replica, admission, booking)
-                return
-            except NeedsTokens as error:
-                if has_reserved:
-                    raise ReplicaLost("A replica does not accept the reserved tokens.") from error
-                has_reserved = True
-                admission.reserve(error.num_tokens)
-            except StreamCut as error:
-                cut = error.relay
-            except Refused as again:
-                front.metrics.retries.labels("refused").inc()
-                refusal = min(refusal or again, again, key=lambda one: one.retry_after)
-                tried.append(replica)
-            except ReplicaLost as error:
-                front.metrics.retries.labels("lost").inc()
-                failure = error
-                tried.append(replica)
-            finally:
-                booking.release()
-            if cut is not None:
-                await self._continue(cut, admission, wanted, name)
-                return
-            choices = front.list_choices(home, name)  # replicas may have come, gone or changed
-        if refusal is not None:
-            await refusal.relay.pass_on()
-            return
-        raise failure or EngineError("No replica can answer the request now.")
-
-    def _choose(
-        self,
-        choices: list[Choice],
-        wanted: RoutingRequest,
-        ticket: str,
-        tried: list[Replica],
-        refusal: Refused | None,
-    ) -> Booking | None:
-        """Book the request on a replica; return None if there is none for a further attempt."""
-        usable = choices
-        if tried:
-            usable = [one for one in choices if one.replica.is_listed and one.replica not in tried]
-        if ticket:
-            usable = [one for one in usable if one.replica.name == ticket] or usable
-        if refusal is not None and refusal.is_full:
-            limit = refusal.retry_after
-            usable = [one for one in usable if one.waiting_seconds < limit]
-        elif not usable and refusal is None:  # the only replica has lost the connection
-            usable = [one for one in choices if one.replica.is_listed]
-        if not usable:
-            return None
-        return self._front.router.choose(wanted, [one.candidate for one in usable])
-
-    def _find_ticket(self) -> str:
-        """Return the name of the replica that has reserved a place for the request."""
-        return self._request.headers.get(TICKET, "").rpartition(".")[0]
-
-    # --- one attempt -----------------------------------------------------------------------------
-
-    async def _ask(self, replica: Replica, admission: Admission, booking: Booking) -> None:
-        """Pass the answer of a replica on. Raises Refused or NeedsTokens, ReplicaLost if nothing
-        has been sent to the client and another replica may be asked, and StreamCut if another one
-        may continue.
-        """
-        connection = await self._connect(replica)
-        relay = Relay(
-            connection, replica.name, self._request.scope, self._send, self._front.replay_memory
-        )
-        relay.on_first = booking.finish_prompt
-        is_cut = False
-        try:
-            data = self._write_head(replica, admission) + self._body
-            await self._exchange(replica, admission, relay, connection, data)
-        except StreamCut:
-            is_cut = True  # the relay is still needed
-            raise
-        finally:
-            if not is_cut:
-                await relay.close()
-
-    async def _connect(self, replica: Replica) -> Connection:
-        """Return a connection to a replica. Raises ReplicaLost."""
-        try:
-            async with asyncio.timeout(self._front.settings.cluster.lease_seconds):
-                return await replica.client.take(is_new=not self._is_repeatable)
-        except OSError as error:  # also a TimeoutError
-            self._front.replicas.lose(replica, str(error) or "it does not answer")
-            replica.wake.set()
-            raise ReplicaLost("The replica cannot be reached.") from error
-
-    async def _exchange(
-        self,
-        replica: Replica,
-        admission: Admission,
-        relay: Relay,
-        connection: Connection,
-        data: bytes,
-    ) -> None:
-        """Send ``data`` to a replica, and let ``relay`` pass its answer on."""
-        answering = asyncio.ensure_future(connection.exchange(data, relay.feed, relay.begin))
-        watching = asyncio.ensure_future(self._watch(connection))
-        replica.running.add(connection)
-        try:
-            await asyncio.wait(
-                {answering, watching, self._ended}, return_when=asyncio.FIRST_COMPLETED
-            )
-            if answering.done():
-                await self._finish(replica, admission, relay, answering)
-            elif self._ended.done():
-                await self._fail(relay, self._ended.result())
-            elif watching.done():
-                watching.result()  # raises the error of the body, if there is one
-        finally:
-            replica.running.discard(connection)
-            for task in (answering, watching):
-                task.cancel()
-            await asyncio.gather(answering, watching, return_exceptions=True)
-            if not self._is_sent:
-                connection.close()
-            replica.client.release(connection)
-
-    # --- a stream that was cut -------------------------------------------------------------------
-
-    async def _continue(
-        self,
-        relay: Relay,
-        admission: Admission,
-        wanted: RoutingRequest,
-        model: str | None,
-    ) -> None:
-        """Let other replicas with the same model continue a stream; in the meantime, the client
-        gets bytes that it skips. If there is none, end it with an error.
-        """
-        front, replay = self._front, relay.replay
-        assert replay is not None
-        clock, seconds = asyncio.get_running_loop().time, front.settings.cluster.continue_seconds
-        until = clock() + seconds
-        beat = clock()
-        try:
-            while replay.can_continue:
-                if clock() >= beat:
-                    relay.break_silence()
-                    beat = clock() + HEARTBEAT
-                choices = front.replicas.find(model)
-                usable = [one for one in choices if replay.may_try(one.replica)]
-                booking = self._choose(usable, wanted, "", [], None)
-                if booking is None:
-                    if clock() >= until or not await self._wait(relay):
-                        break
-                    continue
-                replica = front.replicas.by_number[booking.number]
-                try:
-                    relay.on_first = booking.finish_prompt
-                    await self._ask_for_rest(replica, admission, relay, replay)
-                    return
-                except StreamCut:
-                    until = clock() + seconds
-                except CannotContinue:
-                    replay.note_refusal(replica)
-                except ReplicaLost:  # it may be able to do it later
-                    if clock() >= until or not await self._wait(relay):
-                        break
-                finally:
-                    booking.release()
-            if replay.ending is not None and replay.fault and not self._is_left:
-                admission.note_ending(replay.ending)
-                await relay.end_with(replay.fault)
-            elif not self._is_left:
-                await self._fail(relay, ReplicaLost(CANNOT_CONTINUE))
-        finally:
-            if not replay.is_complete:  # in case that no replica reports the usage
-                admission.note_progress(*replay.count_tokens())
-            await relay.close()
-
-    async def _wait(self, relay: Relay) -> bool:
-        """Wait a moment for a replica. Return False if the request has ended meanwhile."""
-        watching = asyncio.ensure_future(wait_for_disconnect(self._request.receive))
-        try:
-            await asyncio.wait(
-                {watching, self._ended}, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
-            self._is_left = watching.done()
-            if self._ended.done():
-                await self._fail(relay, self._ended.result())
-                self._is_left = True
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-        return not self._is_left
-
-    async def _ask_for_rest(
-        self, replica: Replica, admission: Admission, relay: Relay, replay: Replay
-    ) -> None:
-        """Pass on the rest of a stream. Raises StreamCut if this replica ends in turn,
-        CannotContinue, and ReplicaLost if it cannot continue now.
-        """
-        connection = await self._connect(replica)
-        scope = self._request.scope
-        content_type = self._request.headers.get("content-type", "")
-        body = replay.make_body(self._path, scope["query_string"], content_type, self._body)
-        fields = self._list_fields(replica, admission)
-        fields = [field for field in fields if field[0] != b"content-type"]
-        fields.append((b"content-length", b"%d" % len(body)))
-        head = replica.client.write_head("POST", CONTINUE_PATH, fields)
-        self._front.metrics.continued.inc()
-        relay.continue_with(connection)
-        await self._exchange(replica, admission, relay, connection, head + body)
-
-    # --- one request to a replica ----------------------------------------------------------------
-
-    def _write_head(self, replica: Replica, admission: Admission) -> bytes:
-        scope = self._request.scope
-        path = quote_path(self._path)
-        query: bytes = scope["query_string"]
-        if query:
-            path += "?" + query.decode("latin-1")
-        fields = self._list_fields(replica, admission)
-        if self._is_upload:
-            length = self._request.headers.get("content-length")
-            framing = (b"content-length", length.encode()) if length else CHUNKED
-            fields.append(framing)
-        elif self._body or self._request.method not in ("GET", "HEAD"):
-            fields.append((b"content-length", b"%d" % len(self._body)))
-        return replica.client.write_head(self._request.method, path, fields)
-
-    def _list_fields(self, replica: Replica, admission: Admission) -> list[tuple[bytes, bytes]]:
-        """Return the header fields for a replica, except the length of the body."""
-        fields = [
-            (name, value)
-            for name, value in drop_hop_by_hop(self._request.scope["headers"])
-            if name not in REPLACED and not name.startswith(OWN_FIELDS)
-        ]
-        ticket = TICKET.encode()
-        fields = [
-            (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields
-        ]
-        return [
-            *fields,
-            (KEY_HEADER.encode(), self._front.access.cluster_key.find().encode()),
-            (CARRIED_HEADER.encode(), admission.encode(replica.name).encode()),
-            (PROGRESS_HEADER.encode(), b"1"),
-        ]
-
-    async def _watch(self, connection: Connection) -> None:
-        """Send the rest of the body, and return when the client has disconnected."""
-        if self._is_upload:
-            is_chunked = "content-length" not in self._request.headers
-            too_large = BadRequest("The body is too large.", status=413)
-            async for part in receive_parts(self._request, MAX_UPLOAD, too_large):
-                if part:
-                    await connection.write(
-                        b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part
-                    )
-            if is_chunked:
-                await connection.write(b"0\r\n\r\n")
-            self._is_sent = True
-        await wait_for_disconnect(self._request.receive)
-
-    async def _finish(
-        self,
-        replica: Replica,
-        admission: Admission,
-        relay: Relay,
-        answering: asyncio.Future[Answer],
-    ) -> None:
-        """Pass on the end of the answer, or what has become of it."""
-        error, replay = answering.exception(), relay.replay
-        if replay is not None and replay.ending is not None and replay.is_complete:
-            admission.note_ending(replay.ending)
-            error = None
-        elif replay is not None and (error is None or isinstance(error, OSError)):
-            if relay.has_started:
-                self._lose(replica, relay, replay, is_lost=error is not None)
-            error = error or ConnectionError("a stream without a beginning")
-        if error is None:
-            admission.end(relay.response.headers, is_stream=relay.kind in SILENCE)
-            if relay.is_refusal and not self._is_upload:
-                raise Refused(relay)
-            await relay.pass_on()
-            return
-        if not isinstance(error, OSError):
-            raise error
-        replica.wake.set()  # to find out at once whether it has died
-        if not relay.has_started:
-            if self._is_repeatable:
-                raise ReplicaLost("The replica has ended.") from error
-            message = (
-                "The replica has ended before it has answered. It may have done what was asked."
-            )
-            raise BadRequest(message, code="replica_lost", status=502)
-        await self._fail(relay, ReplicaLost("The replica has ended."))
-
-    def _lose(self, replica: Replica, relay: Relay, replay: Replay, *, is_lost: bool) -> NoReturn:
-        """Raise StreamCut, because a replica has ended a stream that is not complete; or, if it has
-        refused to continue, CannotContinue, or ReplicaLost if it may be able to do it later.
-        ``is_lost`` says that the connection was lost.
-        """
-        rest = relay.rest
-        relay.detach()
-        if is_lost:
-            replica.wake.set()  # to find out at once whether it has died
-        elif rest is not None and FRAMED not in rest.headers:
-            is_busy = rest.status in REFUSALS
-            raise (ReplicaLost if is_busy else CannotContinue)("The replica does not continue.")
-        replay.lose(replica)
-        raise StreamCut(relay)
-
-    async def _fail(self, relay: Relay, error: CLLMError) -> None:
-        """End the answer with ``error``. Raises it if the answer has not begun."""
-        if not relay.has_started:
-            raise error
-        self._front.metrics.cut.inc()
-        if relay.kind in SILENCE:
-            await relay.end_with(write_fault(self._request, error))
-        # other answers end without their last bytes, so the client sees that they are cut

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import uvicorn
 
+from cllm.cluster.app import FrontApp
 from cllm.cluster.front import Front
 from cllm.cluster.leases import make_client
 from cllm.config.settings import Settings
@@ -38,8 +39,8 @@ class FrontServer(GracefulServer):
         return len(self._front.running)
 
     def end_requests(self, error: EngineError) -> None:
-        for forwarding in [*self._front.running]:
-            forwarding.end(error)
+        for end in [*self._front.running]:
+            end(error)
 
 
 def check_front(settings: Settings, access: Access) -> None:
@@ -83,7 +84,9 @@ def run_front(
 
     async def serve(signals: list[int]) -> bool:
         front = Front(settings, access)
-        server = FrontServer(make_config(front, access, settings), front, access, settings)
+        server = FrontServer(
+            make_config(FrontApp(front), access, settings), front, access, settings
+        )
         server.early = signals
 
         def report() -> None:
