@@ -22,7 +22,7 @@ from cllm.server.errors import describe
 from cllm.serving.delivered import Ending
 from cllm.store.charges import UsageCounts
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
-from cllm.store.usage_reports import TakenReports, UsageReport, UsageReports
+from cllm.store.usage_reports import ReportBatch, UsageReport, UsageReports
 
 CHAT = "/v1/chat/completions"
 NOBODY = Carried(Account("ann"), Account("ann"))
@@ -122,7 +122,7 @@ def test_second_attempt_is_paid_only_once(access, accounts):
     usage = b'{"requests":1,"prompt_tokens":10,"cached_tokens":0,"completion_tokens":5}'
     admission.end({b"x-cllm-usage": usage}, is_stream=False)
     admission.close()
-    accounts.take("replica1", TakenReports("e", [UsageReport(1, "ann", first, UsageCounts(1))]))
+    accounts.take("replica1", ReportBatch("e", [UsageReport(1, "ann", first, UsageCounts(1))]))
     assert used(accounts) == UsageCounts(1, 10, 0, 5)
 
 
@@ -165,7 +165,7 @@ def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
     assert accounts.awaited == {"replica1"}
     report = UsageReport(1, "ann", admission.id, UsageCounts(1, 10, 0, 3))
     for _ in range(2):
-        accounts.take("replica1", TakenReports("epoch", [report]))
+        accounts.take("replica1", ReportBatch("epoch", [report]))
     assert used(accounts) == UsageCounts(1, 10, 0, 3)
     assert not accounts.awaited
     accounts.admit(make_request(access, account), CHAT, body())
@@ -176,10 +176,10 @@ def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accou
     admission.encode("replica1")
     admission.note_progress(10, 0, 2)
     admission.close()
-    accounts.take("replica1", TakenReports("epoch", []))
-    accounts.take("replica2", TakenReports("epoch", []))
+    accounts.take("replica1", ReportBatch("epoch", []))
+    accounts.take("replica2", ReportBatch("epoch", []))
     assert accounts.awaited == {"replica1"}
-    accounts.take("replica1", TakenReports("another epoch", []))
+    accounts.take("replica1", ReportBatch("another epoch", []))
     assert not accounts.awaited
     assert used(accounts) == UsageCounts(1, 10, 0, 2)
 
@@ -187,11 +187,11 @@ def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accou
 def test_batches_are_booked_once(access, accounts):
     report = UsageReport(7, "ann", "", UsageCounts(2, 10, 0, 4))
     for _ in range(2):
-        accounts.take("replica1", TakenReports("epoch", [report]))
+        accounts.take("replica1", ReportBatch("epoch", [report]))
     assert used(accounts) == UsageCounts(2, 10, 0, 4)
     assert accounts.last_taken("replica1") == ("epoch", 7)
     report.number = 1  # of a replica that was started again
-    accounts.take("replica1", TakenReports("another epoch", [report]))
+    accounts.take("replica1", ReportBatch("another epoch", [report]))
     assert accounts.last_taken("replica1") == ("another epoch", 1)
     assert used(accounts) == UsageCounts(4, 20, 0, 8)
 
@@ -219,10 +219,10 @@ def test_batches_wait_for_accounts_that_have_used_up_a_limit(tmp_path):
     }
     write_key_file(tmp_path / "keys.json", KeyFile(accounts=limited))
     accounts = Accounts(Access(make_settings(tmp_path)), "front1")
-    accounts.take("replica1", TakenReports("epoch", [], ["ann", "bob", "revoked"]))
+    accounts.take("replica1", ReportBatch("epoch", [], ["ann", "bob", "revoked"]))
     assert accounts.list_paused("replica1") == ["revoked"]
     used_up = UsageReport(1, "ann", "", UsageCounts(1, 2, 0, 3))
-    accounts.take("replica1", TakenReports("epoch", [used_up], ["ann", "bob"]))
+    accounts.take("replica1", ReportBatch("epoch", [used_up], ["ann", "bob"]))
     assert accounts.list_paused("replica1") == ["ann"]
     assert accounts.list_paused("replica2") == []
 

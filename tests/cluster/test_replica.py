@@ -15,7 +15,7 @@ from cllm.core.stored_ids import find_replica
 from cllm.server.app import routes
 from cllm.store.charges import UsageCounts
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
-from cllm.store.usage_reports import TakenReports
+from cllm.store.usage_reports import ReportBatch
 
 KEY = "a-key-of-a-cluster"
 FAKE = ("--backend.name", "fake", "--context", "4096", "--kv.max-memory-mb", "64")
@@ -56,7 +56,7 @@ def read_taken(server, params):
     answer = server.client.get(
         "/internal/usage", params=params, headers={"x-cllm-cluster-key": KEY}
     )
-    return msgspec.json.decode(answer.content, type=TakenReports)
+    return msgspec.json.decode(answer.content, type=ReportBatch)
 
 
 def wait_for_reports(server, front, count):

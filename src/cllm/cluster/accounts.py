@@ -27,7 +27,7 @@ from cllm.server.http.request_id import request_id
 from cllm.serving.delivered import Ending
 from cllm.store.charges import Charge, UsageCounts
 from cllm.store.usage import EXPECTED_OUTPUT
-from cllm.store.usage_reports import TakenReports
+from cllm.store.usage_reports import ReportBatch
 
 NEEDED = re.compile(rb"[0-9]{1,12}")  # tokens
 BYTES_PER_TOKEN = 4  # of a prompt, for the estimate
@@ -260,7 +260,7 @@ class Accounts:
         """Return the epoch and the number of the last report that was taken from a replica."""
         return self._taken.get(replica, ("", 0))
 
-    def take(self, replica: str, taken: TakenReports) -> None:
+    def take(self, replica: str, taken: ReportBatch) -> None:
         """Book what a replica reports."""
         epoch, last = self.last_taken(replica)
         if epoch != taken.epoch:

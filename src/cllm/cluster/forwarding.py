@@ -19,7 +19,7 @@ from cllm.cluster.ask import quote_path
 from cllm.cluster.faults import write_fault
 from cllm.cluster.front import UPLOADS, Front
 from cllm.cluster.leases import Choice, Replica
-from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_asked
+from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_prompt_fields
 from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay, drop_hop_by_hop
 from cllm.cluster.replay import Replay
 from cllm.errors import BadRequest, CLLMError, EngineError
@@ -149,14 +149,14 @@ class Forwarding:
     async def _ask_replicas(self, admission: Admission) -> None:
         """Ask one replica, or two."""
         front = self._front
-        asked = read_asked(self._body) if self._body else NOTHING
-        name = find_model_name(asked)
+        fields = read_prompt_fields(self._body) if self._body else NOTHING
+        name = find_model_name(fields)
         account, tenant = admission.scheduled.name, front.access.salt(admission.account, "")
         home = front.find_home(self._request, self._body, account)
         choices = front.list_choices(home, name)
         ticket = self._find_ticket()
         model = choices[0].name if choices else ""
-        wanted = make_routing_request(asked, model, tenant, account)
+        wanted = make_routing_request(fields, model, tenant, account)
         refusal: Refused | None = None
         failure: CLLMError | None = None
         cut: Relay | None = None

@@ -19,8 +19,8 @@ BYTES_PER_TOKEN = 4  # an estimate
 MAX_COUNT = 100  # of choices and prompts, which only estimate the load
 
 
-class Asked(msgspec.Struct):
-    """The fields of request bodies that say what a model is asked."""
+class PromptFields(msgspec.Struct):
+    """The fields of request bodies that make up a prompt, whatever the dialect."""
 
     model: Any = None
     cache_salt: Any = None
@@ -38,11 +38,11 @@ class Asked(msgspec.Struct):
     n: Any = None
 
 
-DECODER = msgspec.json.Decoder(Asked)
-NOTHING = Asked()
+DECODER = msgspec.json.Decoder(PromptFields)
+NOTHING = PromptFields()
 
 
-def read_asked(body: bytes) -> Asked:
+def read_prompt_fields(body: bytes) -> PromptFields:
     """Return what a body asks."""
     if body.lstrip()[:1] != b"{":
         return NOTHING
@@ -52,19 +52,21 @@ def read_asked(body: bytes) -> Asked:
         return NOTHING
 
 
-def find_model_name(asked: Asked) -> str | None:
+def find_model_name(fields: PromptFields) -> str | None:
     """Return the name of the model in a body, None for the default model."""
-    return asked.model if isinstance(asked.model, str) and asked.model else None
+    return fields.model if isinstance(fields.model, str) and fields.model else None
 
 
-def make_routing_request(asked: Asked, model: str, tenant: str, account: str) -> RoutingRequest:
-    """Return the names and lengths of the prefixes of what is asked.
+def make_routing_request(
+    fields: PromptFields, model: str, tenant: str, account: str
+) -> RoutingRequest:
+    """Return the names and lengths of the prefixes of a prompt.
 
     ``model`` is the model's own name, ``tenant`` the one whose cache the request uses, and
     ``account`` the one that it is scheduled for.
     """
-    salt = "\0".join(text for text in (model, tenant, asked.cache_salt) if isinstance(text, str))
-    parts = [part for part in list_parts(asked) if part]
+    salt = "\0".join(text for text in (model, tenant, fields.cache_salt) if isinstance(text, str))
+    parts = [part for part in list_parts(fields) if part]
     names = name_prefixes(salt.encode(errors="surrogatepass"), parts, BLOCK_BYTES, MAX_BLOCKS)
     sizes = (
         min(BLOCK_BYTES, len(part) - start)
@@ -72,7 +74,7 @@ def make_routing_request(asked: Asked, model: str, tenant: str, account: str) ->
         for start in range(0, len(part), BLOCK_BYTES)
     )
     ends = [num_bytes // BYTES_PER_TOKEN for num_bytes in accumulate(sizes)]
-    count = asked.n if type(asked.n) is int and 1 < asked.n <= MAX_COUNT else 1
+    count = fields.n if type(fields.n) is int and 1 < fields.n <= MAX_COUNT else 1
     return RoutingRequest(
         names,
         ends[: len(names)],
@@ -82,21 +84,21 @@ def make_routing_request(asked: Asked, model: str, tenant: str, account: str) ->
     )
 
 
-def list_parts(asked: Asked) -> Iterator[bytes]:
+def list_parts(fields: PromptFields) -> Iterator[bytes]:
     """Yield the conversation, one part for each message, in the order of the prompt."""
-    if asked.tools:
-        yield msgspec.json.encode(asked.tools, order="sorted")
-    for text in (asked.instructions, asked.system):
+    if fields.tools:
+        yield msgspec.json.encode(fields.tools, order="sorted")
+    for text in (fields.instructions, fields.system):
         if text:
             yield b"system\0" + flatten(text)
-    conversation = asked.messages if asked.messages is not None else asked.input
+    conversation = fields.messages if fields.messages is not None else fields.input
     if isinstance(conversation, list):
         yield from map(write_message, conversation[:MAX_BLOCKS])
         if rest := conversation[MAX_BLOCKS:]:  # gets no names
             yield msgspec.json.encode(rest)
     elif conversation:
         yield b"user\0" + flatten(conversation)
-    for text in (asked.prompt, asked.input_prefix, asked.query, asked.content):
+    for text in (fields.prompt, fields.input_prefix, fields.query, fields.content):
         if text:
             yield flatten(text)
 

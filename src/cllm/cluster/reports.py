@@ -13,7 +13,7 @@ from cllm.cluster.accounts import Accounts
 from cllm.cluster.ask import ask
 from cllm.cluster.leases import Replica, Replicas
 from cllm.server.cluster.routes import USAGE_PATH
-from cllm.store.usage_reports import TakenReports
+from cllm.store.usage_reports import ReportBatch
 
 PULL_SECONDS = 1.0
 LEAST_PAUSE = 0.05  # seconds between two pulls
@@ -85,4 +85,4 @@ class ReportPuller:
         query = urlencode([*fields, *(("paused", one) for one in accounts.list_paused(name))])
         answer = await ask(replica, accounts.access.cluster_key, "GET", f"{USAGE_PATH}?{query}")
         if answer is not None and answer.status == 200:
-            accounts.take(name, msgspec.json.decode(answer.body, type=TakenReports))
+            accounts.take(name, msgspec.json.decode(answer.body, type=ReportBatch))

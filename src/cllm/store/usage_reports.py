@@ -31,9 +31,9 @@ class UsageReport(msgspec.Struct):
     used: UsageCounts
 
 
-class TakenReports(msgspec.Struct):
-    """Reports of the run ``epoch`` of a replica, whose numbers ascend. The accounts
-    ``batch_accounts`` have unfinished batches there.
+class ReportBatch(msgspec.Struct):
+    """Reports of the run ``epoch`` of a replica, in ascending order of their numbers, which a front
+    gets at once. The accounts ``batch_accounts`` have unfinished batches there.
     """
 
     epoch: str

@@ -21,7 +21,7 @@ from cllm.server.cluster.hand_over import (
 )
 from cllm.server.cluster.lease import LEASE_PATH, write_lease
 from cllm.server.state import get_state
-from cllm.store.usage_reports import TakenReports
+from cllm.store.usage_reports import ReportBatch
 
 
 def check_front(request: Request) -> None:
@@ -71,7 +71,7 @@ async def usage(
     state = get_state(request)
     own, reports = state.identity.epoch, state.access.reports
     reports.pause(front, paused or ())
-    taken = TakenReports(
+    taken = ReportBatch(
         own,
         reports.take(front, after if epoch == own else 0),
         state.batches.list_accounts(front) if state.batches else [],
