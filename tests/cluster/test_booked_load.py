@@ -72,6 +72,9 @@ class Client:
 
 async def leave(client: Client, front: Front) -> None:
     await client.got_body.wait()
+    booked = [front.router.booked(number) for number in front.replicas.by_number]
+    assert sum(one.num_seqs for one in booked) == 3
+    assert sum(one.num_tokens for one in booked) == 0, "the prompt has been computed"
     client.leaves.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from itertools import takewhile
 from typing import get_args
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
 
 from cllm.routing.router import (
     CROWDED,
+    MAX_CLOSED,
     SLACK,
     WINDOW,
     Booking,
@@ -164,6 +166,14 @@ class RouterMachine(RuleBasedStateMachine):
         self.given[number] = set()
         if not returns:
             del self.alive[number]
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(data=st.data())
+    def inherit(self, data: st.DataObject) -> None:
+        """Give the prefixes of a replica to another one, too."""
+        number, heir = data.draw(st.permutations(sorted(self.alive)))[:2]
+        self.router.inherit(number, heir)
+        self.given[heir] |= self.given[number]
 
     @precondition(lambda self: self.orphans)
     @rule()
@@ -487,3 +497,39 @@ def test_heir_gets_the_requests_for_the_prefixes_of_a_replica():
         assert booking.number == number
     booking = router.choose(request(1, 2), both[:2])
     assert booking.number == 0
+
+
+# --- large tables -------------------------------------------------------------------------------
+
+
+def test_forgetting_and_inheriting_take_no_time_in_a_large_table() -> None:
+    """Fronts do it on the event loop; to visit each prefix would take 100 ms here."""
+    router = Router("prefix-window", 300_000)
+    both = candidates(2)
+    for start in range(0, 300_000, 1000):
+        router.choose(request(*range(start, start + 1000)), both[:1]).release()
+    assert router.num_blocks == 300_000
+    began = time.thread_time()
+    router.inherit(0, 1)
+    router.forget_prefixes(0)
+    router.forget(1)
+    assert time.thread_time() - began < 0.01
+
+
+def test_replica_that_comes_and_goes_costs_no_memory_and_no_prefixes_in_use() -> None:
+    """The other prefixes of the table are forgotten at last, and numbers stay small."""
+    router = Router("prefix-window", 100_000)
+    steady, restarting = candidates(2)
+    router.choose(request(*range(1000, 5000)), [steady]).release()
+    for turn in range(20 * MAX_CLOSED):
+        router.choose(request(1, 2, 3), [restarting]).release()
+        router.inherit(restarting.number, steady.number)
+        if turn % 2:
+            router.forget_prefixes(restarting.number)
+            assert router.choose(request(*range(10, 20)), [restarting]).num_tokens == 160
+        booking = router.choose(request(7, 8, 9), [steady])
+        booking.release()
+    assert booking.num_tokens == 0
+    assert router.choose(request(1, 2, 3), [steady]).num_tokens == 0
+    assert router.num_blocks == 16
+    assert len(router._meanings) < 2 * MAX_CLOSED

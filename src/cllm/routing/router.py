@@ -30,6 +30,8 @@ SIMILAR, SIMILAR_SECONDS = 1.25, 0.05
 # scatter it, so replicas with so many requests more get it, too, if others send SHARE of the load.
 SLACK, SHARE = 4, 0.25
 MASK = (1 << 64) - 1
+MAX_CLOSED = 256  # marks in the table that no block gets any longer
+MAX_READINGS = 10_000  # sets of marks whose replicas are remembered
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -132,7 +134,9 @@ class Router:
     """Books each request on a replica.
 
     The table has at most ``max_blocks`` prefixes; choose as many as fit into the caches of all
-    replicas.
+    replicas. Each prefix has marks. A mark means the replica that gives it to its prefixes, until
+    that replica ends or has an heir; then the mark is closed, which means the heir too, or nothing.
+    So a replica ends without a visit to a million prefixes.
     """
 
     def __init__(self, routing: Routing, max_blocks: int, seed: int = 0) -> None:
@@ -149,13 +153,20 @@ class Router:
             BookedLoad
         )  # by number of the replica
         self._num_others = 0  # sum over all replicas
-        # block -> bits of the replicas that have it, least recently used first
-        self._table: OrderedDict[int, int] = OrderedDict()
+        # Block -> bits of its marks, least recently used first. An entry with the value ~mark comes
+        # after all blocks that may still have this mark, which is closed.
+        self._table: OrderedDict[object, int] = OrderedDict()
+        self._meanings: list[int] = []  # bits of the numbers of replicas, by mark
+        self._known: defaultdict[int, int] = defaultdict(int)  # number -> bits of its marks
+        self._marks: dict[int, int] = {}  # number -> the mark that its prefixes get
+        self._closed = 0  # bits of marks
+        self._free: list[int] = []  # marks that no block has
+        self._readings: dict[int, int] = {}  # bits of marks -> bits of the replicas that they mean
 
     @property
     def num_blocks(self) -> int:
         """The number of prefixes in the table."""
-        return len(self._table)
+        return len(self._table) - self._closed.bit_count()
 
     def booked(self, number: int) -> BookedLoad:
         """Return the load of a replica."""
@@ -167,7 +178,7 @@ class Router:
         The caller must release the booking when the request has ended, however it ended.
         """
         number = self._choose(request, candidates).number
-        num_known = self._remember(request.blocks, 1 << number)
+        num_known = self._remember(request.blocks, number)
         num_tokens = request.num_tokens - (request.ends[num_known - 1] if num_known else 0)
         booked = self._booked[number]
         return Booking(number, booked, max(0, num_tokens), request.account, request.num_seqs)
@@ -187,14 +198,17 @@ class Router:
 
     def forget_prefixes(self, number: int) -> None:
         """Forget which prefixes a replica got, because its cache is empty."""
-        rests = ((block, bits & ~(1 << number)) for block, bits in self._table.items())
-        self._table = OrderedDict((block, rest) for block, rest in rests if rest)
+        for mark in list_bits(self._known.pop(number, 0)):
+            self._meanings[mark] &= ~(1 << number)
+        self._close_mark(number)
 
     def inherit(self, number: int, heir: int) -> None:
         """Record that the replica ``heir`` gets all prefixes of the replica ``number``, too."""
-        for block, bits in self._table.items():
-            if bits >> number & 1:
-                self._table[block] = bits | 1 << heir
+        marks = self._known[number]
+        for mark in list_bits(marks):
+            self._meanings[mark] |= 1 << heir
+        self._known[heir] |= marks
+        self._close_mark(number)  # what it gets from now on is its own
 
     # --- rules ----------------------------------------------------------------------------------
 
@@ -309,9 +323,13 @@ class Router:
         one, then those that know more, each time fewer.
         """
         holders: list[int] = []
-        bits = -1
+        bits, last = -1, -1
         for block in blocks:
-            known = bits & self._table.get(block, 0)
+            marks = self._table.get(block, 0)
+            if marks == last:
+                continue
+            last = marks
+            known = bits & self._read_marks(marks)
             if known != bits:
                 if not known:
                     break
@@ -319,18 +337,76 @@ class Router:
                 bits = known
         return holders
 
-    def _remember(self, blocks: Sequence[int], bit: int) -> int:
+    def _remember(self, blocks: Sequence[int], number: int) -> int:
         """Record that a replica gets ``blocks``. Return how many of the first ones it knew.
 
         The last block becomes the oldest of them, because without a prompt's first block the others
         cannot be found.
         """
-        knows = [bool(self._table.get(block, 0) & bit) for block in blocks]
+        if not blocks:
+            return 0
+        table, known = self._table, self._known[number]
+        knows = [bool(table.get(block, 0) & known) for block in blocks]
+        bit = 1 << self._find_mark(number)
         for block in reversed(blocks):
-            self._table[block] = self._table.pop(block, 0) | bit
-        while len(self._table) > self.max_blocks:
-            self._table.popitem(last=False)
+            marks = table.pop(block, 0)
+            if marks & self._closed:
+                marks = self._renew_marks(marks)
+            table[block] = marks | bit
+        while len(table) > self.max_blocks:
+            self._drop_oldest()
+        if self._closed.bit_count() > MAX_CLOSED:
+            for _ in range(min(8 * len(blocks), len(table) - len(blocks))):
+                self._drop_oldest()
         return knows.index(False) if False in knows else len(knows)
+
+    def _drop_oldest(self) -> None:
+        _, marks = self._table.popitem(last=False)
+        if marks < 0:  # no block has the mark ~marks any longer
+            self._closed &= ~(1 << ~marks)
+            for number in list_bits(self._meanings[~marks]):
+                self._known[number] &= ~(1 << ~marks)
+            self._free.append(~marks)
+
+    # --- marks ----------------------------------------------------------------------------------
+
+    def _find_mark(self, number: int) -> int:
+        """Return the mark that the prefixes of a replica get."""
+        mark = self._marks.get(number)
+        if mark is None:
+            if not self._free:
+                self._free.append(len(self._meanings))
+                self._meanings.append(0)
+            mark = self._marks[number] = self._free.pop()
+            self._meanings[mark] = 1 << number
+            self._known[number] |= 1 << mark
+            self._readings.clear()
+        return mark
+
+    def _close_mark(self, number: int) -> None:
+        """Give no further prefix the mark of a replica."""
+        mark = self._marks.pop(number, None)
+        if mark is not None:
+            self._closed |= 1 << mark
+            self._table[object()] = ~mark
+        self._readings.clear()
+
+    def _renew_marks(self, marks: int) -> int:
+        """Return marks that mean the same replicas and are not closed."""
+        numbers = list_bits(self._read_marks(marks))
+        return sum(1 << self._find_mark(number) for number in numbers)
+
+    def _read_marks(self, marks: int) -> int:
+        """Return the bits of the replicas that ``marks`` mean."""
+        numbers = self._readings.get(marks)
+        if numbers is None:
+            numbers = 0
+            for mark in list_bits(marks):
+                numbers |= self._meanings[mark]
+            if len(self._readings) >= MAX_READINGS:
+                self._readings.clear()
+            self._readings[marks] = numbers
+        return numbers
 
 
 NOBODY: tuple[Candidate | None, int] = (None, 0)
