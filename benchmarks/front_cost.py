@@ -24,8 +24,9 @@ import msgspec
 from cllm.bench.load.workload import RequestSpec, word_tasks
 from cllm.bench.servers import MODEL, RunningServer, cllm, load, running
 from cllm.cli.main import install_signal_handlers
+from cllm.cluster.body import read_fields
 from cllm.cluster.leases import Replicas
-from cllm.cluster.prefixes import find_model_name, make_routing_request, read_prompt_fields
+from cllm.cluster.prefixes import list_parts, make_routing_request
 from cllm.config.settings import Settings
 from cllm.http_connection import HTTPClient
 from cllm.observe.cpu_time import read_cpu_seconds
@@ -82,9 +83,9 @@ def measure_choice(num_replicas: int = 1000, rounds: int = 40) -> float:
         messages = [{"role": "user", "content": text} for _ in range(20)]
         body = msgspec.json.encode({"model": MODEL, "messages": messages})
         begun = time.process_time()
-        asked = read_prompt_fields(body)
-        request = make_routing_request(asked, MODEL, "", "account")
-        candidates = [one.candidate for one in replicas.find(find_model_name(asked))]
+        asked = read_fields(body)
+        request = make_routing_request(asked, list_parts(asked), MODEL, "", "account")
+        candidates = [one.candidate for one in replicas.find(asked.find_model_name())]
         router.choose(request, candidates).release()
         times.append(time.process_time() - begun)
     return statistics.median(times) * 1e3

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from cllm.cluster.accounts import Accounts
+from cllm.cluster.body import NOTHING, read_fields
 from cllm.config.settings import Settings
 from cllm.core.account import Account, AccountLimits
 from cllm.core.carried import Carried, decode_carried, encode_carried
@@ -58,7 +59,8 @@ def make_account(**limits):
 
 
 def body(**fields):
-    return json.dumps({"messages": [], **fields}).encode()
+    data = json.dumps({"messages": [], **fields}).encode()
+    return read_fields(data), len(data)
 
 
 def carried_by(admission):
@@ -82,7 +84,7 @@ def used(accounts):
 def test_account_of_an_open_server_comes_from_key_user_or_address(
     access, accounts, key, fields, scheduled
 ):
-    carried = carried_by(accounts.admit(make_request(access, key=key), CHAT, body(**fields)))
+    carried = carried_by(accounts.admit(make_request(access, key=key), CHAT, *body(**fields)))
     assert carried.scheduled.name.startswith(scheduled)
     assert carried.account.name == (carried.scheduled.name if key else "")
     assert carried.account.is_admin
@@ -92,7 +94,7 @@ def test_account_of_an_open_server_comes_from_key_user_or_address(
 
 def test_rights_and_class_of_an_account_are_carried_but_not_its_limits(access, accounts):
     account = make_account(priority="batch", models=("small",), requests_per_minute=3)
-    carried = carried_by(accounts.admit(make_request(access, account), CHAT, body()))
+    carried = carried_by(accounts.admit(make_request(access, account), CHAT, *body()))
     assert carried.account.priority == Priority.BATCH
     assert carried.account.models == ("small",)
     assert carried.account.limits == AccountLimits()
@@ -101,21 +103,21 @@ def test_rights_and_class_of_an_account_are_carried_but_not_its_limits(access, a
 
 
 def test_front_pays_what_the_replica_says(access, accounts):
-    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
     admission.note_usage(UsageCounts(1, 10, 4, 5))
     admission.close()
     assert used(accounts) == UsageCounts(1, 10, 4, 5)
 
 
 def test_request_with_several_prompts_counts_as_several(access, accounts):
-    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
     admission.note_usage(UsageCounts(3, 10, 4, 5))
     admission.close()
     assert used(accounts) == UsageCounts(3, 10, 4, 5)
 
 
 def test_second_attempt_is_paid_only_once(access, accounts):
-    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
     admission.encode("replica1")
     first = admission.id
     admission.encode("replica2")
@@ -130,7 +132,7 @@ def test_nonsense_of_a_replica_is_no_usage(access, accounts):
     values = [b"", b"7", b"{", b'{"requests":"x"}', b'{"requests":-1}']
     values += [b'{"prompt_tokens":-9}', b'{"completion_tokens":%d}' % 10**25]
     for value, needed in zip(values, [b"-1", b"9" * 5000] * len(values), strict=False):
-        admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+        admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
         admission.encode("replica1")
         admission.end({b"x-cllm-usage": value, b"x-cllm-needed-tokens": needed}, is_stream=False)
         admission.close()
@@ -138,7 +140,7 @@ def test_nonsense_of_a_replica_is_no_usage(access, accounts):
 
 
 def test_last_progress_of_a_stream_tells_its_usage(access, accounts):
-    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
     admission.encode("replica1")
     admission.note_ending(Ending(10, 5, 4, 0))
     admission.close()
@@ -148,7 +150,7 @@ def test_last_progress_of_a_stream_tells_its_usage(access, accounts):
 def test_rejected_request_costs_nothing(access, accounts):
     account = make_account(requests_per_minute=1)
     for _ in range(3):
-        admission = accounts.admit(make_request(access, account), CHAT, body())
+        admission = accounts.admit(make_request(access, account), CHAT, *body())
         admission.encode("replica1")
         admission.end({}, is_stream=False)
         admission.close()
@@ -158,7 +160,7 @@ def test_rejected_request_costs_nothing(access, accounts):
 
 def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
     account = make_account(concurrent_requests=1)
-    admission = accounts.admit(make_request(access, account), CHAT, body())
+    admission = accounts.admit(make_request(access, account), CHAT, *body())
     admission.encode("replica1")
     admission.note_progress(10, 0, 2)
     admission.close()
@@ -168,11 +170,11 @@ def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
         accounts.take("replica1", ReportBatch("epoch", [report]))
     assert used(accounts) == UsageCounts(1, 10, 0, 3)
     assert not accounts.awaited
-    accounts.admit(make_request(access, account), CHAT, body())
+    accounts.admit(make_request(access, account), CHAT, *body())
 
 
 def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accounts):
-    admission = accounts.admit(make_request(access, make_account()), CHAT, body())
+    admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
     admission.encode("replica1")
     admission.note_progress(10, 0, 2)
     admission.close()
@@ -198,15 +200,15 @@ def test_batches_are_booked_once(access, accounts):
 
 def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):
     account = make_account(tokens_per_minute=100)
-    first = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
-    second = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
+    first = accounts.admit(make_request(access, account), CHAT, *body(max_tokens=60))
+    second = accounts.admit(make_request(access, account), CHAT, *body(max_tokens=60))
     shares = [carried_by(one).account.num_reserved for one in (first, second)]
     assert sum(shares) <= 100
     with pytest.raises(RateLimited):
         second.reserve(70)  # what the replica says that it needs
     first.note_usage(UsageCounts(1, 10, 0, 20))
     first.close()
-    third = accounts.admit(make_request(access, account), CHAT, body(max_tokens=60))
+    third = accounts.admit(make_request(access, account), CHAT, *body(max_tokens=60))
     third.reserve(70)
     assert carried_by(third).account.num_reserved == 70
 
@@ -230,7 +232,7 @@ def test_batches_wait_for_accounts_that_have_used_up_a_limit(tmp_path):
 def test_routes_that_compute_nothing_reserve_nothing(access, accounts):
     account = make_account(requests_per_minute=1)
     for _ in range(3):
-        accounts.admit(make_request(access, account), "/tokenize", b"{}").close()
+        accounts.admit(make_request(access, account), "/tokenize", NOTHING, 2).close()
     assert used(accounts) == UsageCounts()
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cllm.cluster.body import NOTHING, read_fields
 from cllm.cluster.stored import find_stored
 from cllm.core.stored_ids import derive_id, find_replica, make_id
 
@@ -42,7 +43,7 @@ def test_items_of_a_response_have_the_same_ids_on_every_replica():
     ],
 )
 def test_path_names_a_replica(path, param):
-    found = find_stored(path, b"")
+    found = find_stored(path, NOTHING)
     assert found.replica == "a"
     assert found.gone().status == 404
     assert found.gone().param == param
@@ -59,7 +60,7 @@ def test_path_names_a_replica(path, param):
     ],
 )
 def test_body_names_a_replica(path, body):
-    assert find_stored(path, json.dumps(body).encode()).replica == "a"
+    assert find_stored(path, read_fields(json.dumps(body).encode())).replica == "a"
 
 
 @pytest.mark.parametrize(
@@ -76,4 +77,4 @@ def test_body_names_a_replica(path, body):
     ],
 )
 def test_other_requests_name_none(path, body):
-    assert find_stored(path, body) is None
+    assert find_stored(path, read_fields(body)) is None

@@ -12,11 +12,11 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
+from cllm.cluster.body import Fields
 from cllm.core.account import NO_LIMITS
 from cllm.core.carried import Carried, encode_carried
 from cllm.errors import CLLMError, EngineError, RateLimited, Unauthorized
@@ -26,7 +26,6 @@ from cllm.server.call import get_call
 from cllm.server.http.request_id import request_id
 from cllm.serving.delivered import Ending
 from cllm.store.charges import Charge, UsageCounts
-from cllm.store.usage import EXPECTED_OUTPUT
 from cllm.store.usage_reports import ReportBatch
 
 NEEDED = re.compile(rb"[0-9]{1,12}")  # tokens
@@ -52,50 +51,14 @@ class NeedsTokens(Exception):
         self.num_tokens = num_tokens
 
 
-class Fields(msgspec.Struct):
-    """The fields of request bodies that say who asks and for how many tokens."""
-
-    user: Any = None
-    metadata: Any = None
-    n: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    n_predict: Any = None
-    options: Any = None
-
-    def find_user(self) -> str | None:
-        """Return the user that the body names."""
-        user = self.user
-        if user is None and isinstance(self.metadata, dict):
-            user = self.metadata.get("user_id")
-        return user if isinstance(user, str) and user else None
-
-    def estimate_output(self) -> int:
-        """Return about how many tokens the answer may have."""
-        limits = [self.max_tokens, self.max_completion_tokens, self.max_output_tokens]
-        limits.append(self.n_predict)
-        if isinstance(self.options, dict):
-            limits.append(self.options.get("num_predict"))
-        counts = [limit for limit in limits if type(limit) is int and limit > 0]
-        n = self.n if type(self.n) is int and 1 <= self.n <= EXPECTED_OUTPUT else 1
-        return min([*counts, EXPECTED_OUTPUT]) * n
-
-
-def read_fields(body: bytes) -> Fields:
-    """Return the fields of a body. One that is not valid has none; the replica rejects it."""
-    try:
-        return msgspec.json.decode(body, type=Fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Fields()
-
-
 class Admission:
     """A request that a front passes on: its account, and what it has reserved. Close it."""
 
-    def __init__(self, accounts: Accounts, request: Request, path: str, body: bytes) -> None:
-        """``path`` is the canonical one. Raises RateLimited, and Unauthorized if the key of the
-        account has been revoked.
+    def __init__(
+        self, accounts: Accounts, request: Request, path: str, fields: Fields, num_bytes: int
+    ) -> None:
+        """``path`` is the canonical one; the body has ``num_bytes``. Raises RateLimited, and
+        Unauthorized if the key of the account has been revoked.
         """
         self._accounts = accounts
         self._id = request_id(request)
@@ -109,9 +72,6 @@ class Admission:
         is_charged = self.account.has_key and path in CHARGED
         limits = self.account.limits
         self._is_limited = (limits.tokens_per_minute, limits.tokens_per_month) != (None, None)
-        # most bodies need not be read
-        is_read = not self.account.name or (is_charged and self._is_limited)
-        fields = read_fields(body) if is_read and body.lstrip()[:1] == b"{" else Fields()
         self.scheduled = call.scheduling_account(fields.find_user())
         self._charge: Charge | None = None
         self._used = UsageCounts()
@@ -119,7 +79,7 @@ class Admission:
         self._end: Callable[[CLLMError], None] | None = None
         self._num_estimated = 0
         if is_charged:
-            self._num_estimated = len(body) // BYTES_PER_TOKEN + fields.estimate_output()
+            self._num_estimated = num_bytes // BYTES_PER_TOKEN + fields.estimate_output()
             self._reserve(0, self._num_estimated)
 
     def _reserve(self, num_tokens: int, num_extra: int) -> None:
@@ -242,9 +202,9 @@ class Accounts:
         self._batch_accounts: dict[str, list[str]] = {}  # with unfinished batches, by replica
         self.on_expected: Callable[[str], None] = lambda _: None  # called with a replica's name
 
-    def admit(self, request: Request, path: str, body: bytes) -> Admission:
+    def admit(self, request: Request, path: str, fields: Fields, num_bytes: int) -> Admission:
         """Return the admission of a request. Raises what ``Admission`` raises."""
-        return Admission(self, request, path, body)
+        return Admission(self, request, path, fields, num_bytes)
 
     def expect_report(self, admission: Admission, replica: str) -> None:
         until = time.monotonic() + REPORT_SECONDS

@@ -16,6 +16,7 @@ from cllm.server.app import PATHS, answer_fault
 from cllm.server.auth import ACCOUNT, route_not_allowed
 from cllm.server.cluster.key import INTERNAL
 from cllm.server.errors import describe
+from cllm.server.http.sse import ClientGone
 
 
 class FrontApp:
@@ -33,7 +34,7 @@ class FrontApp:
                 await answer(scope, receive, send)
                 return
             await Forwarding(self._front, request, send).run()
-        except ClientDisconnect:
+        except (ClientDisconnect, ClientGone):
             pass
         except CLLMError as error:
             await answer_fault(request, describe(error))(scope, receive, send)

@@ -16,10 +16,11 @@ from starlette.types import Send
 
 from cllm.cluster.accounts import CHARGED, Admission, NeedsTokens
 from cllm.cluster.ask import quote_path
+from cllm.cluster.body import Fields, read_fields
 from cllm.cluster.faults import write_fault
 from cllm.cluster.front import UPLOADS, Front
 from cllm.cluster.leases import Choice, Replica
-from cllm.cluster.prefixes import NOTHING, find_model_name, make_routing_request, read_prompt_fields
+from cllm.cluster.prefixes import list_parts, make_routing_request
 from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay, drop_hop_by_hop
 from cllm.cluster.replay import Replay
 from cllm.errors import BadRequest, CLLMError, EngineError
@@ -30,7 +31,8 @@ from cllm.server.auth import CARRIED_HEADER, PROGRESS_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.cluster.continuation import CONTINUE_PATH
 from cllm.server.cluster.key import KEY_HEADER
-from cllm.server.http.sse import HEARTBEAT, wait_for_disconnect
+from cllm.server.http.sse import HEARTBEAT, until_disconnect, wait_for_disconnect
+from cllm.server.off_loop import in_thread
 from cllm.server.queueing import TICKET
 
 log = logging.getLogger("cllm.cluster")
@@ -40,6 +42,7 @@ MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until thei
 OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
 REPLACED = frozenset({b"host", b"content-length", b"expect"})
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
+LARGE = 100_000  # bytes of a body that takes longer to read than to pass to another thread
 LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
 CANNOT_CONTINUE = (
     "The replica that computed this answer has ended, and no other one can continue; please retry."
@@ -140,23 +143,36 @@ class Forwarding:
 
     async def _answer(self) -> None:
         """Ask for the account's leave, then one replica or two."""
-        with closing(
-            self._front.accounts.admit(self._request, self._path, self._body)
-        ) as admission:
+        fields, parts = await self._read_fields()
+        accounts, size = self._front.accounts, len(self._body)
+        with closing(accounts.admit(self._request, self._path, fields, size)) as admission:
             admission.on_end(self.end)
-            await self._ask_replicas(admission)
+            await self._ask_replicas(admission, fields, parts)
 
-    async def _ask_replicas(self, admission: Admission) -> None:
-        """Ask one replica, or two."""
+    async def _read_fields(self) -> tuple[Fields, list[bytes]]:
+        """Return what the body asks, and the parts of its prompt. A large body is read in another
+        thread.
+        """
+        body = self._body
+
+        def read() -> tuple[Fields, list[bytes]]:
+            fields = read_fields(body)
+            return fields, list_parts(fields)
+
+        return (
+            await until_disconnect(self._request, in_thread(read)) if len(body) > LARGE else read()
+        )
+
+    async def _ask_replicas(self, admission: Admission, fields: Fields, parts: list[bytes]) -> None:
+        """Ask one replica, or two, for the answer to a prompt of ``parts``."""
         front = self._front
-        fields = read_prompt_fields(self._body) if self._body else NOTHING
-        name = find_model_name(fields)
+        name = fields.find_model_name()
         account, tenant = admission.scheduled.name, front.access.salt(admission.account, "")
-        home = front.find_home(self._request, self._body, account)
+        home = front.find_home(self._request, fields, account)
         choices = front.list_choices(home, name)
         ticket = self._find_ticket()
         model = choices[0].name if choices else ""
-        wanted = make_routing_request(fields, model, tenant, account)
+        wanted = make_routing_request(fields, parts, model, tenant, account)
         refusal: Refused | None = None
         failure: CLLMError | None = None
         cut: Relay | None = None

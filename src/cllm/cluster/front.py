@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from starlette.requests import Request
 
 from cllm.cluster.accounts import Accounts
+from cllm.cluster.body import Fields
 from cllm.cluster.gather import Gatherer
 from cllm.cluster.heirs import Heirs
 from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
@@ -72,14 +73,14 @@ class Front:
         await self.reports.close()
         await self.replicas.close()
 
-    def find_home(self, request: Request, body: bytes, account: str) -> Replica | None:
+    def find_home(self, request: Request, fields: Fields, account: str) -> Replica | None:
         """Return the replica that must answer a request, because it stores what the request names,
         or will store what ``account`` uploads; None if any may.
 
         Raises BadRequest (404) if that replica is gone, and EngineError if it may come back.
         """
         path: str = request.scope["path"]
-        stored = find_stored(path, body)
+        stored = find_stored(path, fields)
         if stored is not None:
             replica = self.replicas.get(stored.replica)
             if replica is None and self.replicas.is_expected(stored.replica):

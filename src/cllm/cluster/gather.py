@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cllm import __version__
 from cllm.cluster.accounts import Accounts
 from cllm.cluster.ask import TIMEOUT, ReplicaAnswer, ask, quote_path
+from cllm.cluster.body import NOTHING
 from cllm.cluster.leases import Replica, Replicas
 from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_sorted
 from cllm.cluster.metrics import FrontMetrics
@@ -168,7 +169,7 @@ class Gatherer:
         """Return the answer of a replica to a client's request, sent to ``target``, a path with a
         query; or None if it does not answer.
         """
-        carried = self._accounts.admit(request, "", b"").encode(replica.name)
+        carried = self._accounts.admit(request, "", NOTHING, 0).encode(replica.name)
         fields = [
             (CARRIED_HEADER.encode(), carried.encode()),
             *(field for field in request.headers.raw if field[0] in PASSED_FIELDS),

@@ -1,16 +1,14 @@
-"""Reads from request bodies of all dialects what matters for the choice of a replica.
-
-Bodies that are not valid have nothing that matters; the replica rejects them.
-"""
+"""Names the prefixes of the prompt in a request body, for the choice of a replica."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
 
+from cllm.cluster.body import Fields
 from cllm.routing.router import RoutingRequest, name_prefixes
 
 BLOCK_BYTES = 1024
@@ -19,73 +17,38 @@ BYTES_PER_TOKEN = 4  # an estimate
 MAX_COUNT = 100  # of choices and prompts, which only estimate the load
 
 
-class PromptFields(msgspec.Struct):
-    """The fields of request bodies that make up a prompt, whatever the dialect."""
-
-    model: Any = None
-    cache_salt: Any = None
-    user: Any = None
-    tools: Any = None
-    system: Any = None  # Anthropic, Ollama
-    instructions: Any = None  # Responses
-    messages: Any = None  # a list of messages
-    input: Any = None  # Responses: a text or items; embeddings: texts
-    prompt: Any = None  # completions: a text, token ids, or several of either
-    input_prefix: Any = None  # infill
-    query: Any = None  # rerank
-    content: Any = None  # tokenize, embedding
-    stream: Any = None
-    n: Any = None
-
-
-DECODER = msgspec.json.Decoder(PromptFields)
-NOTHING = PromptFields()
-
-
-def read_prompt_fields(body: bytes) -> PromptFields:
-    """Return what a body asks."""
-    if body.lstrip()[:1] != b"{":
-        return NOTHING
-    try:
-        return DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return NOTHING
-
-
-def find_model_name(fields: PromptFields) -> str | None:
-    """Return the name of the model in a body, None for the default model."""
-    return fields.model if isinstance(fields.model, str) and fields.model else None
-
-
 def make_routing_request(
-    fields: PromptFields, model: str, tenant: str, account: str
+    fields: Fields, parts: list[bytes], model: str, tenant: str, account: str
 ) -> RoutingRequest:
-    """Return the names and lengths of the prefixes of a prompt.
+    """Return the names and lengths of the prefixes of a prompt, which consists of ``parts``.
 
     ``model`` is the model's own name, ``tenant`` the one whose cache the request uses, and
     ``account`` the one that it is scheduled for.
     """
     salt = "\0".join(text for text in (model, tenant, fields.cache_salt) if isinstance(text, str))
-    parts = [part for part in list_parts(fields) if part]
     names = name_prefixes(salt.encode(errors="surrogatepass"), parts, BLOCK_BYTES, MAX_BLOCKS)
     sizes = (
         min(BLOCK_BYTES, len(part) - start)
         for part in parts
         for start in range(0, len(part), BLOCK_BYTES)
     )
-    ends = [num_bytes // BYTES_PER_TOKEN for num_bytes in accumulate(sizes)]
+    ends = [size // BYTES_PER_TOKEN for size in accumulate(islice(sizes, len(names)))]
     count = fields.n if type(fields.n) is int and 1 < fields.n <= MAX_COUNT else 1
     return RoutingRequest(
         names,
-        ends[: len(names)],
+        ends,
         sum(map(len, parts)) // BYTES_PER_TOKEN,
         account,
         count,
     )
 
 
-def list_parts(fields: PromptFields) -> Iterator[bytes]:
-    """Yield the conversation, one part for each message, in the order of the prompt."""
+def list_parts(fields: Fields) -> list[bytes]:
+    """Return the conversation, one part for each message, in the order of the prompt."""
+    return [part for part in write_parts(fields) if part]
+
+
+def write_parts(fields: Fields) -> Iterator[bytes]:
     if fields.tools:
         yield msgspec.json.encode(fields.tools, order="sorted")
     for text in (fields.instructions, fields.system):

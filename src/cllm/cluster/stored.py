@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import msgspec
-
+from cllm.cluster.body import Fields
 from cllm.core.stored_ids import find_replica
 from cllm.errors import BadRequest
 
@@ -19,14 +18,6 @@ NOUNS = {
     "batches": ("batch", "batch_id"),
     "messages/batches": ("batch", "batch_id"),
 }
-
-
-class NamingBody(msgspec.Struct):
-    """The fields of request bodies that name stored data."""
-
-    previous_response_id: Any = None
-    input_file_id: Any = None
-    input: Any = None
 
 
 class StoredName:
@@ -47,7 +38,7 @@ class StoredName:
         return BadRequest(message, param=self.param, code="replica_gone", status=404)
 
 
-def find_stored(path: str, body: bytes) -> StoredName | None:
+def find_stored(path: str, fields: Fields) -> StoredName | None:
     """Return what a request names, if it is stored on a certain replica."""
     found = STORED_PATHS.fullmatch(path)
     if found is not None:
@@ -55,17 +46,14 @@ def find_stored(path: str, body: bytes) -> StoredName | None:
         if (name := name_field(found["id"], noun, param)) is not None:
             return name
     if path.rstrip("/") == "/v1/batches":
-        return name_field(read_fields(body).input_file_id, "file", "input_file_id")
+        return name_field(fields.input_file_id, "file", "input_file_id")
     if path.startswith("/v1/responses"):
-        return find_in_response(body)
+        return find_in_response(fields)
     return None
 
 
-def find_in_response(body: bytes) -> StoredName | None:
+def find_in_response(fields: Fields) -> StoredName | None:
     """Return the stored response that the body of a response continues or refers to."""
-    if b'"previous_response_id"' not in body and b'"item_reference"' not in body:
-        return None
-    fields = read_fields(body)
     name = name_field(fields.previous_response_id, "response", "previous_response_id")
     if name is None and isinstance(fields.input, list):
         for item in fields.input:
@@ -79,11 +67,3 @@ def name_field(value: Any, noun: str, param: str) -> StoredName | None:
         return None
     name = StoredName(value, noun, param)
     return name if name.replica else None
-
-
-def read_fields(body: bytes) -> NamingBody:
-    """Return the fields of a body. One that is not valid names nothing; the replica rejects it."""
-    try:
-        return msgspec.json.decode(body, type=NamingBody)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return NamingBody()
