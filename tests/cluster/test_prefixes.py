@@ -151,6 +151,6 @@ def test_reading_200_kb_takes_little_time():
 @pytest.mark.parametrize("entry", [{}, 0, "", [], {"content": "x"}])
 def test_messages_beyond_the_last_name_are_written_together(entry):
     """One by one, the millions that fit into a body would hold up all other requests."""
-    body = json.dumps({"messages": [entry] * 90_000}).encode()
+    body = json.dumps({"messages": [entry] * 40_000}).encode()
     assert len([*write_parts(read_fields(body))]) == MAX_BLOCKS + 1
-    assert len(body) / 8 < ask(messages=[entry] * 90_000).num_tokens * 4 <= len(body)
+    assert len(body) / 8 < ask(messages=[entry] * 40_000).num_tokens * 4 <= len(body)
