@@ -19,6 +19,7 @@ from conftest import PATIENCE, repeat
 from framed_streams import read_events
 from server.conftest import Server
 
+from cllm.core.stored_ids import find_replica
 from cllm.models.builtin.questions import Question
 
 pytestmark = pytest.mark.slow
@@ -308,6 +309,54 @@ def test_stream_waits_for_its_only_replica_to_be_started_again(start_server):
         assert read(data) == read(whole)
 
     asyncio.run(test())
+
+
+def test_response_is_found_on_the_replica_that_has_continued_it(start_server):
+    """Its id has the name of the first one, which is started again without its responses."""
+    path, body = "/v1/responses", {"input": "hello", "stream": True, "max_output_tokens": 150}
+    cluster = Cluster(start_server, 2)
+    cluster.slow_down()
+    first: list[Server] = []
+
+    def kill() -> None:
+        first.append(cluster.find_busy())
+        cluster.kill_busy()
+
+    async def run() -> bytes:
+        async with opened(cluster.front) as client:
+            return await follow(client, path, body | LONG, 2000, kill)
+
+    last = asyncio.run(run()).rpartition(b"data: ")[2]
+    response = json.loads(last)["response"]
+    item, client = response["output"][0]["id"], cluster.front.client
+
+    def check() -> None:
+        assert client.get(f"{path}/{response['id']}").json()["output"] == response["output"]
+        more = {"max_output_tokens": 4}
+        bodies = [
+            {"input": "go on", "previous_response_id": response["id"], **more},
+            {"input": [{"type": "item_reference", "id": item}], **more},
+        ]
+        for one in bodies:
+            answer = client.post(path, json=one)
+            assert answer.status_code == 200, answer.text
+            assert find_replica(answer.json()["id"]) != find_replica(response["id"])
+        answer = client.get(f"{path}/{response['id']}", headers={"authorization": "Bearer x"})
+        assert answer.status_code in (404, 503), "of another account"
+
+    check()
+    folder, port = str(first[0].keys.parent / "state"), int(first[0].url.rpartition(":")[2])
+    start_server(*FAKE, port=port, CLLM_STORAGE_FOLDER=folder)
+    end = time.monotonic() + PATIENCE
+    while find_replica(response["id"]) not in name_healthy(cluster.front):
+        assert time.monotonic() < end
+    check()
+
+
+def name_healthy(front: Server) -> set[str]:
+    """Return the names of the replicas that get requests."""
+    replicas = front.client.get("/health?level=full").json()["replicas"]
+    return {one["name"] for one in replicas if one["status"] == "healthy"}
 
 
 def check_answer(question: Question, data: bytes) -> None:

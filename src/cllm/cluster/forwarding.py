@@ -23,6 +23,7 @@ from cllm.cluster.leases import Choice, Replica
 from cllm.cluster.prefixes import list_parts, make_routing_request
 from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay, drop_hop_by_hop
 from cllm.cluster.replay import Replay
+from cllm.cluster.stored import StoredName, find_stored
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.http_connection import Connection
 from cllm.http_connection import Response as Answer
@@ -92,6 +93,14 @@ class Refused(Exception):
         return float(value) if value.isdigit() else 1.0
 
 
+class Moved(Exception):
+    """A replica does not have what names it in its id; ``relay`` has its answer."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self.relay = relay
+
+
 class Forwarding:
     """One request, from its body to the end of its answer."""
 
@@ -105,6 +114,7 @@ class Forwarding:
         self._body = b""
         self._is_sent = not self._is_upload  # the whole body is on its way
         self._ended = asyncio.get_running_loop().create_future()  # set to end it early
+        self._stored: StoredName | None = None  # what the request names
         self._is_left = False  # whether the client has disconnected
 
     def end(self, error: CLLMError) -> None:
@@ -168,7 +178,8 @@ class Forwarding:
         front = self._front
         name = fields.find_model_name()
         account, tenant = admission.scheduled.name, front.access.salt(admission.account, "")
-        home = front.find_home(self._request, fields, account)
+        self._stored = find_stored(self._path, fields)
+        home = await self._find_home(account)
         choices = front.list_choices(home, name)
         ticket = self._find_ticket()
         model = choices[0].name if choices else ""
@@ -186,6 +197,10 @@ class Forwarding:
             try:
                 await self._ask(replica, admission, booking)
                 return
+            except Moved as error:
+                if (home := await self._find_moved()) is None:
+                    await error.relay.pass_on()
+                    return
             except NeedsTokens as error:
                 if has_reserved:
                     raise ReplicaLost("A replica does not accept the reserved tokens.") from error
@@ -211,6 +226,29 @@ class Forwarding:
             await refusal.relay.pass_on()
             return
         raise failure or EngineError("No replica can answer the request now.")
+
+    async def _find_home(self, account: str) -> Replica | None:
+        """Return the replica that must answer the request, None if any may. Raises what
+        ``Front.find_home`` raises.
+        """
+        stored = self._stored
+        if stored is not None and stored.is_item and (home := await self._find_moved()) is not None:
+            return home
+        try:
+            return self._front.find_home(self._request, stored, account)
+        except CLLMError:
+            if (home := await self._find_moved()) is None:
+                raise
+            return home
+
+    async def _find_moved(self) -> Replica | None:
+        """Return the replica that stores a response although its id names another one. It is looked
+        for only once.
+        """
+        stored, self._stored = self._stored, None
+        if stored is None or not stored.may_move:
+            return None
+        return await self._front.gatherer.find_response(self._request, stored)
 
     def _choose(
         self,
@@ -460,6 +498,8 @@ class Forwarding:
             admission.end(relay.response.headers, is_stream=relay.kind in SILENCE)
             if relay.is_refusal and not self._is_upload:
                 raise Refused(relay)
+            if relay.response.status == 404 and not relay.has_started and self._stored is not None:
+                raise Moved(relay)
             await relay.pass_on()
             return
         if not isinstance(error, OSError):

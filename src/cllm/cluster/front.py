@@ -9,14 +9,13 @@ from types import SimpleNamespace
 from starlette.requests import Request
 
 from cllm.cluster.accounts import Accounts
-from cllm.cluster.body import Fields
 from cllm.cluster.gather import Gatherer
 from cllm.cluster.heirs import Heirs
 from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.replay import ReplayMemory
 from cllm.cluster.reports import ReportPuller
-from cllm.cluster.stored import find_stored
+from cllm.cluster.stored import StoredName
 from cllm.config.settings import Settings
 from cllm.errors import CLLMError, EngineError
 from cllm.routing.router import Router
@@ -73,14 +72,15 @@ class Front:
         await self.reports.close()
         await self.replicas.close()
 
-    def find_home(self, request: Request, fields: Fields, account: str) -> Replica | None:
-        """Return the replica that must answer a request, because it stores what the request names,
-        or will store what ``account`` uploads; None if any may.
+    def find_home(
+        self, request: Request, stored: StoredName | None, account: str
+    ) -> Replica | None:
+        """Return the replica that must answer a request, because it stores ``stored``, which the
+        request names, or will store what ``account`` uploads; None if any may.
 
         Raises BadRequest (404) if that replica is gone, and EngineError if it may come back.
         """
         path: str = request.scope["path"]
-        stored = find_stored(path, fields)
         if stored is not None:
             replica = self.replicas.get(stored.replica)
             if replica is None and self.replicas.is_expected(stored.replica):

@@ -21,12 +21,14 @@ from cllm.cluster.body import NOTHING
 from cllm.cluster.leases import Replica, Replicas
 from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_sorted
 from cllm.cluster.metrics import FrontMetrics
+from cllm.cluster.stored import StoredName
 from cllm.errors import BadRequest, EngineError
 from cllm.server.anthropic.batches import choose_page
 from cllm.server.app import answer_fault
 from cllm.server.auth import CARRIED_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.call import get_call
+from cllm.server.cluster.routes import RESPONSES_PATH
 from cllm.server.errors import install
 from cllm.server.native import usage
 from cllm.server.openai.paging import make_page
@@ -165,18 +167,34 @@ class Gatherer:
         target: str,
         body: bytes = b"",
         seconds: float | None = TIMEOUT,
+        method: str = "",
     ) -> ReplicaAnswer | None:
         """Return the answer of a replica to a client's request, sent to ``target``, a path with a
-        query; or None if it does not answer.
+        query; or None if it does not answer. ``method`` is that of the request by default.
         """
         carried = self._accounts.admit(request, "", NOTHING, 0).encode(replica.name)
         fields = [
             (CARRIED_HEADER.encode(), carried.encode()),
             *(field for field in request.headers.raw if field[0] in PASSED_FIELDS),
         ]
-        method = "GET" if request.method == "HEAD" else request.method
+        method = method or ("GET" if request.method == "HEAD" else request.method)
         key = self._accounts.access.cluster_key
         return await ask(replica, key, method, target, fields, body, seconds)
+
+    async def find_response(self, request: Request, stored: StoredName) -> Replica | None:
+        """Return the replica that stores a response or an item although the id may name another
+        one, whose stream it has continued; None if there is none.
+        """
+        # a replica rejects what names a response that it does not have, but not such an item
+        others = [
+            one for one in self._replicas.listed() if stored.is_item or one.name != stored.replica
+        ]
+        target = RESPONSES_PATH + stored.id
+        answers = await asyncio.gather(
+            *(self.ask(one, request, target, method="GET") for one in others)
+        )
+        pairs = zip(others, answers, strict=True)
+        return next((one for one, answer in pairs if answer and answer.status == 204), None)
 
     async def _ask_all(self, request: Request) -> dict[str, ReplicaAnswer]:
         """Return the answers of the replicas to the same request, by their names. Raises

@@ -29,6 +29,16 @@ class StoredName:
         self.param = param
         self.replica = find_replica(stored_id)
 
+    @property
+    def is_item(self) -> bool:
+        """Whether it is an item of a response."""
+        return self.noun == "item"
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it is stored on another replica if that one has continued the stream with it."""
+        return self.is_item or self.noun == "response"
+
     def gone(self) -> BadRequest:
         """Return the error for a replica that is not running."""
         message = (

@@ -94,6 +94,12 @@ class ResponseStore:
             )
         return stored
 
+    def has(self, stored_id: str, account: Account) -> bool:
+        """Return whether a response of ``account``, or an item in the output of one, is stored."""
+        response_id = self._response_ids.get(stored_id, stored_id)
+        stored = self._stored.get(response_id)
+        return stored is not None and stored.account == account.name
+
     def delete(self, response_id: str, account: Account) -> None:
         """Delete a response. Raises BadRequest (404) as ``get`` does."""
         self.get(response_id, account)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.errors import BadRequest, EngineError
+from cllm.server.call import get_call
 from cllm.server.cluster.continuation import CONTINUE_PATH, read_continue
 from cllm.server.cluster.hand_over import (
     STATE_PATH,
@@ -32,6 +33,7 @@ def check_front(request: Request) -> None:
 
 ADDRESS = r"^https?://[^/?#\s]+$"
 USAGE_PATH = "/internal/usage"
+RESPONSES_PATH = "/internal/responses/"
 
 router = APIRouter(include_in_schema=False, dependencies=[Depends(check_front)])
 
@@ -54,6 +56,16 @@ async def lease(
 async def continue_stream(request: Request) -> Response:
     """Return the rest of a stream that another replica has begun."""
     return await read_continue(request)
+
+
+@router.get(RESPONSES_PATH + "{stored_id}")
+async def stored_response(request: Request, stored_id: str) -> Response:
+    """Answer with 204 if this server stores a response of the account, or an item of one; else with
+    404.
+    """
+    call = get_call(request)
+    is_stored = call.state.responses.has(stored_id, call.account())
+    return Response(status_code=204 if is_stored else 404)
 
 
 @router.get(USAGE_PATH)
