@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cllm.server.cluster.continuation import CONTINUE_PATH
 from cllm.server.cluster.key import INTERNAL
 from cllm.server.cluster.lease import LEASE_PATH
+from cllm.server.cluster.routes import USAGE_PATH
 
 DONE = b"data: [DONE]\n\n"
 
@@ -64,13 +65,14 @@ def closes(connection: socket.socket, _: Received) -> None:
 
 class FakeReplica:
     """A replica named ``name``. ``steps`` answer its next requests; without one, it answers 200.
-    ``metrics`` answers requests for ``/metrics``. ``lease`` is answered to the front, if it is bytes as they are, and with 503 if it is None.
+    ``metrics`` answers requests for ``/metrics``, ``reports`` those for the usage of accounts. ``lease`` is answered to the front, if it is bytes as they are, and with 503 if it is None.
     """
 
     def __init__(self, name: str, port: int = 0, model: str = "m") -> None:
         self.name = name
         self.steps: list[Step] = []
         self.metrics = answer(404)
+        self.reports = answer(404)
         self.received: list[Received] = []
         self.lease: dict[str, Any] | bytes | None = make_lease(name, model)
         self.is_silent = False  # it reads requests and answers none, not even for leases
@@ -129,7 +131,7 @@ class FakeReplica:
             self.metrics(connection, request)
             return
         if path.startswith(INTERNAL) and path != CONTINUE_PATH:  # what fronts ask for
-            answer(404)(connection, request)
+            (self.reports if path.startswith(USAGE_PATH) else answer(404))(connection, request)
             return
         self.received.append(request)
         (self.steps.pop(0) if self.steps else answer())(connection, request)

@@ -19,6 +19,14 @@ from cllm.errors import StartupError
 if TYPE_CHECKING:
     import httpx2
 
+# Loopback, private and link-local addresses, and those of carriers and private overlay networks.
+PRIVATE = [
+    ipaddress.ip_network(net)
+    for net in (
+        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
+        *("169.254.0.0/16", "100.64.0.0/10"),
+    )
+]
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -47,6 +55,14 @@ def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
         except OSError:
             return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_private(address: str) -> bool:
+    """Return whether an IPv4 address is of this machine alone or of a private network.
+
+    Raises ValueError if it is no IPv4 address.
+    """
+    return any(ipaddress.IPv4Address(address) in net for net in PRIVATE)
 
 
 def open_client(url: str, **options: Any) -> httpx2.Client:

@@ -238,9 +238,9 @@ def test_routes_that_compute_nothing_reserve_nothing(access, accounts):
 
 def test_reports_wait_for_their_front_until_it_has_taken_them():
     reports = UsageReports()
-    carried = SimpleNamespace(front="front1", scheduled=SimpleNamespace(name="ann"))
+    carried = Carried(Account("ann"), Account("ann"), front="front1")
     reports.add(carried, UsageCounts(1, 2, 0, 3), "r1")
-    reports.add(carried, UsageCounts(), "r2")  # it has cost nothing
+    reports.add(carried, UsageCounts(), "r2")  # it has cost nothing, and the front has no accounts
     reports.add(carried, UsageCounts(1, 4, 0, 5), "")
     assert [one.number for one in reports.take("front1", 0)] == [1, 2]
     assert [one.number for one in reports.take("front1", 1)] == [2]

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from cllm.backends.llama_cpp.rpc import resolve
 from cllm.cli import replicas
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.cluster.control import Starting, ask, check_private, make_environment
@@ -21,10 +22,16 @@ def test_wrong_number_of_replicas_is_refused(text):
         replicas.read_range(text)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "8.8.8.8", "example.com", "::1", ""])
+@pytest.mark.parametrize("address", ["10.0.0.4", "127.0.0.1", "100.64.0.7"])
+def test_ray_may_use_the_private_networks_that_workers_may_use(address):
+    check_private(address)
+    assert resolve(f"{address}:1").parts == (address, 1)
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0", "8.8.8.8", "192.0.2.1", "240.0.0.1", "example.com", "::1", ""]
+)
 def test_ray_is_started_on_private_addresses_only(address):
-    check_private("10.0.0.4")
-    check_private("127.0.0.1")
     with pytest.raises(StartupError):
         check_private(address)
 

@@ -399,6 +399,7 @@ def test_header_fields_of_fronts_and_of_one_connection_are_not_passed_on(cluster
         "x-cllm-account": "e30=",
         "X-CLLM-Cluster-Key": "guess",
         "x-cllm-progress": "2",
+        "x_cllm_account": "e30=",
         "x-forwarded-for": "10.0.0.1",
         "x-own": "1",
         "accept": "a/b",
@@ -407,13 +408,42 @@ def test_header_fields_of_fronts_and_of_one_connection_are_not_passed_on(cluster
     (request,) = [one for replica in cluster.replicas for one in replica.received]
     passed = request.fields.keys()
     assert {"x-own", "accept", "host", "content-length", "content-type"} <= passed
-    assert not {"x-secret", "te", "x-forwarded-for", "connection"} & passed
+    dropped = {"x-secret", "te", "x-forwarded-for", "connection", "x_cllm_account"}
+    assert not dropped & passed
     assert request.fields.get("x-cllm-account") != "e30="
     assert request.fields.get("x-cllm-cluster-key") != "guess"
     assert request.fields.get("x-cllm-progress") != "2"
     assert request.fields["host"] in [one.url.removeprefix("http://") for one in cluster.replicas]
     assert got.headers["x-kept"] == "1"
     assert not {"x-mine", "x-cllm-usage", "keep-alive"} & got.headers.keys()
+
+
+@pytest.mark.parametrize("name", ["authorization", "api-key", "x-api-key"])
+def test_credentials_of_clients_are_not_passed_on(cluster, name):
+    cluster.front.client.post(CHAT_PATH, json=CHAT, headers={name: "Bearer secret"})
+    (request,) = [one for replica in cluster.replicas for one in replica.received]
+    assert "secret" not in str(request.fields)
+    # the field makes the replica write errors in Anthropic's form
+    assert ("x-api-key" in request.fields) == (name == "x-api-key")
+
+
+def test_reports_that_cannot_be_read_cause_one_warning(cluster):
+    def count(text):
+        return cluster.front.log.count(text)
+
+    pulled = []
+
+    def report_nonsense(connection, request):
+        pulled.append(request)
+        answer(200, {"epoch": 7})(connection, request)
+
+    cluster.replicas[0].reports = report_nonsense
+    cluster.wait(lambda: len(pulled) >= 3)
+    assert count("the usage that") == 1
+    assert count("Traceback") == 0
+    cluster.replicas[0].reports = answer(200, {"epoch": "e"})  # for another reason
+    cluster.wait(lambda: count("the usage that") == 2)
+    assert count("missing required field `reports`") == 1
 
 
 def test_what_a_proxy_before_a_replica_could_misread_is_not_passed_on(cluster):

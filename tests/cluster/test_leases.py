@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 from fake_replica import make_lease
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.cluster.leases import MAX_BLOCKS, MIN_BLOCKS, Replicas, find_model
+from cllm.cluster.leases import MAX_BLOCKS, MIN_BLOCKS, Replicas, find_model, make_client
 from cllm.config.settings import Settings
+from cllm.errors import StartupError
 from cllm.routing.router import Router, RoutingRequest
 from cllm.server.cluster.key import ClusterKey
 from cllm.server.cluster.lease import MAX_NAME, Lease
@@ -154,3 +156,11 @@ def test_only_listed_replicas_are_found_and_ready_ones_first(changes):
         found = {one.replica.name for one in replicas.find("m")}
         assert found == {f"r{i}" for i, state in enumerate(states) if state == wanted}
         assert replicas.ready == ("ready" in states)
+
+
+@pytest.mark.parametrize("url", ["http://ann:secret@10.0.0.5:8000", "http://ann:secret@[", "a@b"])
+def test_address_with_a_password_is_refused_without_showing_it(url):
+    with pytest.raises(StartupError) as error:
+        make_client(url)
+    assert "must not have a user or a password" in str(error.value)
+    assert "secret" not in str(error.value)

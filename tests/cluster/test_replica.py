@@ -158,6 +158,13 @@ def test_streams_and_aborted_requests_are_reported(replica):
     assert len(take_reports(replica, "front2")) == 1  # the first has been taken
 
 
+def test_rejected_request_is_reported_because_its_client_may_have_gone(replica):
+    sent = headers(front="front of rejected requests", request="req_1")
+    assert replica.client.post(CHAT, json={"messages": 7}, headers=sent).status_code == 400
+    (report,) = wait_for_reports(replica, "front of rejected requests", 1)
+    assert (report.request, report.used) == ("req_1", UsageCounts())
+
+
 def test_request_that_needs_more_than_was_reserved_says_how_much(replica):
     answer = replica.client.post(CHAT, json=HELLO, headers=headers(num_reserved=1))
     assert answer.status_code == 429

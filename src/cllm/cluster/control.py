@@ -15,6 +15,7 @@ from typing import Any
 
 from cllm.config.settings import Settings
 from cllm.errors import StartupError, describe_os_error
+from cllm.http_client import is_private
 
 POINTER = "ray_folder"  # in the storage folder
 SOCKET = "control"  # in the private folder
@@ -78,10 +79,10 @@ def check_private(address: str) -> None:
     private network: Ray's traffic is not encrypted, and whoever has its token can run code.
     """
     try:
-        parsed = ipaddress.IPv4Address(address)
+        is_safe = is_private(address)
     except ValueError:
         raise StartupError(f"{address!r} is not an IPv4 address, such as 10.0.0.4") from None
-    if not parsed.is_private or parsed.is_unspecified:
+    if not is_safe:
         raise StartupError(
             f"{address} is not private; Ray is only safe on a private network, because its "
             "traffic is not encrypted"

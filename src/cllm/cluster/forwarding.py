@@ -39,9 +39,13 @@ from cllm.server.queueing import TICKET
 log = logging.getLogger("cllm.cluster")
 
 MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answers end
-# Header fields that only a front may send to a replica
+# Header fields that only a front may send to a replica. A proxy before a replica could read
+# underscores as hyphens.
 OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
-REPLACED = frozenset({b"host", b"content-length", b"expect"})
+# The client's credentials are for the front only. A field x-api-key means Anthropic's dialect, so
+# it is sent, but without a value.
+CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key"})
+REPLACED = CREDENTIALS | {b"host", b"content-length", b"expect"}
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
 LARGE = 100_000  # bytes of a body that takes longer to read than to pass to another thread
 LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
@@ -450,8 +454,10 @@ class Forwarding:
         fields = [
             (name, value)
             for name, value in drop_hop_by_hop(self._request.scope["headers"])
-            if name not in REPLACED and not name.startswith(OWN_FIELDS)
+            if name not in REPLACED and not name.replace(b"_", b"-").startswith(OWN_FIELDS)
         ]
+        if "x-api-key" in self._request.headers:
+            fields.append((b"x-api-key", b""))
         ticket = TICKET.encode()
         fields = [
             (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields

@@ -400,6 +400,11 @@ def make_choice(replica: Replica, model: str | None) -> Choice:
 
 def make_client(url: str) -> HTTPClient:
     """Return the client of a replica. Raises StartupError for an address that cannot be used."""
+    if "@" in url:  # the text must not show the password
+        raise StartupError(
+            "cluster.urls: an address must not have a user or a password; replicas ask only for "
+            "the cluster key"
+        )
     try:
         return HTTPClient(url.rstrip("/"), {})
     except ValueError as error:

@@ -30,6 +30,7 @@ class ReportPuller:
         self._wake = asyncio.Event()
         self._pulls: dict[Replica, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._troubles: dict[Replica, str] = {}  # why the reports of replicas cannot be read
         accounts.on_expected = lambda _: self._wake.set()
 
     def open(self) -> None:
@@ -76,7 +77,7 @@ class ReportPuller:
             log.exception("the usage that %s reports could not be read", replica.url)
 
     async def pull(self, replica: Replica) -> None:
-        """Take the reports of a replica. Does nothing if it does not answer."""
+        """Take the reports of a replica, if it answers with reports."""
         if replica.lease is None:
             return
         accounts, name = self._accounts, replica.name
@@ -84,5 +85,17 @@ class ReportPuller:
         fields = [("front", accounts.front), ("epoch", epoch), ("after", after)]
         query = urlencode([*fields, *(("paused", one) for one in accounts.list_paused(name))])
         answer = await ask(replica, accounts.access.cluster_key, "GET", f"{USAGE_PATH}?{query}")
-        if answer is not None and answer.status == 200:
-            accounts.take(name, msgspec.json.decode(answer.body, type=ReportBatch))
+        if answer is None or answer.status != 200:
+            return
+        try:
+            taken = msgspec.json.decode(answer.body, type=ReportBatch)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._warn(replica, str(error)[:200])
+            return
+        self._troubles.pop(replica, None)
+        accounts.take(name, taken)
+
+    def _warn(self, replica: Replica, trouble: str) -> None:
+        if self._troubles.get(replica) != trouble:
+            log.warning("the usage that %s reports cannot be read: %s", replica.url, trouble)
+        self._troubles[replica] = trouble

@@ -64,8 +64,11 @@ class UsageReports:
             raise RateLimited(message, "tokens_per_minute", PAUSE_SECONDS)
 
     def add(self, carried: Carried, used: UsageCounts, request: str) -> None:
-        """Report that a request of ``carried`` has cost ``used``."""
-        if not carried.front or used == UsageCounts():
+        """Report that a request of ``carried`` has cost ``used``. A front with accounts must know
+        if it has cost nothing, because it has reserved tokens for the request.
+        """
+        is_awaited = request and carried.account.has_key
+        if not carried.front or (used == UsageCounts() and not is_awaited):
             return
         self._number += 1
         reports = self._fronts.pop(carried.front, None) or deque(maxlen=MAX_REPORTS)

@@ -8,7 +8,6 @@ libllama aborts the engine process.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import logging
 import os
 import re
@@ -27,20 +26,13 @@ from cllm.backends.llama_cpp import library  # noqa: F401  # checks the version,
 from cllm.backends.llama_cpp.devices import device_handle, list_gpus
 from cllm.backends.llama_cpp.variants import bind
 from cllm.errors import StartupError, describe_os_error
+from cllm.http_client import is_private
 
 log = logging.getLogger("cllm.llama_cpp")
 
 OPTION = "backend.llama_cpp.rpc"
 BUILD = "this build of llama.cpp has no RPC backend; it needs -DGGML_RPC=ON"
 DANGER = "RPC is neither encrypted nor authenticated, and whoever reaches it can run code there"
-# Loopback, private and link-local addresses, and those of carriers and private overlay networks.
-PRIVATE = [
-    ipaddress.ip_network(net)
-    for net in (
-        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
-        *("169.254.0.0/16", "100.64.0.0/10"),
-    )
-]
 ANSWER_SECONDS = 5.0  # for a worker's first answer
 # The protocol of the llama.cpp that library.py requires, see ggml-rpc.h and ggml-rpc.cpp.
 MAJOR_VERSION = 7
@@ -73,7 +65,7 @@ def resolve(address: str, option: str = OPTION) -> Address:
         raise StartupError(f"{option}: {host} is not known: {describe_os_error(error)}") from None
     addresses = {str(where[0]) for *_, where in found}
     for one in addresses:
-        if not any(ipaddress.ip_address(one) in net for net in PRIVATE):
+        if not is_private(one):
             raise StartupError(f"{option}: {one} is not in a private network; {DANGER}")
     return Address(f"{min(addresses)}:{port}")
 
