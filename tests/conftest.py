@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +110,21 @@ PATIENCE = 600.0
 
 # A script that runs these tests in the background makes them, and their children, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Paths of a certificate for localhost and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    files = folder / "certificate.pem", folder / "key.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    paths = ["-out", str(files[0]), "-keyout", str(files[1])]
+    command = [*words.split(), "-subj", "/CN=localhost", *paths]
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    subprocess.run([*command, "-addext", names], check=True, capture_output=True)
+    return files
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 from cluster.conftest import FAKE, KEY, start_front
 from conftest import PATIENCE
 
+from cllm.cli.explain import explain
 from cllm.core.account import Account
 from cllm.core.carried import Carried, encode_carried
 from cllm.core.stored_ids import find_replica
@@ -477,9 +478,27 @@ def test_routes_about_the_server_are_about_the_cluster(cluster):
     assert get("/ready").status_code == 200
     assert get("/version", headers=root).json()["version"]
     assert get("/", headers=root | {"accept": "text/html"}).text.startswith("<!doctype html>")
-    scheduler = get("/scheduler", params={"replica": names[1]}, headers=root)
-    assert "steps" in scheduler.json()
-    assert get("/scheduler", params={"replica": "none"}, headers=root).status_code == 404
+
+
+def test_schedulers_of_all_replicas_are_explained_or_the_one_that_is_named(cluster, capsys):
+    names = sorted(name_replica(cluster, number) for number in range(2))
+    root, get = bearer("root"), cluster.client.get
+    answer = get("/scheduler", params={"steps": 1}, headers=root).json()
+    assert [*answer["replicas"]] == names
+    assert all(len(one["steps"]) <= 1 and "cells" in one for one in answer["replicas"].values())
+    assert "steps" in get("/scheduler", params={"replica": names[1]}, headers=root).json()
+    for params in ({"replica": "none"}, {"model": "none"}):
+        assert get("/scheduler", params=params, headers=root).status_code == 404
+    assert get("/scheduler", params={"engine": 7}, headers=root).status_code == 400
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLLM_API_KEY", root["authorization"].removeprefix("Bearer "))
+        explain(cluster.url)
+        said = capsys.readouterr().out
+        assert [line for line in said.splitlines() if line.startswith("Replica")] == [
+            f"Replica {name}:" for name in names
+        ]
+        explain(cluster.url, replica=names[1])
+        assert "Replica" not in capsys.readouterr().out
 
 
 def test_metrics_have_all_replicas_and_sums_of_accounts(cluster):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cluster.conftest import start_front
+from cluster.conftest import FAKE, start_front
 
 JSON = {"content-type": "application/json"}
 REQUESTS: dict[str, dict[str, object]] = {
@@ -141,3 +141,32 @@ def test_metrics_of_the_front(front_server):
     page = front_server.client.get("/metrics").text
     assert 'cllm:front_replicas{state="listed"} 2.0' in page
     assert "cllm:front_requests_running 0.0" in page
+
+
+@pytest.mark.slow
+def test_replica_with_https_needs_a_certificate_that_the_front_trusts(start_server, certificate):
+    chain, key = map(str, certificate)
+    tls = ("--server.tls-certificate", chain, "--server.tls-key", key)
+    replica = start_server(*FAKE, *tls)
+    front = start_front(start_server, replica.url, SSL_CERT_FILE=chain)
+    body = {"prompt": "a", "max_tokens": 5, "temperature": 0}
+    for _ in range(2):
+        answer = front.client.post("/v1/completions", json=body)
+        assert answer.json()["choices"][0]["text"] == "bcdef"
+        answer = front.client.post("/v1/completions", json=body | {"stream": True})
+        assert answer.text.rstrip().endswith("data: [DONE]")
+    file = {"file": ("in.jsonl", b"x" * 3_000_000)}
+    answer = front.client.post("/v1/files", files=file, data={"purpose": "batch"})
+    assert answer.json()["bytes"] == 3_000_000, answer.text
+
+    front = start_front(start_server, replica.url)
+    trouble = (
+        f"cannot connect to {replica.url.removeprefix('https://')}: its certificate is not trusted"
+    )
+    lines = [line for line in front.log.splitlines() if "gets no requests" in line]
+    assert len(lines) == 1
+    assert f"the replica at {replica.url} gets no requests: {trouble}" in lines[0]
+    [told] = front.client.get("/health?level=full").json()["replicas"]
+    assert told["status"] == "unreachable"
+    assert told["trouble"].startswith(trouble)
+    assert front.client.post("/v1/completions", json=body).status_code == 503

@@ -48,9 +48,11 @@ def test_lists_become_their_union():
 def test_cluster_is_healthy_if_one_replica_is():
     ill = {"status": "degraded", "model_loaded": False, "models": []}
     well = {"status": "healthy", "model_loaded": True, "models": [{"name": "m"}]}
-    merged = merge_health({"one": ill, "two": well, "three": None})
+    troubles = {"one": "", "two": "", "three": "it does not answer"}
+    merged = merge_health({"one": ill, "two": well, "three": None}, troubles)
     assert (merged["status"], merged["model_loaded"]) == ("healthy", True)
     assert merged["models"] == [{"name": "m", "replica": "two"}]
     assert [one["status"] for one in merged["replicas"]] == ["degraded", "healthy", "unreachable"]
+    assert [one.get("trouble") for one in merged["replicas"]] == [None, None, "it does not answer"]
     assert merge_health({"one": None})["status"] == "degraded"
     assert "models" not in merge_health({"one": {"status": "healthy", "model_loaded": True}})

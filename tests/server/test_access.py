@@ -8,10 +8,8 @@ import http.client
 import io
 import json
 import os
-import shutil
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -652,20 +650,6 @@ def test_no_origin_is_allowed_by_default(fake_server, server):
 
 
 # --- TLS, proxies and connections ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """Paths of a certificate for localhost and of its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    files = folder / "certificate.pem", folder / "key.pem"
-    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    command = [*words.split(), "-subj", "/CN=localhost", "-out", files[0], "-keyout", files[1]]
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    subprocess.run([*command, "-addext", names], check=True, capture_output=True)
-    return files
 
 
 @pytest.mark.slow

@@ -34,25 +34,44 @@ def explain(
         int,
         Parameter(help="Number of one of the model's engines.", validator=validators.Number(gte=0)),
     ] = 0,
+    replica: Annotated[
+        str | None,
+        Parameter(help="Name of one replica behind a front of a cluster. [default: all]"),
+    ] = None,
     as_json: Annotated[
         bool, Parameter(name="--json", help="Print the server's JSON answer unchanged.")
     ] = False,
 ) -> None:
-    """Show what a running server computes in each step, which requests wait, and why."""
-    raw = fetch(url, steps, model, engine)
+    """Show what a running server computes in each step, which requests wait, and why. A front of a
+    cluster shows that of its replicas.
+    """
+    raw = fetch(url, steps, model, engine, replica)
     if as_json:
         print(raw.decode())
         return
     try:
-        explanation = msgspec.json.decode(raw, type=Explanation)
+        replicas = msgspec.json.decode(raw, type=ReplicaExplanations).replicas
+        if replicas is None:
+            print("\n".join(lines(msgspec.json.decode(raw, type=Explanation))))
+            return
     except msgspec.MsgspecError as error:
         raise CLLMError(f"the server at {url} is not a cLLM server: {error}") from None
-    print("\n".join(lines(explanation)))
+    texts = ("\n".join([f"Replica {name}:", *lines(one)]) for name, one in replicas.items())
+    print("\n\n".join(texts))
 
 
-def fetch(url: str, steps: int, model: str | None = None, engine: int = 0) -> bytes:
+class ReplicaExplanations(msgspec.Struct):
+    """The answer of a front: the explanations of its replicas, by name."""
+
+    replicas: dict[str, Explanation] | None = None
+
+
+def fetch(
+    url: str, steps: int, model: str | None = None, engine: int = 0, replica: str | None = None
+) -> bytes:
     """Return the server's answer. Raises StartupError, or CLLMError if it is not a cLLM server."""
     params = {"steps": steps, "engine": engine} | ({"model": model} if model else {})
+    params |= {"replica": replica} if replica else {}
     answer = send(url, "GET", "/scheduler", params=params, timeout=30)
     if answer.status_code != 200:
         raise CLLMError(f"{error_message(answer)} ({url})")

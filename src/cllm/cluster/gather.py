@@ -23,6 +23,7 @@ from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_s
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.stored import StoredName
 from cllm.errors import BadRequest, EngineError
+from cllm.scheduler.trace import Explanation
 from cllm.server.anthropic.batches import choose_page
 from cllm.server.app import answer_fault
 from cllm.server.auth import CARRIED_HEADER
@@ -104,7 +105,7 @@ CHANGES = frozenset(
         *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
     }
 )
-OF_ONE = ("/scheduler", "/benchmark")  # ask the replica that ?replica= names
+OF_ONE = "/benchmark"  # asks the replica that ?replica= names, or the first one
 
 
 class Gatherer:
@@ -127,6 +128,7 @@ class Gatherer:
             **dict.fromkeys(UNIONS, self._answer_union),
             **dict.fromkeys(STORED_LISTS, self._answer_list),
             "/metrics": self._answer_metrics,
+            "/scheduler": self._answer_scheduler,
             "/version": answer_version,
         }
 
@@ -139,7 +141,7 @@ class Gatherer:
             return as_app(request, handler)
         if request.method == "GET" and path.startswith("/v1/models/"):
             return as_app(request, self._answer_first)
-        if path in OF_ONE or (path in CHANGES and request.method != "GET"):
+        if path == OF_ONE or (path in CHANGES and request.method != "GET"):
             return as_app(request, self._answer_change)
         return None
 
@@ -240,7 +242,11 @@ class Gatherer:
             answers |= {
                 name: one.read(Health) for name, one in answered.items() if one.status == 200
             }
-        return JSONResponse(merge_health(answers))
+        is_full = request.query_params.get("level") == "full"
+        troubles = None
+        if is_full and get_call(request).account().is_admin:
+            troubles = {replica.name: replica.trouble for replica in self._replicas.all}
+        return JSONResponse(merge_health(answers, troubles))
 
     async def _answer_metrics(self, request: Request) -> Response:
         pages: dict[str, str] = {}
@@ -256,6 +262,20 @@ class Gatherer:
         own = self._metrics.list_registries(usage, ledger.num_failed_writes)
         content = await asyncio.to_thread(merge_metrics, own, pages)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+    async def _answer_scheduler(self, request: Request) -> Response:
+        """Answer with what all replicas say of their schedulers, by name, or with the answer of the
+        one that ?replica= names.
+        """
+        answered = await self._ask_all(request)
+        known = {
+            name: explanation
+            for name, answer in answered.items()
+            if answer.status == 200 and (explanation := answer.read(Explanation)) is not None
+        }
+        if request.query_params.get("replica") or not known:
+            return next(iter(answered.values())).pass_on()
+        return JSONResponse({"replicas": known})
 
     async def _answer_list(self, request: Request) -> Response:
         """Answer with a page of a list of stored objects, which is read from all replicas."""
@@ -309,7 +329,7 @@ class Gatherer:
         first answer.
         """
         replicas = self._choose(request)
-        if request.scope["path"] in OF_ONE:
+        if request.scope["path"] == OF_ONE:
             replicas = replicas[:1]
         limit = self._max_body_bytes
         message = f"The body is larger than {limit} bytes."

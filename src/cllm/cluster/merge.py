@@ -65,26 +65,32 @@ def merge_named(answers: Iterable[Mapping[str, Any]], field: str, key: str) -> d
     return {**merged, field: [*entries.values()]}
 
 
-def merge_health(answers: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+def merge_health(
+    answers: Mapping[str, Mapping[str, Any] | None], troubles: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the health of a cluster: healthy if one replica is. ``answers`` has that of each
-    replica by name, None for one that does not answer. The models of level=full name their replica.
+    replica by name, None for one that does not answer. For level=full, ``troubles`` says why a
+    replica gets no requests, "" if it gets some; and the models name their replica.
     """
     known = {name: answer for name, answer in answers.items() if answer is not None}
-    is_full = any("models" in answer for answer in known.values())
     merged: dict[str, Any] = {
         "status": "healthy"
         if any(answer["status"] == "healthy" for answer in known.values())
         else "degraded",
         "model_loaded": any(answer["model_loaded"] for answer in known.values()),
     }
-    if is_full:
+    if troubles is not None:
         merged["models"] = [
             {**model, LABEL: name}
             for name, answer in known.items()
             for model in answer.get("models", ())
         ]
         merged["replicas"] = [
-            {"name": name, "status": "unreachable" if answer is None else answer["status"]}
+            {
+                "name": name,
+                "status": "unreachable" if answer is None else answer["status"],
+                **({"trouble": trouble} if (trouble := troubles.get(name)) else {}),
+            }
             for name, answer in answers.items()
         ]
     return merged
