@@ -1,10 +1,20 @@
 """What a client sends cannot forge or hide lines of the log."""
 
+import json
 import logging
+import threading
 
 import pytest
 
-from cllm.observe.log import FORM, Formatter
+from cllm.observe import log
+from cllm.observe.log import (
+    FORM,
+    BackgroundHandler,
+    Formatter,
+    JsonFormatter,
+    LevelFilter,
+    request_level,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,3 +41,66 @@ def test_traceback_keeps_its_lines():
         exc_info = type(error), error, error.__traceback__
     record = logging.LogRecord("cllm", logging.ERROR, "", 1, "failed", (), exc_info)
     assert "\nTraceback (most recent call last):\n" in Formatter(FORM).format(record)
+
+
+def make_record(message: str, **fields: object) -> logging.LogRecord:
+    record = logging.LogRecord("cllm", logging.INFO, "", 1, message, (), None)
+    record.fields = fields
+    return record
+
+
+def test_fields_follow_the_message_and_cannot_be_forged():
+    line = Formatter(FORM).format(make_record("done", id="req_1", account="a b=c\nx", empty=""))
+    assert line.endswith(r"""cllm: done id=req_1 account='a b=c\nx' empty=''""")
+
+
+def test_json_lines_have_the_fields_and_one_line_each():
+    record = make_record("a\nb\u2028", id="req_1", ttft_ms=1.5)
+    line = JsonFormatter().format(record)
+    assert len(line.splitlines()) == 1
+    content = json.loads(line)
+    assert content.pop("time").endswith("+00:00")
+    assert content == {
+        "level": "info",
+        "logger": "cllm",
+        "message": "a\nb\u2028",
+        "id": "req_1",
+        "ttft_ms": 1.5,
+    }
+
+
+class Stuck(logging.Handler):
+    """Writes nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+        self.num_written = 0
+
+    def emit(self, record):
+        self.may_write.wait()
+        self.num_written += 1
+
+
+def test_log_that_cannot_be_written_blocks_nobody(monkeypatch):
+    """Lines that there is no room for are dropped and counted."""
+    monkeypatch.setattr(log, "MAX_PENDING", 3)
+    stuck = Stuck()
+    handler = BackgroundHandler(stuck)
+    for _ in range(10):
+        handler.handle(make_record("x"))
+    assert handler.num_dropped in (6, 7)  # the thread may have taken one
+    stuck.may_write.set()
+    handler.close()
+    assert stuck.num_written == 10 - handler.num_dropped
+
+
+def test_request_lowers_only_its_own_level():
+    kept = LevelFilter(logging.WARNING)
+    assert not kept.filter(make_record("x"))
+    token = request_level.set(logging.DEBUG)
+    try:
+        assert kept.filter(make_record("x"))
+    finally:
+        request_level.reset(token)
+    assert not kept.filter(make_record("x"))

@@ -113,6 +113,7 @@ class Metrics:
 class FakeService:
     """The part of a service that embedding uses."""
 
+    model_name = "m"
     request_timeout: float | None = None
     texts = SimpleNamespace(fences=VisibleFences())
 

@@ -59,7 +59,7 @@ def front(*, config: ConfigFlag = None, settings: FrontFlags | None = None) -> N
     loaded = settings_from_flags(config, settings)
     tree = loaded.settings
     print_notes(loaded)
-    log.configure(tree.log.level)
+    log.configure(tree.log.level, tree.log.format, by_request=tree.log.allow_header)
     access = Access(tree, is_of_front=True)
     check_access(tree, access)
     check_front(tree, access)

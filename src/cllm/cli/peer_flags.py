@@ -162,8 +162,8 @@ HINTS = {
     (
         *("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"),
         "--disable-uvicorn-access-log",
-    ): "Requests are not logged by default.",
-    ("--enable-log-requests", "--log-requests"): "Use --log.level debug.",
+    ): "Use --log.level warning; then only slow and failed requests have a line.",
+    ("--enable-log-requests", "--log-requests"): "The log has a line for each request.",
     ("--max-log-len",): "Texts of requests are never logged.",
     ("--uds", "--root-path", "--middleware", "--allow-credentials", "--allowed-methods"): (
         "There is no such option; a proxy in front of the server can do this."

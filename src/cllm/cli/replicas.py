@@ -130,7 +130,7 @@ def serve(
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
     print_notes(loaded)
-    log.configure(tree.log.level)
+    log.configure(tree.log.level, tree.log.format, by_request=tree.log.allow_header)
     of_replicas = collect_settings(loaded)
     access = Access(tree, is_of_front=True)
     check_access(tree, access)

@@ -57,7 +57,7 @@ def serve(
     print_notes(loaded)
     if remark := remark_on_variables(os.environ):
         print("cllm:", remark, file=sys.stderr)
-    log.configure(tree.log.level)
+    log.configure(tree.log.level, tree.log.format, by_request=tree.log.allow_header)
     access = Access(tree)
     check_access(tree, access)
     with hub.stderr_progress() as progress:

@@ -14,6 +14,7 @@ from cllm.cluster.front import Front
 from cllm.cluster.leases import make_client
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
+from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access
 from cllm.server.http.server import GracefulServer, make_config
 from cllm.server.run import run_in_loop
@@ -85,7 +86,10 @@ def run_front(
     async def serve(signals: list[int]) -> bool:
         front = Front(settings, access)
         server = FrontServer(
-            make_config(FrontApp(front), access, settings), front, access, settings
+            make_config(FrontApp(front), access, settings, RequestLog(settings.log)),
+            front,
+            access,
+            settings,
         )
         server.early = signals
 

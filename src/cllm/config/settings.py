@@ -515,6 +515,28 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level to write."
     )
+    format: Literal["console", "json"] = Field(
+        default="console", description="Lines of text, or one JSON object on each line."
+    )
+    slow_seconds: float | None = Field(
+        default=10.0,
+        ge=0,
+        le=86_400,
+        description="A request whose first token takes this many seconds or more is logged as a "
+        "warning, with the reason; null means never.",
+    )
+    summary_seconds: float | None = Field(
+        default=10.0,
+        ge=1,
+        le=86_400,
+        description="Seconds between two lines about each model that computes: requests, tokens "
+        "per second, cells; null writes none.",
+    )
+    allow_header: bool = Field(
+        default=False,
+        description="Let requests choose the level of their own lines with the header "
+        "x-cllm-log-level, such as debug.",
+    )
 
 
 class Settings(Section):

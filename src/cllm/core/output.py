@@ -37,6 +37,20 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[int, float]]
 
 
+class SequenceTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the time of a sequence went into, in seconds.
+
+    It waited ``queued`` from its arrival to its first admission, and its prompt took ``prefill``
+    from there to the first token. A time that has not ended yet is None. ``reason`` says why it
+    waited, "" if it did not. It was parked ``num_parked`` times.
+    """
+
+    queued: float | None = None
+    prefill: float | None = None
+    reason: str = ""
+    num_parked: int = 0
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
@@ -48,7 +62,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     On request, outputs have the ``logprobs`` of the token, and the ``prompt_logprobs`` of the next
     prompt tokens. Prompt logprobs precede the first token of index 0, in one or more outputs with
     NO_TOKEN that do not finish. With mirostat, ``mirostat_mu`` limits the surprise of the next
-    token; it does not follow from the tokens.
+    token; it does not follow from the tokens. The first token of a sequence and its last output
+    have its ``times``.
     """
 
     request_id: str
@@ -60,6 +75,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs] | None = None
     mirostat_mu: float | None = None
+    times: SequenceTimes | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
+from cllm.core.output import NO_TOKEN, FinishReason, SequenceTimes, TokenOutput
 from cllm.core.request import Adapters, Request, SequenceProgress
 
 
@@ -64,9 +64,11 @@ class Sequence:
     __slots__ = (
         "__weakref__",
         "_array",
+        "admitted",
         "arrived",
         "effective_priority",
         "expires",
+        "first_token_at",
         "index",
         "is_plain",
         "limit",
@@ -75,6 +77,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
+        "num_parked",
         "num_pending_prompt_logprobs",
         "num_prompt_tokens",
         "num_uncached_tokens",
@@ -85,6 +88,7 @@ class Sequence:
         "status",
         "token_counts",
         "tokens",
+        "wait_reason",
         "waits_since",
     )
 
@@ -95,7 +99,8 @@ class Sequence:
         ``waits_since`` (its arrival, or when it was parked last) and ``expires`` (in seconds of its
         clock), ``order`` (grows with each arrival),
         ``num_uncached_tokens`` (on arrival) and ``effective_priority`` (the class in which it is
-        served once it runs).
+        served once it runs). It also notes when the sequence was ``admitted`` first and had its
+        first token (``first_token_at``), the ``wait_reason`` and ``num_parked``.
         """
         self.request = request
         self.index = index
@@ -109,6 +114,10 @@ class Sequence:
         self.seq_id = -1
         self.arrived = 0.0
         self.waits_since = 0.0
+        self.admitted: float | None = None
+        self.first_token_at: float | None = None
+        self.wait_reason: object = ""  # its text is the reason
+        self.num_parked = 0
         self.expires: float | None = None
         self.order = 0
         self.num_uncached_tokens = 0
@@ -237,7 +246,19 @@ class Sequence:
 
     def make_end_output(self, reason: FinishReason) -> TokenOutput:
         """Return an output without a token that says that the sequence ended for ``reason``."""
-        return TokenOutput(self.request.request_id, self.index, NO_TOKEN, reason, False)
+        return TokenOutput(
+            self.request.request_id, self.index, NO_TOKEN, reason, False, times=self.sum_up_times()
+        )
+
+    def sum_up_times(self) -> SequenceTimes:
+        """Return what the time of the sequence went into so far."""
+        admitted, first = self.admitted, self.first_token_at
+        return SequenceTimes(
+            None if admitted is None else admitted - self.arrived,
+            None if admitted is None or first is None else first - admitted,
+            str(self.wait_reason),
+            self.num_parked,
+        )
 
     @property
     def name(self) -> str:

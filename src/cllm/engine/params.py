@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from cllm.backends.params import BackendParams
@@ -42,4 +44,5 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     cores_file: str = ""
     check: bool = False
     log_level: str = "warning"
+    log_format: Literal["console", "json"] = "console"
     chat_template: str = ""

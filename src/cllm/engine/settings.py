@@ -49,6 +49,7 @@ def make_engine_params(
         max_draft_tokens=scheduler.max_draft_tokens,
         draft_path=str(loader.resolve(draft) or draft) if draft else "",
         log_level=settings.log.level,
+        log_format=settings.log.format,
         chat_template=read_template(settings.model.chat_template_file),
     )
     if settings.model.sha256 is not None and path is not None:

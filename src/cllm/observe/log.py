@@ -1,30 +1,141 @@
-"""Logs: one line per event on stderr; never a prompt, never a key."""
+"""Logs: one line per event on stderr; never a prompt, never a key.
+
+Lines are text, or JSON objects for programs. Modules log with the standard library; the fields of
+an event are its ``extra={"fields": {...}}``. The lines about requests are formatted and written by
+a thread, so that a terminal or a pipe that is not read delays no request.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import sys
+import threading
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
 
 FORM = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 # Characters that move a terminal's cursor or begin a new line, which a log line must not contain.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 CONTROL |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029)}
 
+REQUESTS = "cllm.request"  # the logger of the lines about requests
+MAX_PENDING = 10_000  # lines; further ones are dropped
+CLOSE_TIMEOUT = 2.0  # seconds
+
+# what the client of the current request may set, if log.allow_header is on: its own lowest level
+request_level: ContextVar[int | None] = ContextVar("request_level", default=None)
+
 
 class Formatter(logging.Formatter):
-    """Escapes control characters of the message, which may have come from a client."""
+    """Writes the fields of a record after its message. Escapes control characters, which may have
+    come from a client.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
-        record.message = record.message.translate(CONTROL)
+        fields = getattr(record, "fields", {})
+        text = " ".join((record.message, *(f"{k}={quote(v)}" for k, v in fields.items())))
+        record.message = text.translate(CONTROL)
         return super().formatMessage(record)
 
 
-def configure(level: str) -> None:
+def quote(value: object) -> str:
+    """Return a value as it is, or in quotes if it has spaces or quotes, or is empty."""
+    text = str(value)
+    return repr(text) if not text or any(one in text for one in " \t\n\"'=") else text
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as a JSON object on one line, with its fields among the others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        content: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        # line ends that JSON allows within strings
+        text = msgspec.json.encode(content).decode()
+        return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+class BackgroundHandler(logging.Handler):
+    """Passes records to another handler in a thread, without its filters. While that cannot write,
+    records are dropped and counted.
+    """
+
+    def __init__(self, target: logging.Handler) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        self._target = target
+        self._pending: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_PENDING)
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._pending.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def _write(self) -> None:
+        while (record := self._pending.get()) is not None:
+            self._target.acquire()
+            try:
+                self._target.emit(record)  # ``handle`` would filter it in this thread's context
+            finally:
+                self._target.release()
+
+    def close(self) -> None:
+        """Write pending lines for at most CLOSE_TIMEOUT."""
+        with contextlib.suppress(queue.Full):
+            self._pending.put(None, timeout=CLOSE_TIMEOUT)
+        self._thread.join(CLOSE_TIMEOUT)
+        super().close()
+
+
+class LevelFilter(logging.Filter):
+    """Lets records at or above a level pass, or at or above that of the current request."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._level = level
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        own = request_level.get()
+        return record.levelno >= (self._level if own is None else min(own, self._level))
+
+
+def configure(
+    level: str, form: Literal["console", "json"] = "console", *, by_request: bool = False
+) -> None:
     """Send everything at or above ``level`` to stderr; of verbose libraries, only warnings and
     errors.
+
+    With ``by_request``, records below the level pass if ``request_level`` lets them.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Formatter(FORM))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    target = logging.StreamHandler(sys.stderr)
+    target.setFormatter(JsonFormatter() if form == "json" else Formatter(FORM))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root_level = logging.DEBUG if by_request else number
+    logging.basicConfig(level=root_level, handlers=[target], force=True)
     for name in ("uvicorn", "asyncio", "httpx2", "huggingface_hub"):
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+        logging.getLogger(name).setLevel(max(logging.WARNING, number))
+    requests = logging.getLogger(REQUESTS)
+    for handler in [*requests.handlers]:
+        requests.removeHandler(handler)
+        handler.close()
+    background = BackgroundHandler(target)
+    requests.addHandler(background)
+    requests.propagate = False
+    if by_request:
+        for handler in (target, background):
+            handler.addFilter(LevelFilter(number))

@@ -141,7 +141,7 @@ def main() -> None:
         return
     params, path = msgspec.structs.astuple(msgspec.msgpack.decode(body, type=Start))
     record = StepRecord(Path(path))
-    log.configure(params.log_level)
+    log.configure(params.log_level, params.log_format)
     inbox = PipeInbox(sys.stdin.buffer, record, LENGTH.size + len(body))
     reported_share = -1.0
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from cllm.core.output import FAILURES, NO_TOKEN, FinishReason, TokenOutput
+from cllm.core.output import FAILURES, NO_TOKEN, FinishReason, SequenceTimes, TokenOutput
 from cllm.core.request import Priority, Request, SequenceProgress
 from cllm.engine.commands import Add, Resume
 from cllm.errors import CLLMError
@@ -25,7 +26,8 @@ class OutputStream:
 
     ``queue_position`` is that of the first request when it was submitted. ``num_shared`` requests
     share the computation of an equal request, and ``num_recalled`` were found in the result cache.
-    The prompts of both have ``num_reused_tokens`` tokens.
+    The prompts of both have ``num_reused_tokens`` tokens. When it was made, the engine had
+    ``num_ahead`` requests. ``busiest`` is the account with most of them, and their number.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -34,6 +36,8 @@ class OutputStream:
         self.num_shared = 0
         self.num_recalled = 0
         self.num_reused_tokens = 0
+        self.num_ahead = 0
+        self.busiest = ("", 0)
         self.in_flight: dict[str, InFlightRequest] = {}  # by the reader's request ids
         self._outputs: list[TokenOutput] = []
         self._error: CLLMError | None = None
@@ -108,6 +112,9 @@ class InFlightRequest:
         self.readers: dict[OutputStream, list[str]] = {}  # with their ids for the request
         self.unread: set[OutputStream] = set()  # readers whose clients do not read
         self.yields = False  # what the engine was told last
+        self.times: dict[int, SequenceTimes] = {}  # of its sequences, once they have a token
+        self.engine = 0  # the number of the engine that computed it last
+        self.num_retries = 0  # engines that ended while they had it
 
     @property
     def is_wanted(self) -> bool:
@@ -143,6 +150,8 @@ class InFlightRequest:
     def put(self, output: TokenOutput) -> None:
         if self.key is not None:
             self.outputs.append(output)
+        if output.times is not None:
+            self._note_times(output.index, output.times)
         if not output.finish:
             self._record_progress(output)
         else:
@@ -150,6 +159,15 @@ class InFlightRequest:
         for stream, names in self.readers.items():
             for name in names:
                 stream.put(output if name == output.request_id else rename_output(output, name))
+
+    def _note_times(self, index: int, times: SequenceTimes) -> None:
+        """Keep the times of a sequence. It has waited in the engine that had it first."""
+        before = self.times.get(index)
+        if before is not None and before.prefill is not None:
+            times = msgspec.structs.replace(
+                times, queued=before.queued, prefill=before.prefill, reason=before.reason
+            )
+        self.times[index] = times
 
     def _record_progress(self, output: TokenOutput) -> None:
         progress = self._progress.get(output.index)
@@ -211,6 +229,7 @@ class InFlightRequests:
         self._results = results
         self._by_id: dict[str, InFlightRequest] = {}
         self._open: dict[bytes, InFlightRequest] = {}  # requests that streams may join
+        self._num_by_account = Counter[str]()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -278,6 +297,7 @@ class InFlightRequests:
         is_admitted = begun is not None  # by the other pool
         first = self.backlog.admit(list(new.values()), claim) if new and not is_admitted else None
         stream = OutputStream(requests)
+        stream.num_ahead, stream.busiest = len(self._by_id), self.find_busiest()
         positions = []
         for request, key in zip(requests, keys, strict=True):
             if begun is not None and not begun[request.request_id]:
@@ -323,6 +343,7 @@ class InFlightRequests:
         )
         entry.join(stream, request.request_id)
         self._by_id[request.request_id] = entry
+        self._num_by_account[request.account] += 1
         if key is not None and shares:
             self._open[key] = entry
         self.backlog.record_submission(request)
@@ -346,14 +367,16 @@ class InFlightRequests:
         )
         return entry if sooner else None
 
-    def put(self, outputs: list[TokenOutput]) -> None:
-        """Hand the outputs of a step to their streams."""
+    def put(self, outputs: list[TokenOutput], engine: int = 0) -> None:
+        """Hand the outputs of a step of the engine with this number to their streams."""
         woken: dict[OutputStream, bool] = {}
         for output in outputs:
             entry = self._by_id.get(output.request_id)
             if entry is not None:
                 for stream in entry.readers:
                     woken[stream] = True
+                if output.times is not None:
+                    entry.engine = engine
                 self._put(entry, output)
         for stream in woken:
             stream.wake()
@@ -376,6 +399,9 @@ class InFlightRequests:
 
     def _remove(self, entry: InFlightRequest) -> None:
         del self._by_id[entry.request.request_id]
+        self._num_by_account[entry.request.account] -= 1
+        if not self._num_by_account[entry.request.account]:
+            del self._num_by_account[entry.request.account]
         if entry.key is not None and self._open.get(entry.key) is entry:
             del self._open[entry.key]
         if not entry.started:
@@ -440,6 +466,17 @@ class InFlightRequests:
             return (False, 0, 0)
         return entry.yields, entry.request.priority, len(entry.request.prompt)
 
+    def find_busiest(self) -> tuple[str, int]:
+        """Return the account with the most requests in the engine, and their number."""
+        [busiest] = self._num_by_account.most_common(1) or [("", 0)]
+        return busiest
+
+    def note_retry(self, request_ids: Iterable[str]) -> None:
+        """Note that the engine that had these requests has ended."""
+        for request_id in request_ids:
+            if (entry := self._by_id.get(request_id)) is not None:
+                entry.num_retries += 1
+
     def note_begun(self, request_ids: Iterable[str]) -> None:
         """Note that requests have been in a step, so that their time in the queue is over."""
         for request_id in request_ids:
@@ -458,6 +495,7 @@ class InFlightRequests:
     def fail(self, error: CLLMError) -> None:
         """End all streams with ``error``, because the engine cannot answer them."""
         entries, self._by_id, self._open = self._by_id, {}, {}
+        self._num_by_account.clear()
         self.backlog.clear()
         for stream in {stream: None for entry in entries.values() for stream in entry.readers}:
             stream.fail(error)

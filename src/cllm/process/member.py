@@ -228,6 +228,10 @@ class Member:
         for request_id in request_ids:
             self._suspects.forget(request_id)
 
+    def list_received(self) -> list[str]:
+        """Return the requests that its engine got, if it is or was ready."""
+        return [name for name in self.bookings if name not in self._held]
+
     def list_harmless(self) -> list[str]:
         """Return the requests that are not suspected of having caused a death."""
         return [name for name in self.bookings if not self._suspects.is_suspect(name)]

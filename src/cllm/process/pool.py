@@ -236,7 +236,7 @@ class Pool:
         match event:
             case Stepped():
                 self._in_flight.backlog.observe(self.stats)
-                self._in_flight.put(event.outputs)
+                self._in_flight.put(event.outputs, member.number)
                 if len(self.members) > 1:
                     self._balancer.balance()
             case EmbeddingOutput():
@@ -303,6 +303,7 @@ class Pool:
         if not self.ready:
             self._in_flight.backlog.pause()
         in_step = [name for name in death.in_step if name in member.bookings and self.knows(name)]
+        self._in_flight.note_retry(member.list_received())
         in_step.sort(key=self._in_flight.estimate_turn)
         self._in_flight.note_begun(in_step)
         # a text that was tokenized at the same time may also be the cause

@@ -81,6 +81,7 @@ class ResultCache:
 def rename_output(output: TokenOutput, request_id: str) -> TokenOutput:
     """Return ``output`` under the request id of another reader.
 
-    OutputStream.num_reused_tokens counts its prompt, so num_cached_tokens is 0.
+    OutputStream.num_reused_tokens counts its prompt, so num_cached_tokens is 0. The times are those
+    of the first reader.
     """
-    return msgspec.structs.replace(output, request_id=request_id, num_cached_tokens=0)
+    return msgspec.structs.replace(output, request_id=request_id, num_cached_tokens=0, times=None)

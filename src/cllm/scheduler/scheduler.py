@@ -7,6 +7,7 @@ sequence finishes in the step that samples its last token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from cllm.core.batch import Batch, Operation, Row
@@ -63,6 +64,9 @@ class Scheduler:
         self._prompt_order = PromptOrder(self.cost)
         self.turns = AdapterTurns(params.weights)
         self._speculation = speculation
+        # why the queue could not move on last, and when
+        self._blocked: object = ""
+        self._blocked_at = -math.inf
 
     def add(self, seq: Sequence, now: float) -> list[TokenOutput]:
         """Queue a sequence that arrived at ``now``. See ``Sequences.add``."""
@@ -96,6 +100,8 @@ class Scheduler:
             plan = self._make_plan()
             rows = self._decode(plan.decoding, operations)
         self._admit_waiting(now, operations)
+        if self.step.blocked:
+            self._blocked, self._blocked_at = self.step.blocked, now
         if separates:  # newly admitted sequences that lack one token decode with the others
             plan = self._make_plan()
         sequences.suspects = sequences.running
@@ -307,6 +313,8 @@ class Scheduler:
             leased = sequences.kv_cache.lease(seq, match) or sequences.kv_cache.lease(seq, Match())
             assert leased is not None, "an empty match always fits"
             seq_id, num_cached, operations_for_prefix = leased
+            if seq.admitted is None and self._blocked_at >= seq.arrived:
+                seq.wait_reason = self._blocked
             sequences.admit(seq, seq_id, num_cached)
             operations += operations_for_prefix
             growth += self._estimate_growth(seq)
@@ -413,7 +421,7 @@ class Scheduler:
                 self._speculation.record_verification(seq, len(row.draft), num_accepted)
             seq_id = seq.seq_id
             for i, token in enumerate(sampled[: num_accepted + 1], begin):
-                outputs.append(self._append(seq, token, logprobs.get(i)))
+                outputs.append(self._append(seq, token, logprobs.get(i), now))
                 if seq.status is Status.FINISHED:
                     break
             if num_accepted < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
@@ -433,12 +441,23 @@ class Scheduler:
         seq.num_pending_prompt_logprobs -= len(logprobs)
         return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
 
-    def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:
+    def _append(
+        self, seq: Sequence, token: int, logprobs: Logprobs | None, now: float
+    ) -> TokenOutput:
+        is_first = seq.first_token_at is None
+        if is_first:
+            seq.first_token_at = now
         if seq.num_tokens >= seq.limit:  # max_tokens is 0: only the prompt is computed
             self.sequences.finish(seq)
             num_cached = 0 if seq.index else seq.num_cached_tokens or 0
             return TokenOutput(
-                seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached
+                seq.request.request_id,
+                seq.index,
+                NO_TOKEN,
+                FinishReason.LENGTH,
+                is_text=False,
+                num_cached_tokens=num_cached,
+                times=seq.sum_up_times(),
             )
         if token != NO_TOKEN:
             seq.append(token)
@@ -451,5 +470,13 @@ class Scheduler:
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         name, mu = seq.request.request_id, seq.find_mu(seq.num_tokens) if seq.mirostat_mu else None
         return TokenOutput(
-            name, seq.index, token, finish, is_text, num_cached, logprobs, mirostat_mu=mu
+            name,
+            seq.index,
+            token,
+            finish,
+            is_text,
+            num_cached,
+            logprobs,
+            mirostat_mu=mu,
+            times=seq.sum_up_times() if is_first or finish else None,
         )

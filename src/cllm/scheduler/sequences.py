@@ -187,6 +187,7 @@ class Sequences:
                 for sibling in siblings:  # the request has started, so only its deadline counts
                     self._expiries.set(sibling, seq.request.deadline)
             self.length_estimates.record_admission(seq)
+            seq.admitted = self._now
             self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
         seq.status = Status.RUNNING
         self.running.add(seq)
@@ -212,6 +213,8 @@ class Sequences:
                 self.disk.read(snapshot)
             self.deferred.await_read(snapshot, seq)
         self.waiting.remove(seq)
+        if seq.admitted is None:
+            seq.wait_reason = self.deferred.reasons[seq]
         return operations
 
     # --- parking and resuming --------------------------------------------------------------------
@@ -227,6 +230,7 @@ class Sequences:
             seq.effective_priority = self._choose_priority(seq)
         self.waiting.push(seq)
         self._statistics.num_parked += 1
+        seq.num_parked += 1
         return operations
 
     def empty_cells(self) -> list[Operation]:

@@ -26,6 +26,7 @@ from cllm.errors import BadRequest, CLLMError, Unauthorized
 from cllm.server.access import Access
 from cllm.server.addresses import is_loopback, split_host
 from cllm.server.cluster.key import INTERNAL
+from cllm.server.http.recording import find_record
 from cllm.server.http.sse import WANTS_FRAMES
 from cllm.server.page import PATHS
 from cllm.store.charges import RequestUsage, track_usage
@@ -107,6 +108,7 @@ class Guard:
             return
         if account is not None:
             scope[ACCOUNT] = account
+            find_record(scope).account = account.name
             if account.limits.is_limited:
                 send = self._with_limits(account, send)
         await self._app(scope, receive, send)
@@ -121,6 +123,7 @@ class Guard:
             await self._answer(request, fault)(scope, receive, send)
             return
         scope[CARRIED] = carried
+        find_record(scope).account = carried.account.name
         self._access.note_carried(carried)
         with track_usage() as usage:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,7 +13,11 @@ from starlette.responses import Response, StreamingResponse
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
+from cllm.observe.request_record import RequestRecord
+from cllm.process.backlog import QueueFull
 from cllm.server.call import Call
+from cllm.server.errors import describe
+from cllm.server.http.request_id import new_request_id
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.resolve import check_route, find_allowed, load, with_adapters
 from cllm.server.state import ServerState, get_state
@@ -55,8 +59,32 @@ async def open_batches(request: Request) -> Batches:
     return batches
 
 
+@contextmanager
+def recording(
+    state: ServerState, batch: BatchRecord, dialect: str
+) -> Generator[RequestRecord, None, None]:
+    """Make the record of a request of a batch, which ends with the context, but not if the request
+    will be tried again because the queue is full.
+    """
+    record = RequestRecord(new_request_id(), "POST", batch.endpoint, dialect, batch_id=batch.id)
+    try:
+        yield record
+        record.status = 200
+    except QueueFull:
+        raise
+    except Exception as error:
+        fault = describe(error)
+        record.status, record.error_code = fault.status, fault.code or ""
+        record.error_field = (fault.param or "")[:100]
+        raise
+    finally:
+        if record.status:
+            state.request_log.end(record)
+
+
 async def begin_request(
     state: ServerState,
+    request: RequestRecord,
     record: BatchRecord,
     custom_id: str,
     num_bytes: int,
@@ -65,11 +93,12 @@ async def begin_request(
 ) -> tuple[Call, Service, Any]:
     """Return the call of a request of a batch, the service of its model, and its body.
 
-    ``read`` returns the body, which has ``num_bytes``. ``default_model`` is the model of a body
-    that names none. Raises what a route with the same body would raise.
+    ``request`` gets what becomes of it. ``read`` returns the body, which has ``num_bytes``.
+    ``default_model`` is the model of a body that names none. Raises what a route with the same body
+    would raise.
     """
     body_hash = hash((record.id, custom_id))
-    call = Call(state, record.account, body_hash=body_hash, carried=record.carried)
+    call = Call(state, record.account, body_hash=body_hash, carried=record.carried, record=request)
     account = call.account()
     if record.carried is not None:
         state.access.reports.check(record.carried)

@@ -12,7 +12,9 @@ from starlette.requests import Request
 
 from cllm.core.account import ADDRESS, ANONYMOUS, Account
 from cllm.core.carried import Carried
+from cllm.observe.request_record import RequestRecord
 from cllm.server.auth import ACCOUNT, CARRIED, name_for_key, read_key
+from cllm.server.http.recording import find_record
 from cllm.server.state import ServerState, get_state
 from cllm.serving.answer import SchedulingOptions
 from cllm.serving.delivered import Delivered
@@ -32,7 +34,7 @@ class Call:
     ``body_hash`` is the same for the same body. ``time_limits`` are those in the body; they count
     from its arrival. ``lora`` has the adapters that the body names. ``carried`` is set if the
     request came from a front, which has found its account. If another server has begun to answer
-    the request, the client has the part ``delivered``.
+    the request, the client has the part ``delivered``. ``record`` gets what becomes of it.
     """
 
     state: ServerState
@@ -44,6 +46,7 @@ class Call:
     lora: Sequence[Any] | None = None
     carried: Carried | None = None
     delivered: Delivered | None = None
+    record: RequestRecord = field(default_factory=RequestRecord)
 
     def account(self, user: str | None = None) -> Account:
         """Return the account of the credentials, or else of ``user``, or else the anonymous one.
@@ -88,6 +91,7 @@ def get_call(request: Request) -> Call:
     if call is None:
         name = name_for_key(read_key(request.headers))
         call = request.scope[CALL] = Call(get_state(request), name, request)
+        call.record = find_record(request.scope)
         call.carried = request.scope.get(CARRIED)
         call.delivered = request.scope.get(DELIVERED)
     return call

@@ -32,6 +32,7 @@ from cllm.errors import (
 from cllm.process.backlog import QueueFull
 from cllm.server.auth import TooManyWrongKeys
 from cllm.server.http.paths import KnownPaths
+from cllm.server.http.recording import CLIENT_CLOSED_REQUEST, find_record
 from cllm.server.http.request_id import request_id
 from cllm.server.http.sse import ClientGone
 from cllm.server.queueing import TICKET
@@ -40,7 +41,6 @@ from cllm.serving.answer import RequestTimeout
 
 log = logging.getLogger("cllm.server")
 
-CLIENT_CLOSED_REQUEST = 499
 # error codes of requests that clients must not retry
 FATAL = frozenset({"engine_crashed", "insufficient_quota", "model_load_failed"})
 
@@ -192,6 +192,8 @@ def make_answer(dialects: Sequence[Dialect], paths: KnownPaths) -> AnswerFault:
         return next(forms, openai_error)
 
     def answer(request: Request, fault: Fault) -> Response:
+        record = find_record(request.scope)
+        record.error_code, record.error_field = fault.code or "", (fault.param or "")[:100]
         form = choose_form(request)
         status, content = form(fault, request_id(request))
         headers = {}

@@ -73,6 +73,7 @@ class SchedulingBody(Body):
             priority=account.choose_priority(None if asked is None else Priority[asked.upper()]),
             cache_salt=call.state.access.salt(account, self.cache_salt or ""),
             claim=Claim(ticket, call.body_hash),
+            record=call.record,
         )
 
 

@@ -77,6 +77,7 @@ async def service_for(request: Request, name: str | None = None, message: str = 
         await registry.rescan(MIN_SCAN_AGE)  # its file may be new
         model = model_for(request, name, message)
     call = get_call(request)
+    call.record.model = model.name
     if (service := registry.loaded.use(model)) is None:
         service = await until_disconnect(request, load(registry, model, call))
     return with_adapters(registry, model, service, call)

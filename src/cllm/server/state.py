@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 
 from cllm.config.settings import Settings
+from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.cluster.lease import ReplicaIdentity
@@ -27,6 +28,7 @@ class ServerState:
 
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters.
+    ``request_log`` gets the requests that have ended.
     """
 
     registry: Registry
@@ -40,10 +42,12 @@ class ServerState:
     is_benchmarking: bool = False
     identity: ReplicaIdentity = field(init=False)
     hand_over: HandOver = field(init=False)
+    request_log: RequestLog = field(init=False)
 
     def __post_init__(self) -> None:
         self.identity = ReplicaIdentity(self.settings.storage.folder)
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
+        self.request_log = RequestLog(self.settings.log)
 
 
 def get_state(request: Request) -> ServerState:

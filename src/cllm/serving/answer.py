@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import math
 import time
 from array import array
@@ -18,6 +17,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import AdapterFile, Adapters, Priority, Request
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
+from cllm.observe.request_record import RequestRecord
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.in_flight import OutputStream
@@ -30,8 +30,6 @@ from cllm.text.grammar import CheckedGrammar
 from cllm.text.output_reader import Delta, OutputReader, Usage
 
 LOOK_SECONDS = 0.1  # between checks of an engine that may not respond
-
-log = logging.getLogger("cllm.service")
 
 
 class RequestTimeout(CLLMError):
@@ -48,7 +46,8 @@ class SchedulingOptions:
 
     Its cached prefixes and results are shared only with requests that have the same ``cache_salt``.
     ``claim`` identifies a reserved place in the queue. Time limits count from ``arrived``. If
-    another server has begun the answer, its client has the part ``delivered``.
+    another server has begun the answer, its client has the part ``delivered``. What becomes of the
+    request is noted in ``record``.
     """
 
     account: Account = ANONYMOUS
@@ -59,6 +58,7 @@ class SchedulingOptions:
     claim: Claim = NO_CLAIM
     arrived: float = field(default_factory=time.monotonic, compare=False)
     delivered: Delivered | None = None
+    record: RequestRecord | None = field(default=None, compare=False)
 
     def compute_remaining(self, seconds: float | None) -> float | None:
         """Return what is left of a time limit, at least 0; None without a limit."""
@@ -165,11 +165,13 @@ class Answer:
         self._reader = reader
         self.delivered = delivered
         self._progress: ProgressRecorder | None = None
+        self.record = generation.scheduling.record or RequestRecord()
         times, before = generation.times, generation.scheduling.delivered
         self._begun = times.latest = time.monotonic()
         times.submitted = times.first = self._begun - (0.0 if before is None else before.elapsed)
         self._outcome = "abort"
         self._closed = False
+        self._begin_record()
         self._error: CLLMError | None = None  # why the engine ended it; raised by the next take
         self._limits = list_limits(timeout, generation.scheduling)
         if generation.usage.completion_tokens:  # it has started on another server
@@ -181,6 +183,33 @@ class Answer:
             )
             for limit in self._limits
         }
+
+    def _begin_record(self) -> None:
+        record, generation, stream = self.record, self.generation, self._stream
+        scheduling = generation.scheduling
+        record.submitted = self._begun
+        record.answer_id, record.account = generation.request_id, scheduling.account.name
+        record.priority = scheduling.priority.name.lower()
+        record.model = generation.model
+        record.adapter = ",".join(name for name, _ in stream.requests[0].adapters)
+        record.prompt_tokens = generation.usage.prompt_tokens
+        record.queue_position = stream.queue_position.position
+        record.num_ahead, record.busiest = stream.num_ahead, stream.busiest
+
+    def _end_record(self) -> None:
+        """Complete the record, except for what concerns HTTP."""
+        record, usage = self.record, self.generation.usage
+        record.outcome = self._outcome
+        record.cached_tokens = usage.cached_tokens
+        record.completion_tokens = usage.completion_tokens
+        entries = [*self._stream.in_flight.values()]
+        record.num_retries = sum(entry.num_retries for entry in entries)
+        record.num_parked = sum(
+            times.num_parked for entry in entries for times in entry.times.values()
+        )
+        if entries and entries[0].times:
+            record.engine = entries[0].engine
+            record.times = entries[0].times.get(0, record.times)
 
     @property
     def queue_position(self) -> QueuePosition:
@@ -218,21 +247,13 @@ class Answer:
         if self._charge is not None:
             outcome = self._outcome
             self._charge.settle(finished=outcome == "finished", failed=outcome == "error")
-        seconds, usage = time.monotonic() - self._begun, self.generation.usage
+        seconds = time.monotonic() - self._begun
+        self._end_record()
         self._metrics.count_outcome(self._outcome, seconds)
         if self._recorder is not None:
             for request in self._stream.requests:
                 num_tokens = self._reader.num_tokens(request.request_id)
                 self._recorder.record(request, seconds, num_tokens, self.generation.model)
-        log.debug(
-            "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
-            self.generation.request_id,
-            self._outcome,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.completion_tokens,
-            seconds,
-        )
 
     def set_yielding(self, *, yields: bool) -> None:
         """Let the generation yield its place to all others while its client does not read."""
@@ -309,12 +330,17 @@ class Answer:
             if count := self.generation.usage.completion_tokens - before:
                 times = self.generation.times
                 self._metrics.observe_tokens(count, now - times.latest, first=before == 0)
+                self.record.last_token = now
+                if before == 0:
+                    times.first = self.record.first_token = now
+                else:
+                    self.record.gaps.append(now - times.latest)
                 times.latest = now
                 if before == 0:
-                    times.first = now
                     self._limits = [one for one in self._limits if not one.is_for_start]
         except Exception as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
+            self.record.error_code = getattr(error, "code", None) or type(error).__name__
             raise
         if self.finished:
             self._outcome = "finished"
@@ -323,6 +349,7 @@ class Answer:
     def _read(self, outputs: list[TokenOutput]) -> list[Delta]:
         deltas, ended = self._reader.read(outputs)
         for choice in ended:
+            self.record.finish_reasons.append(choice.finish)
             self._metrics.count_finish(choice.finish)
             if not choice.is_known:
                 self._engine.stop(self._stream, choice.request_id, choice.index)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cllm.core.request import EmbeddingRequest
 from cllm.core.segments import Segment
 from cllm.errors import BadRequest
+from cllm.observe.request_record import RequestRecord
 from cllm.process.embeddings import Waiter
 from cllm.serving.answer import RequestTimeout, SchedulingOptions, list_limits
 from cllm.serving.service import Service
@@ -193,6 +194,10 @@ async def compute(
     if charge is not None:
         charge.end = waiter.fail
     service.metrics.count_embedding_request(len(texts), num_tokens)
+    record = scheduling.record or RequestRecord()
+    record.submitted, record.prompt_tokens = begun, num_tokens
+    record.account, record.priority = account.name, scheduling.priority.name.lower()
+    record.model = service.model_name
     try:
         vectors = await wait(waiter, scheduling, service.request_timeout)
         outcome = "finished"
@@ -203,6 +208,7 @@ async def compute(
         service.engine.forget(waiter)
         if charge is not None:
             charge.settle(finished=outcome == "finished", failed=outcome == "error")
+        record.outcome = outcome
         service.metrics.count_outcome(outcome, time.monotonic() - begun)
     return np.frombuffer(b"".join(vectors), "<f4").reshape(len(texts), -1), num_tokens
 

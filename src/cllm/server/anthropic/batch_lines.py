@@ -16,7 +16,7 @@ from cllm.server.anthropic.errors import anthropic_error
 from cllm.server.anthropic.routes import message_generation
 from cllm.server.anthropic.schema import MessagesBody
 from cllm.server.anthropic.stream import collect
-from cllm.server.batches import begin_request
+from cllm.server.batches import begin_request, recording
 from cllm.server.body import parse_json, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
@@ -109,10 +109,15 @@ class MessageLines:
     ) -> bytes:
         del model  # each request names its own
         read = partial(read_params, body)
-        call, service, asked = await begin_request(self._state, record, custom_id, len(body), read)
-        generation = await message_generation(call, service, asked)
-        with service.submit(generation) as answer:
-            message = await collect(answer, service.model_name, shows_thinking=asked.shows_thinking)
+        with recording(self._state, record, "Anthropic") as request:
+            call, service, asked = await begin_request(
+                self._state, request, record, custom_id, len(body), read
+            )
+            generation = await message_generation(call, service, asked)
+            with service.submit(generation) as answer:
+                message = await collect(
+                    answer, service.model_name, shows_thinking=asked.shows_thinking
+                )
         return result_line(custom_id, {"type": "succeeded", "message": message})
 
     def fault(self, custom_id: str, error: Exception) -> bytes:

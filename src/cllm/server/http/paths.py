@@ -16,6 +16,7 @@ from cllm.server.auth import ACCOUNT, route_not_allowed
 from cllm.server.cluster.key import INTERNAL
 
 PREFIX = "/v1"
+OTHER = "other"  # a path without a route
 # The operator's pages cannot be reached under /v1, so a proxy that passes only /v1 hides them.
 PRIVATE = ("/metrics", "/scheduler", "/benchmark", "/faults")
 
@@ -25,11 +26,16 @@ class KnownPaths:
 
     def __init__(self, routes: Iterable[APIRoute]) -> None:
         routes = list(routes)
+        self._dialects = {
+            route.path: str((route.tags or ["cLLM"])[0]) for route in reversed(routes)
+        }
         self._plain = {route.path for route in routes if not route.param_convertors}
-        self._patterns = [route.path_regex for route in routes if route.param_convertors]
+        self._templates = [
+            (route.path_regex, route.path) for route in routes if route.param_convertors
+        ]
 
     def __contains__(self, path: str) -> bool:
-        return path in self._plain or any(pattern.match(path) for pattern in self._patterns)
+        return path in self._plain or any(pattern.match(path) for pattern, _ in self._templates)
 
     def find(self, path: str) -> str | None:
         """Return the known path that ``path`` means: itself, or with one /v1 removed or added."""
@@ -37,6 +43,17 @@ class KnownPaths:
             return path
         others = path.removeprefix(PREFIX), PREFIX + path
         return next((one for one in others if one in self and not is_private(one)), None)
+
+    def describe(self, path: str) -> tuple[str, str]:
+        """Return the path of the route that ``path`` means, such as /v1/models/{name}, and the name
+        of its dialect; OTHER and "" if there is none.
+        """
+        known = path if path in self._plain else self.find(re.sub("/+", "/", path).rstrip("/"))
+        if known is None:
+            return OTHER, ""
+        if known not in self._plain:
+            known = next(name for pattern, name in self._templates if pattern.match(known))
+        return known, self._dialects[known]
 
 
 def is_private(path: str) -> bool:

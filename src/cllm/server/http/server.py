@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
 from cllm.observe.metrics import ServerMetrics
+from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
@@ -26,6 +27,7 @@ from cllm.server.errors import describe
 from cllm.server.http.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.http.paths import with_single_slashes
 from cllm.server.http.protocol import Protocol
+from cllm.server.http.recording import with_records
 from cllm.server.http.request_id import with_answer_headers
 from cllm.server.http.sse import streaming
 from cllm.server.ollama.manage import add_all_created
@@ -218,17 +220,19 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     app = create_app(registry, settings, access)
     registry.on_rescan = partial(add_all_created, registry, app.state.created)
     registry.on_rescan()
-    config = make_config(app, access, settings)
+    config = make_config(app, access, settings, app.state.request_log)
     state = app.state
     return HttpServer(config, registry, state.batches, access, settings, state.hand_over)
 
 
-def make_config(app: ASGIApp, access: Access, settings: Settings) -> uvicorn.Config:
+def make_config(
+    app: ASGIApp, access: Access, settings: Settings, request_log: RequestLog
+) -> uvicorn.Config:
     """Return the configuration of a server whose requests ``app`` answers, after the checks of
-    ``guard``.
+    ``guard``. ``request_log`` gets their records.
     """
     return uvicorn.Config(
-        guard(heads_as_gets(app), access, settings),
+        guard(heads_as_gets(app), access, settings, request_log),
         http=Protocol,
         ws="none",
         log_config=None,
@@ -244,9 +248,9 @@ def make_config(app: ASGIApp, access: Access, settings: Settings) -> uvicorn.Con
     )
 
 
-def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
-    """Return ``app`` wrapped in the middleware for all requests: common headers, CORS, and the
-    checks of Guard.
+def guard(app: ASGIApp, access: Access, settings: Settings, request_log: RequestLog) -> ASGIApp:
+    """Return ``app`` wrapped in the middleware for all requests: common headers, records, CORS, and
+    the checks of Guard.
     """
 
     def refuse(request: Request, error: Exception) -> Response:
@@ -262,7 +266,7 @@ def guard(app: ASGIApp, access: Access, settings: Settings) -> ASGIApp:
             expose_headers=["*"],
             max_age=600,
         )
-    return streaming(with_answer_headers(app))
+    return streaming(with_answer_headers(with_records(app, request_log, PATHS.describe)))
 
 
 def heads_as_gets(app: ASGIApp) -> ASGIApp:

@@ -16,7 +16,7 @@ import pydantic
 from pydantic_core import from_json, to_json
 
 from cllm.errors import BadRequest
-from cllm.server.batches import begin_request
+from cllm.server.batches import begin_request, recording
 from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
@@ -115,10 +115,11 @@ class OpenAILines:
     ) -> bytes:
         kind, compute = ENDPOINTS[record.endpoint]
         read = partial(read_value, body.value, kind)
-        asked = await begin_request(
-            self._state, record, custom_id, body.num_bytes, read, model.name
-        )
-        name, content = await compute(*asked)
+        with recording(self._state, record, "OpenAI") as request:
+            asked = await begin_request(
+                self._state, request, record, custom_id, body.num_bytes, read, model.name
+            )
+            name, content = await compute(*asked)
         return answer_line(custom_id, 200, name, content)
 
     def fault(self, custom_id: str, error: Exception) -> bytes:

@@ -1,0 +1,54 @@
+"""What happens when a request has ended: it is counted, and one line is written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from cllm.config.settings import LogSettings
+from cllm.observe.log import REQUESTS
+from cllm.observe.request_record import RequestRecord
+
+log = logging.getLogger(REQUESTS)
+
+
+class RequestLog:
+    """Gets the record of every request when it has ended.
+
+    ``listeners`` are called with each of them; they must not raise or wait.
+    """
+
+    def __init__(self, settings: LogSettings) -> None:
+        self.listeners: list[Callable[[RequestRecord], None]] = []
+        self.allows_header = settings.allow_header
+        self._slow_seconds = settings.slow_seconds
+
+    def end(self, record: RequestRecord) -> None:
+        """Take a record whose request has ended."""
+        record.ended = time.monotonic()
+        for listener in self.listeners:
+            listener(record)
+        slow = self._explain_if_slow(record)
+        level = choose_level(record, is_slow=bool(slow))
+        if not log.isEnabledFor(level):
+            return
+        fields = record.list_fields()
+        if slow:
+            fields["slow"] = slow
+        what = (record.method, record.route, record.status)
+        log.log(level, "%s %s %d", *what, extra={"fields": fields})
+
+    def _explain_if_slow(self, record: RequestRecord) -> str:
+        """Return why the first token came late; "" if it did not."""
+        if self._slow_seconds is None or record.submitted is None:
+            return ""
+        seconds = record.seconds if record.ttft is None else record.ttft
+        return record.explain_wait() if seconds >= self._slow_seconds else ""
+
+
+def choose_level(record: RequestRecord, *, is_slow: bool) -> int:
+    """Return the level of a record's line. Questions about the server itself are for debugging."""
+    if record.status >= 500 or is_slow or record.outcome in ("error", "timeout"):
+        return logging.WARNING
+    return logging.INFO if record.submitted is not None or record.status >= 400 else logging.DEBUG

@@ -1,0 +1,172 @@
+"""The record of a request: what it asked for, what it cost, and where its time went.
+
+It is made when the request arrives and complete when the request has ended. The log, the metrics
+and everything else that tells about requests read it.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from cllm.core.output import SequenceTimes
+
+UNKNOWN = SequenceTimes()
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """The record of one request, over HTTP or of a batch.
+
+    Times are in seconds on the monotonic clock; None means that the request did not get so far.
+    ``route`` is the path of its route, such as ``/v1/models/{name}``. ``dialect`` names the API,
+    such as OpenAI. ``status`` is the HTTP status, 499 if the client has left before the answer
+    began. ``outcome`` is finished, abort (the client has left), error or timeout; "" if no model
+    computed anything. An error has a code, and a 4xx names the field that is wrong.
+
+    The request was ``submitted`` to the engines after it had been read, rendered and tokenized, and
+    perhaps had waited for its model to be loaded. Then ``num_ahead`` requests were in the
+    engines, ``busiest`` is the account with most of them, and their number. ``times`` are those of
+    its first sequence. ``gaps`` are the seconds between two deliveries of tokens.
+    """
+
+    request_id: str = ""
+    method: str = ""
+    route: str = ""
+    dialect: str = ""
+    account: str = ""
+    priority: str = ""
+    model: str = ""
+    adapter: str = ""
+    answer_id: str = ""  # that of the answer, which `cllm explain` shows too
+    batch_id: str = ""  # of the stored batch that it belongs to
+    arrived: float = field(default_factory=time.monotonic)
+    created: float = field(default_factory=time.time)  # seconds since 1970
+    submitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    status: int = 0
+    outcome: str = ""
+    error_code: str = ""
+    error_field: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    queue_position: int = 0
+    num_ahead: int = 0
+    busiest: tuple[str, int] = ("", 0)
+    times: SequenceTimes = UNKNOWN
+    gaps: array[float] = field(default_factory=lambda: array("f"))
+    engine: int | None = None
+    replica: str = ""  # of a cluster, which has answered
+    num_retries: int = 0
+    num_parked: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the arrival to the end, or to now."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.arrived
+
+    @property
+    def preparation(self) -> float | None:
+        """Seconds from the arrival to the submission."""
+        return None if self.submitted is None else self.submitted - self.arrived
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def decoding(self) -> float | None:
+        """Seconds from the first token to the last one."""
+        if self.first_token is None or self.last_token is None:
+            return None
+        return self.last_token - self.first_token
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate of tokens after the first one; None if there are no others."""
+        if not self.decoding or self.completion_tokens < 2:
+            return None
+        return (self.completion_tokens - 1) / self.decoding
+
+    def find_gap(self, share: float) -> float | None:
+        """Return the time between two tokens that ``share`` of the times do not exceed."""
+        if not self.gaps:
+            return None
+        return sorted(self.gaps)[min(len(self.gaps) - 1, int(share * len(self.gaps)))]
+
+    def explain_wait(self) -> str:
+        """Return where the time to the first token, or to the end without one, went: a list of the
+        parts that took at least a tenth of it.
+        """
+        whole = self.seconds if self.ttft is None else self.ttft
+        queued = self.times.queued
+        if queued is None and self.submitted is not None and self.first_token is None:
+            queued = whole - (self.preparation or 0.0)  # it ended in the queue, or in its prompt
+        account, number = self.busiest
+        parts = []
+        if (seconds := self.preparation or 0.0) >= whole / 10:
+            parts.append(f"{seconds:.1f} s until its model was loaded and its text was read")
+        if queued is not None and queued >= whole / 10:
+            text = f"waited {queued:.1f} s"
+            if self.num_ahead:
+                others = "1 request" if self.num_ahead == 1 else f"{self.num_ahead} requests"
+                text += f" behind {others}, {number} of account {account!r}"
+            if self.times.reason:
+                text += f": {self.times.reason}"
+            parts.append(text)
+        if (seconds := self.times.prefill or 0.0) >= whole / 10:
+            computed = self.prompt_tokens - self.cached_tokens
+            parts.append(f"prefill of {computed} tokens took {seconds:.1f} s")
+        if self.num_parked:
+            parts.append(f"parked {self.num_parked} times")
+        if self.num_retries:
+            parts.append(f"its engine ended {self.num_retries} times")
+        return "; ".join(parts)
+
+    def list_fields(self) -> dict[str, Any]:
+        """Return what the log shows of it. Times are in milliseconds; what is not known is left
+        out.
+        """
+        is_computed = self.submitted is not None
+        fields: dict[str, Any] = {
+            "id": self.request_id,
+            "answer": "" if self.answer_id == self.request_id else self.answer_id,
+            "batch": self.batch_id,
+            "account": self.account,
+            "priority": self.priority,
+            "model": self.model,
+            "adapter": self.adapter,
+            "dialect": self.dialect,
+            "outcome": self.outcome,
+            "code": self.error_code,
+            "field": self.error_field,
+            "finish": ",".join(sorted({*self.finish_reasons})),
+            "prompt_tokens": self.prompt_tokens if is_computed else None,
+            "cached_tokens": self.cached_tokens if is_computed else None,
+            "output_tokens": self.completion_tokens if is_computed else None,
+            "queue_ms": milliseconds(self.times.queued),
+            "prefill_ms": milliseconds(self.times.prefill),
+            "ttft_ms": milliseconds(self.ttft),
+            "itl_p99_ms": milliseconds(self.find_gap(0.99)),
+            "tokens_per_s": round(self.tokens_per_second or 0.0, 1) or None,
+            "total_ms": milliseconds(self.seconds),
+            "engine": self.engine,
+            "replica": self.replica,
+            "retries": self.num_retries if is_computed else None,
+            "parked": self.num_parked if is_computed else None,
+        }
+        return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    """Return milliseconds, with one digit below 100."""
+    if seconds is None:
+        return None
+    return round(seconds * 1000, 1) if seconds < 0.1 else round(seconds * 1000)
