@@ -162,7 +162,7 @@ def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
     account = make_account(concurrent_requests=1)
     admission = accounts.admit(make_request(access, account), CHAT, *body())
     admission.encode("replica1")
-    admission.note_progress(10, 0, 2)
+    admission.received.prompt_tokens, admission.received.completion_tokens = 10, 2
     admission.close()
     assert accounts.awaited == {"replica1"}
     report = UsageReport(1, "ann", admission.id, UsageCounts(1, 10, 0, 3))
@@ -176,7 +176,7 @@ def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
 def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
     admission.encode("replica1")
-    admission.note_progress(10, 0, 2)
+    admission.received.prompt_tokens, admission.received.completion_tokens = 10, 2
     admission.close()
     accounts.take("replica1", ReportBatch("epoch", []))
     accounts.take("replica2", ReportBatch("epoch", []))
@@ -184,6 +184,17 @@ def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accou
     accounts.take("replica1", ReportBatch("another epoch", []))
     assert not accounts.awaited
     assert used(accounts) == UsageCounts(1, 10, 0, 2)
+
+
+def test_running_stream_is_paid_for_and_keeps_its_reservation(access, accounts):
+    account = make_account(tokens_per_minute=1000)
+    admission = accounts.admit(make_request(access, account), CHAT, *body(max_tokens=300))
+    before = carried_by(admission).account.num_reserved
+    admission.received.prompt_tokens, admission.received.completion_tokens = 10, 200
+    asyncio.run(access.ledger.save())
+    assert used(accounts) == UsageCounts(1, 10, 0, 200)
+    # a replica that continues the stream needs the whole of it
+    assert carried_by(admission).account.num_reserved == before
 
 
 def test_batches_are_booked_once(access, accounts):

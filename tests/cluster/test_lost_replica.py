@@ -34,13 +34,14 @@ def is_running(replica):
 def start_cluster(start_server, tmp_path):
     """Return a function that starts a front with the account "ann", and its replicas."""
 
-    def start(count, *options):
+    def start(count, *options, urls=()):
         accounts = {"ann": AccountRecord(keys=(Key(hash_key("key of ann"), 0),))}
         write_key_file(tmp_path / "keys.json", KeyFile(accounts=accounts))
         replicas = [start_server(*FAKE) for _ in range(count)]
         front = start_front(
             start_server,
             *(one.url for one in replicas),
+            *urls,
             CLLM_SERVER_KEYS_FILE=str(tmp_path / "keys.json"),
             CLLM_STORAGE_FOLDER=str(tmp_path),
             options=options,
@@ -49,6 +50,12 @@ def start_cluster(start_server, tmp_path):
         return front, replicas
 
     return start
+
+
+def count_usage(front):
+    """Return what the account has used today."""
+    [day] = front.client.get("/usage").json()["days"] or [Counter()]
+    return day
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,11 +99,39 @@ def test_client_of_a_stream_that_no_replica_continues_pays_what_it_has_received(
         replica.stop(signal.SIGKILL)
         seen += lines
     end = time.monotonic() + PATIENCE
-    while not (days := front.client.get("/usage").json()["days"]) or not days[0]["prompt_tokens"]:
+    while count_usage(front)["completion_tokens"] < len(seen):
         assert time.monotonic() < end
         time.sleep(0.1)
-    assert days[0]["requests"] == 1
-    assert days[0]["completion_tokens"] >= len(seen)
+    assert count_usage(front)["requests"] == 1
+
+
+def test_client_that_leaves_a_hung_replica_pays_what_it_has_received(start_cluster):
+    front, [replica] = start_cluster(1)
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30_000}
+    with front.client.stream("POST", CHAT, json=body | ENDLESS) as stream:
+        lines = (line for line in stream.iter_lines() if re.search(r'"content":"[^"]', line))
+        seen = [next(lines) for _ in range(5)]
+        replica.process.send_signal(signal.SIGSTOP)
+    replica.stop(signal.SIGKILL)  # it has not reported the request
+    end = time.monotonic() + PATIENCE
+    while count_usage(front)["completion_tokens"] < len(seen):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_front_that_is_killed_has_counted_its_streams(start_cluster):
+    front, [replica] = start_cluster(1)
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30_000}
+    with front.client.stream("POST", CHAT, json=body | ENDLESS) as stream:
+        lines = (line for line in stream.iter_lines() if '"content"' in line)
+        next(lines)
+        end = time.monotonic() + PATIENCE
+        while not (counted := count_usage(front)["completion_tokens"]):
+            assert time.monotonic() < end
+            next(lines)
+        front.stop(signal.SIGKILL)
+    front, _ = start_cluster(0, urls=[replica.url])
+    assert count_usage(front)["completion_tokens"] >= counted
 
 
 def test_request_that_must_reserve_more_is_sent_to_replicas_as_they_are_then(

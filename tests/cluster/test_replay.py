@@ -12,6 +12,7 @@ from cllm.cluster.leases import Replica
 from cllm.cluster.replay import Replay, ReplayMemory
 from cllm.server.cluster.continuation import Continue
 from cllm.serving.delivered import LENGTH, Delivery, Ending, Origin, Progress, split_progress
+from cllm.store.charges import UsageCounts
 
 ORIGIN = Origin("id", 1.0, [7], b"digest", 0)
 ENDING = Ending(3, 4, 0, 0)
@@ -144,12 +145,23 @@ def test_bytes_that_are_no_frames_are_refused():
         assert kept_tokens(replay) == [1]
 
 
-def test_progress_that_is_nonsense_counts_as_none():
+def test_tokens_that_the_client_receives_are_counted_once():
+    received = UsageCounts()
+    replay = Replay(ReplayMemory(), received=received)
+    replay.feed(write(origin=Origin("id", 1.0, [7], b"digest", 2, 9)))
+    replay.feed(b"".join(FRAMES[1:5]) + write(Delivery(0, -1, "stop")))
+    assert received == UsageCounts(0, 9, 2, 4)
+    replay.lose(REPLICA)
+    replay.feed(write(origin=Origin("id", 1.0, [7], b"digest", 5, 9)) + write(token(5)))
+    assert received == UsageCounts(0, 9, 2, 5)
+
+
+def test_progress_that_is_nonsense_breaks_the_stream():
     nonsense = b"\x91nonsense"
     frame = LENGTH.pack(len(nonsense)) + LENGTH.pack(0) + nonsense
     replay = Replay(ReplayMemory())
     replay.feed(write(origin=ORIGIN) + frame)
-    assert replay.count_tokens() == (0, 0, 0)
+    assert replay.is_broken
     for origin in (
         Origin("id", 1.0, [7], b"digest", 0, -5),
         Origin("id", 1.0, [1 << 63], b"digest", 0),

@@ -52,7 +52,11 @@ class NeedsTokens(Exception):
 
 
 class Admission:
-    """A request that a front passes on: its account, and what it has reserved. Close it."""
+    """A request that a front passes on: its account, and what it has reserved. Close it.
+
+    ``received`` counts the tokens of a stream that the client has got, which its account pays for
+    while it runs; in the end, the replica says what the request has cost.
+    """
 
     def __init__(
         self, accounts: Accounts, request: Request, path: str, fields: Fields, num_bytes: int
@@ -74,10 +78,10 @@ class Admission:
         self._is_limited = (limits.tokens_per_minute, limits.tokens_per_month) != (None, None)
         self.scheduled = call.scheduling_account(fields.find_user())
         self._charge: Charge | None = None
-        self._used = UsageCounts()
+        self.received = UsageCounts()
         self._is_exact = False
         self._end: Callable[[CLLMError], None] | None = None
-        self._num_estimated = 0
+        self._num_estimated = self._num_reserved = 0
         if is_charged:
             self._num_estimated = num_bytes // BYTES_PER_TOKEN + fields.estimate_output()
             self._reserve(0, self._num_estimated)
@@ -86,14 +90,15 @@ class Admission:
         if not self._is_limited:
             num_extra = 0
         ledger = self._accounts.access.ledger
-        self._charge = ledger.admit(self.account, num_tokens, num_extra, self._used)
+        self._charge = ledger.admit(self.account, num_tokens, num_extra, self.received)
+        self._num_reserved = self._charge.num_reserved
         self._charge.end = self._end
 
     def reserve(self, num_tokens: int) -> None:
         """Reserve the number of tokens that a replica says are needed. Raises RateLimited, and
         EngineError if so many have been reserved.
         """
-        if self._charge is None or not self._is_limited or num_tokens <= self._charge.num_reserved:
+        if self._charge is None or not self._is_limited or num_tokens <= self._num_reserved:
             raise EngineError("A replica does not accept what has been reserved for the request.")
         self._charge.settle(failed=True)
         self._reserve(num_tokens, max(0, self._num_estimated - num_tokens))
@@ -116,7 +121,7 @@ class Admission:
         accounts = self._accounts
         num_reserved = None
         if self._charge is not None and self._is_limited:
-            num_reserved = self._charge.num_reserved
+            num_reserved = self._num_reserved
         account, scheduled = (
             msgspec.structs.replace(
                 one,
@@ -133,16 +138,10 @@ class Admission:
         )
         return encode_carried(carried)
 
-    def note_progress(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """Note the tokens that the client has received so far."""
-        used = self._used
-        used.prompt_tokens, used.cached_tokens = prompt_tokens, cached_tokens
-        used.completion_tokens = completion_tokens
-
     def note_usage(self, used: UsageCounts) -> None:
         """Note what the request has cost, according to the replica that answered it."""
-        self.note_progress(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
-        self._used.requests = used.requests
+        for name in used.__struct_fields__:
+            setattr(self.received, name, getattr(used, name))
         self._is_exact = True
 
     def end(self, headers: Mapping[bytes, bytes], *, is_stream: bool) -> None:
@@ -174,7 +173,7 @@ class Admission:
         if charge is None or not charge.is_open:
             return
         if self._is_exact:
-            num_more = self._used.requests - 1
+            num_more = self.received.requests - 1
             charge.settle(finished=num_more >= 0, failed=num_more < 0)
             if num_more > 0:
                 more = UsageCounts(requests=num_more)

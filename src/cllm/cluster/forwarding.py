@@ -290,7 +290,12 @@ class Forwarding:
         """
         connection = await self._connect(replica)
         relay = Relay(
-            connection, replica.name, self._request.scope, self._send, self._front.replay_memory
+            connection,
+            replica.name,
+            self._request.scope,
+            self._send,
+            self._front.replay_memory,
+            admission.received,
         )
         relay.on_first = booking.finish_prompt
         is_cut = False
@@ -394,8 +399,6 @@ class Forwarding:
             elif not self._is_left:
                 await self._fail(relay, ReplicaLost(CANNOT_CONTINUE))
         finally:
-            if not replay.is_complete:  # in case that no replica reports the usage
-                admission.note_progress(*replay.count_tokens())
             await relay.close()
 
     async def _wait(self, relay: Relay) -> bool:

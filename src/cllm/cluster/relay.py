@@ -14,6 +14,7 @@ from cllm.cluster.replay import Replay, ReplayMemory
 from cllm.http_connection import BrokenHTTP, Connection, Response
 from cllm.server.http.sse import DIRECT_SEND, HEARTBEAT_BYTES, PROBE, begin
 from cllm.server.queueing import TICKET
+from cllm.store.charges import UsageCounts
 
 # Fields that concern one connection (RFC 9110, 7.6.1), or that this server writes itself.
 HOP_BY_HOP = frozenset(
@@ -62,11 +63,20 @@ class Relay:
     """
 
     def __init__(
-        self, connection: Connection, replica: str, scope: Scope, send: Send, memory: ReplayMemory
+        self,
+        connection: Connection,
+        replica: str,
+        scope: Scope,
+        send: Send,
+        memory: ReplayMemory,
+        received: UsageCounts,
     ) -> None:
-        """``replica`` is the name of the replica. ``memory`` counts what is kept for replays."""
+        """``replica`` is the name of the replica. ``memory`` counts what is kept for replays, and
+        ``received`` the tokens that the client gets in a stream.
+        """
         self._connection: Connection | None = connection
         self._memory = memory
+        self._received = received
         self._created = time.monotonic()
         self._replica = replica
         self._send = send
@@ -102,7 +112,7 @@ class Relay:
         if self.is_refusal or (self.kind not in SILENCE and is_short):
             self._collected = bytearray()
         elif FRAMED in response.headers:
-            self.replay = Replay(self._memory, self._created)
+            self.replay = Replay(self._memory, self._created, self._received)
         else:
             self._start()
 

@@ -9,7 +9,8 @@ import msgspec
 
 from cllm.cluster.leases import Replica
 from cllm.server.cluster.continuation import Continue
-from cllm.serving.delivered import LENGTH, MAX_PROGRESS_BYTES, Ending, Progress, count_tokens
+from cllm.serving.delivered import LENGTH, MAX_PROGRESS_BYTES, Ending, Progress
+from cllm.store.charges import UsageCounts
 
 HEAD = struct.Struct(">II")  # of a frame: the lengths of its progress and of its data
 MAX_KEPT_BYTES = 256_000_000  # of the progress of all streams of a front
@@ -37,9 +38,17 @@ class Replay:
     token. ``tried`` has the runs of replicas that have not continued since then.
     """
 
-    def __init__(self, memory: ReplayMemory, begun: float | None = None) -> None:
-        """The request arrived at the time ``begun`` of the monotonic clock, by default now."""
+    def __init__(
+        self,
+        memory: ReplayMemory,
+        begun: float | None = None,
+        received: UsageCounts | None = None,
+    ) -> None:
+        """The request arrived at the time ``begun`` of the monotonic clock, by default now. The
+        tokens that the client gets are counted in ``received``.
+        """
         self._memory = memory
+        self._received = UsageCounts() if received is None else received
         self._begun = time.monotonic() if begun is None else begun
         self._kept: bytearray | None = bytearray()  # None if it has become too long
         self._rest = bytearray()  # the beginning of the next frame
@@ -95,11 +104,18 @@ class Replay:
             has_outputs = bool(decoded.outputs)
             if self.has_begun and not has_outputs:
                 return True
+            if decoded.origin is not None and not self.has_begun:
+                self._received.prompt_tokens = decoded.origin.num_prompt_tokens
+                self._received.cached_tokens = decoded.origin.num_reused_tokens
             self.has_begun = True
         else:
             has_outputs = len(progress) > 2
             if not has_outputs:  # a heartbeat
                 return True
+            decoded = _decoder.decode(progress)
+        for one in decoded.outputs:
+            self._received.cached_tokens += one.num_cached_tokens
+            self._received.completion_tokens += one.token >= 0
         if has_outputs:
             self.has_outputs, self.num_deaths, self.fault = True, 0, b""
             self.tried.clear()
@@ -153,15 +169,6 @@ class Replay:
         again.
         """
         return name_run(replica) not in self.tried
-
-    def count_tokens(self) -> tuple[int, int, int]:
-        """Return how many tokens of prompts, cached tokens and new tokens the client has got, as
-        far as they are kept and can be read.
-        """
-        try:
-            return count_tokens(bytes(self._kept or b""))
-        except msgspec.MsgspecError:
-            return 0, 0, 0
 
     def make_body(self, path: str, query: bytes, content_type: str, body: bytes) -> bytes:
         """Return the body of the request that asks a replica to continue."""

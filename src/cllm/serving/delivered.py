@@ -238,19 +238,6 @@ def split_progress(data: bytes) -> Iterator[memoryview]:
         yield view[begin:at]
 
 
-def count_tokens(progress: bytes) -> tuple[int, int, int]:
-    """Return how many tokens of the prompts, cached tokens among them, and new tokens are in the
-    progress of a stream, or (0, 0, 0) without its beginning.
-    """
-    frames = [_decoder.decode(part) for part in split_progress(progress)]
-    origin = frames[0].origin if frames else None
-    if origin is None:
-        return 0, 0, 0
-    outputs = [output for frame in frames for output in frame.outputs]
-    num_cached = origin.num_reused_tokens + sum(one.num_cached_tokens for one in outputs)
-    return origin.num_prompt_tokens, num_cached, sum(one.token >= 0 for one in outputs)
-
-
 def digest_inputs(model: ModelInfo | None, requests: Sequence[Request]) -> bytes:
     """Return a digest of all that decides what tokens may follow: the model's fingerprint, and the
     prompts and adapters of ``requests``.
