@@ -71,7 +71,7 @@ async def measure_ttft(url: str, requests: int) -> float:
 
 def measure_choice(num_replicas: int = 1000, rounds: int = 40) -> float:
     """Return the median CPU time in milliseconds of reading a body and choosing a replica."""
-    router = Router("prefix-window", 1_000_000)
+    router = Router(1_000_000)
     urls = [f"http://10.0.{i // 250}.{i % 250}:8000" for i in range(num_replicas)]
     replicas = Replicas(urls, ClusterKey(Settings()), router, 3.0)
     model = ModelLease(MODEL, [], "chat", MODEL, "f", True, 16, 100_000, 0, 0, 0.0, 0.001)

@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from cllm.bench.simulation.baselines import Routing
 from cllm.bench.simulation.replica import Course
 from cllm.bench.simulation.report import summarize
 from cllm.bench.simulation.setup import SMALL_MODEL, Setup
@@ -33,7 +34,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.observe.trace_file import TraceEntry
 from cllm.process.assignments import BLOCK, describe
-from cllm.routing.router import Candidate, Router, Routing, RoutingRequest
+from cllm.routing.router import Candidate, Router, RoutingRequest
 
 OURS: Routing = "prefix-window"
 RULES: tuple[Routing, ...] = ("least-loaded", "prefix", OURS)
@@ -182,7 +183,7 @@ def time_choice(engines: int) -> bool:
     """Print the time of a choice, with the names of a prompt's blocks. Return whether it reaches
     the target.
     """
-    router = Router("prefix-window", max_blocks=engines * 40_000 // BLOCK)
+    router = Router(max_blocks=engines * 40_000 // BLOCK)
     candidates = [Candidate(number, MAX_NUM_SEQS) for number in range(engines)]
     rng = np.random.default_rng(1)
     reached = True
@@ -207,7 +208,7 @@ def time_choice(engines: int) -> bool:
 
 def time_choice_of_many() -> bool:
     """Print the time of a choice among 1,000 replicas. Return whether it reaches the target."""
-    router = Router(OURS, max_blocks=1_000_000)
+    router = Router(max_blocks=1_000_000)
     candidates = [Candidate(number, MAX_NUM_SEQS) for number in range(1000)]
     rng = np.random.default_rng(1)
     shared = rng.integers(0, 1 << 62, 128).tolist()

@@ -117,7 +117,7 @@ class FakeReplica:
         if self.is_silent:
             return
         path = request.line.split()[1]
-        if path == LEASE_PATH:
+        if path.partition("?")[0] == LEASE_PATH:
             self.num_leases += 1
             if self.lease is None:
                 answer(503)(connection, request)

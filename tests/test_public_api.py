@@ -68,7 +68,7 @@ def test_metrics():
     registries = [
         ServerMetrics().update({}, 0),
         Metrics("m").update(Stats(), engines=engines, **current),
-        FrontMetrics(Replicas([], ClusterKey(Settings()), Router("prefix", 1), 3.0)).registry,
+        FrontMetrics(Replicas([], ClusterKey(Settings()), Router(1), 3.0)).registry,
     ]
     page = render(registries).decode()
     found = re.findall(r"^# TYPE (cllm:\w+) ", page, re.MULTILINE)

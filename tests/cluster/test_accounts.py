@@ -64,7 +64,7 @@ def body(**fields):
 
 
 def carried_by(admission):
-    return decode_carried(admission.encode("replica1"))
+    return decode_carried(admission.encode("replica1", []))
 
 
 def used(accounts):
@@ -118,9 +118,9 @@ def test_request_with_several_prompts_counts_as_several(access, accounts):
 
 def test_second_attempt_is_paid_only_once(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
-    admission.encode("replica1")
+    admission.encode("replica1", [])
     first = admission.id
-    admission.encode("replica2")
+    admission.encode("replica2", [])
     usage = b'{"requests":1,"prompt_tokens":10,"cached_tokens":0,"completion_tokens":5}'
     admission.end({b"x-cllm-usage": usage}, is_stream=False)
     admission.close()
@@ -133,7 +133,7 @@ def test_nonsense_of_a_replica_is_no_usage(access, accounts):
     values += [b'{"prompt_tokens":-9}', b'{"completion_tokens":%d}' % 10**25]
     for value, needed in zip(values, [b"-1", b"9" * 5000] * len(values), strict=False):
         admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
-        admission.encode("replica1")
+        admission.encode("replica1", [])
         admission.end({b"x-cllm-usage": value, b"x-cllm-needed-tokens": needed}, is_stream=False)
         admission.close()
         assert accounts.awaited == {"replica1"}
@@ -141,7 +141,7 @@ def test_nonsense_of_a_replica_is_no_usage(access, accounts):
 
 def test_last_progress_of_a_stream_tells_its_usage(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
-    admission.encode("replica1")
+    admission.encode("replica1", [])
     admission.note_ending(Ending(10, 5, 4, 0))
     admission.close()
     assert used(accounts) == UsageCounts(1, 10, 4, 5)
@@ -151,7 +151,7 @@ def test_rejected_request_costs_nothing(access, accounts):
     account = make_account(requests_per_minute=1)
     for _ in range(3):
         admission = accounts.admit(make_request(access, account), CHAT, *body())
-        admission.encode("replica1")
+        admission.encode("replica1", [])
         admission.end({}, is_stream=False)
         admission.close()
     assert used(accounts).requests == 3  # the total since the start has those taken back too
@@ -161,7 +161,7 @@ def test_rejected_request_costs_nothing(access, accounts):
 def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
     account = make_account(concurrent_requests=1)
     admission = accounts.admit(make_request(access, account), CHAT, *body())
-    admission.encode("replica1")
+    admission.encode("replica1", [])
     admission.received.prompt_tokens, admission.received.completion_tokens = 10, 2
     admission.close()
     assert accounts.awaited == {"replica1"}
@@ -175,7 +175,7 @@ def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):
 
 def test_client_pays_what_it_has_received_from_a_replica_that_died(access, accounts):
     admission = accounts.admit(make_request(access, make_account()), CHAT, *body())
-    admission.encode("replica1")
+    admission.encode("replica1", [])
     admission.received.prompt_tokens, admission.received.completion_tokens = 10, 2
     admission.close()
     accounts.take("replica1", ReportBatch("epoch", []))

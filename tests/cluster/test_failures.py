@@ -235,7 +235,7 @@ def test_only_requests_of_a_silent_replica_are_given_up(is_silent):
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             if not is_silent:
                 listener.close()
-            router = Router("prefix-window", 10)
+            router = Router(10)
             replicas = Replicas([url], ClusterKey(settings), router, lease_seconds=1)
             [replica] = replicas.all
             running = Mock()

@@ -1,7 +1,6 @@
 """When a replica leaves, its prefixes and the requests for them go to its heir."""
 
 import time
-from urllib.parse import parse_qs
 
 import pytest
 from conftest import PATIENCE
@@ -28,7 +27,7 @@ def make_lease(name: str, fingerprint: str = "f") -> Lease:
 
 @pytest.fixture
 def router() -> Router:
-    return Router("prefix-window", 100)
+    return Router(100)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def known(router: Router) -> Replicas:
 @pytest.fixture
 def heirs(known: Replicas, router: Router) -> Heirs:
     heirs = Heirs(known, router)
-    known.make_query, known.on_change = heirs.make_query, heirs.note_change
+    known.find_heir, known.on_change = heirs.find_url, heirs.note_change
     return heirs
 
 
@@ -65,12 +64,11 @@ def test_heir_has_the_same_file_of_the_model(known: Replicas, heirs: Heirs) -> N
     for replica in others:
         replica.lease = make_lease(replica.name, "other")
     assert heirs.find(leaver) is None
-    assert known.make_query(leaver) == ""
+    assert known.find_heir(leaver) == ""
     others[2].lease = make_lease(others[2].name)
     known.on_change(others[2])
     assert heirs.find(leaver) is others[2]
-    query = known.make_query(leaver)
-    assert parse_qs(query.removeprefix("?")) == {"heir": [others[2].url]}
+    assert known.find_heir(leaver) == others[2].url
     for replica in known.all:  # not loaded
         replica.lease = make_lease(replica.name, "")
     assert heirs.find(leaver) is None
@@ -80,20 +78,19 @@ def test_heirs_are_found_again_only_after_a_change(
     known: Replicas, heirs: Heirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 1,000 replicas, finding all heirs takes longer than the time between two leases."""
-    queries = [known.make_query(replica) for replica in known.all]
+    urls = [known.find_heir(replica) for replica in known.all]
     with monkeypatch.context() as patch:
         patch.setattr(heirs, "find", None)
-        assert [known.make_query(replica) for replica in known.all] == queries
+        assert [known.find_heir(replica) for replica in known.all] == urls
     known.lose(known.all[0], "it has ended")
-    [heir] = parse_qs(known.make_query(known.all[1]).removeprefix("?"))["heir"]
-    assert heir != known.all[0].url
+    assert known.find_heir(known.all[1]) != known.all[0].url
 
 
 def test_requests_follow_the_prefixes_to_the_heir(
     known: Replicas, heirs: Heirs, router: Router
 ) -> None:
     leaver = known.all[0]
-    known.make_query(leaver)
+    known.find_heir(leaver)
     heir = heirs.find(leaver)
     wanted = RoutingRequest([1, 2], [16, 32], 40)
     router.choose(wanted, [Candidate(0, 4)]).release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import parse_qsl
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ def lease_of(name: str, model: str = "m", **fields: object) -> Lease:
 
 def front_of(count: int, seed: int = 0, order: int = 1) -> tuple[Router, Replicas]:
     """Return what a front has of ``count`` replicas, whose addresses are in some order."""
-    router = Router("prefix-window", 10_000, seed)
+    router = Router(10_000, seed)
     urls = [f"http://10.0.0.{number}:8000" for number in range(count)][::order]
     replicas = Replicas(urls, ClusterKey(Settings()), router, 3.0)
     for replica in replicas.all:
@@ -48,6 +49,25 @@ def test_fronts_that_do_not_talk_choose_the_same_replicas():
     agreed = sum(len({*names}) == 1 for names in zip(*chosen, strict=True))
     assert agreed >= 0.95 * len(blocks)
     assert len({*chosen[0]}) == 8
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_front_learns_where_other_fronts_have_sent_prefixes(number):
+    """So the next turn of a conversation finds its replica through any front."""
+    router, replicas = front_of(4)
+    home = replicas.all[number]
+    lease = msgspec.structs.replace(lease_of(home.name), prefixes=[[5, 6], [7]])
+    replicas.take(home, lease)
+    assert [choose(router, replicas, block) for block in (6, 7)] == [home.name] * 2
+
+
+def test_front_asks_for_what_it_has_not_learned_yet():
+    _, replicas = front_of(1)
+    replica = replicas.all[0]
+    lease = msgspec.structs.replace(lease_of(replica.name), num_noted=12)
+    replicas.take(replica, lease)
+    query = dict(parse_qsl(replicas._write_query(replica).removeprefix("?")))
+    assert query == {"epoch": lease.epoch, "after": "12"}
 
 
 def test_model_is_found_by_name_alias_and_as_the_default():
@@ -85,12 +105,12 @@ def test_replica_that_must_load_the_model_gets_requests_only_when_others_are_ful
 
 def test_table_of_prefixes_grows_with_the_caches_of_replicas():
     router, replicas = front_of(2)
-    assert router.max_blocks == MIN_BLOCKS
+    assert router.prefixes.max_blocks == MIN_BLOCKS
     for replica in replicas.all:
         replicas.take(replica, lease_of(replica.name, num_cells=5_000_000))
-    assert router.max_blocks == 4 * 10_000_000 * 4 // 1024
+    assert router.prefixes.max_blocks == 4 * 10_000_000 * 4 // 1024
     replicas.take(replicas.all[0], lease_of("r0", num_cells=10**9))
-    assert router.max_blocks == MAX_BLOCKS
+    assert router.prefixes.max_blocks == MAX_BLOCKS
 
 
 def test_caches_of_forgotten_replicas_do_not_count():
@@ -104,7 +124,7 @@ def test_caches_of_forgotten_replicas_do_not_count():
         replicas.set_urls({left.url: True})
         replicas.take(left, lease_of("r1", num_cells=0))
         await replicas.close()
-        return router.max_blocks
+        return router.prefixes.max_blocks
 
     assert asyncio.run(forget()) == MIN_BLOCKS
 

@@ -186,7 +186,7 @@ def test_object_on_a_replica_that_may_come_back_is_unavailable(start_server):
 def test_replica_is_expected_to_come_back_for_a_minute():
     async def check(age):
         urls = ["http://127.0.0.1:1"]
-        replicas = Replicas(urls, None, Router("prefix-window", 10), lease_seconds=3)
+        replicas = Replicas(urls, None, Router(10), lease_seconds=3)
         [replica] = replicas.all
         replica.lease = Lease("r1", "e1", "1", "ready", [])
         replica.received = asyncio.get_running_loop().time() - age

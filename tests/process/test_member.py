@@ -132,7 +132,7 @@ def test_engine_with_suspicious_texts_gets_no_requests_before_they_are_done():
 
 
 def test_abort_reaches_the_engine_only_if_it_has_the_request():
-    router = Router("least-loaded", max_blocks=0)
+    router = Router(max_blocks=0)
     member = FakeMember()
     booking = router.choose(RoutingRequest((), (), 10), [Candidate(0, 2)])
     member.give("a", AssignedRequest(booking, Priority.NORMAL, 3))

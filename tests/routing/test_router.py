@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
+from collections import defaultdict
 from itertools import takewhile
 from typing import get_args
 
@@ -21,26 +22,29 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cllm.bench.simulation.baselines import ROUTERS, Routing
+from cllm.routing.prefix_table import MAX_CLOSED, choose_landmarks, name_prefixes
 from cllm.routing.router import (
+    COPY_TOKENS,
     CROWDED,
-    MAX_CLOSED,
     SLACK,
     WINDOW,
     Booking,
     Candidate,
     Router,
-    Routing,
     RoutingRequest,
-    name_prefixes,
 )
 
 ROUTINGS = get_args(Routing)
 
 
-def request(*blocks: int, account: str = "") -> RoutingRequest:
-    """Return a request with 16 tokens in each block."""
-    ends = range(16, 16 * len(blocks) + 1, 16)
-    return RoutingRequest(blocks, ends, 16 * len(blocks), account)
+SIZE = 4096  # tokens of a block; so many that few requests do not pay for a copy
+
+
+def request(*blocks: int, account: str = "", size: int = SIZE) -> RoutingRequest:
+    """Return a request with ``size`` tokens in each block."""
+    ends = range(size, size * len(blocks) + 1, size)
+    return RoutingRequest(blocks, ends, size * len(blocks), account)
 
 
 def candidates(num: int, max_num_seqs: int = 8, **fields: float) -> list[Candidate]:
@@ -69,7 +73,8 @@ class RouterMachine(RuleBasedStateMachine):
         num_replicas=st.integers(1, 6), max_num_seqs=st.integers(1, 4), seed=st.integers(0, 3)
     )
     def start(self, num_replicas: int, max_num_seqs: int, seed: int) -> None:
-        self.router = Router(self.routing, self.max_blocks, seed=seed)
+        self.router = ROUTERS[self.routing](self.max_blocks, seed=seed)
+        self.paid: defaultdict[int, float] = defaultdict(float)
         self.alive = {i: Candidate(i, max_num_seqs) for i in range(num_replicas)}
         self.open: list[tuple[Booking, str]] = []
         self.orphans: list[Booking] = []
@@ -92,13 +97,15 @@ class RouterMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def arrive(self, conversation: int, num_blocks: int, account: str, data: st.DataObject) -> None:
-        asked = request(*(100 * conversation + i for i in range(num_blocks)), account=account)
+        asked = request(
+            *(100 * conversation + i for i in range(num_blocks)), account=account, size=64
+        )
         numbers = data.draw(st.sets(st.sampled_from(sorted(self.alive)), min_size=1))
         offered = [self.alive[number] for number in sorted(numbers)]
         booking = self.router.choose(asked, offered)
         assert booking.number in numbers, "only a candidate is chosen"
         chosen = self.alive[booking.number]
-        assert booking.num_tokens == 16 * (num_blocks - self.known(chosen, asked))
+        assert booking.num_tokens == 64 * (num_blocks - self.known(chosen, asked))
         self.check_choice(asked, offered, chosen)
         self.open.append((booking, account))
         self.given[booking.number] |= set(asked.blocks)
@@ -131,21 +138,26 @@ class RouterMachine(RuleBasedStateMachine):
         longest = max((self.known(one, asked) for one in window), default=0)
         if longest:
             homes = [one for one in window if self.known(one, asked) == longest]
-            assert chosen in homes, "the longest prefix"
-            assert self.load(chosen) == min(map(self.load, homes)), "the least loaded home"
-        elif least < min(one.max_num_seqs for one in offered):
+            load = min(map(self.load, homes))
+            name = asked.blocks[longest - 1]
+            self.paid[name] += COPY_TOKENS * (load - least) / (1 + least)
+            if load == least or self.paid[name] < 64 * longest:
+                assert chosen in homes, "the longest prefix"
+                assert self.load(chosen) == load, "the least loaded home"
+                return
+            del self.paid[name]
+        if least < min(one.max_num_seqs for one in offered):
             assert self.load(chosen) == least
         else:
-            calm = [
-                one
+            own = {
+                one.number: self.count_own(one, asked.account)
                 for one in offered
-                if self.load(one) <= least + SLACK and not self.others_wait(one, asked.account)
-            ]
-            assert chosen in calm or not calm, "no account queues behind another one's queue"
+                if self.load(one) <= least + SLACK
+            }
+            assert own.get(chosen.number) == min(own.values()), "where the account waits least"
 
-    def others_wait(self, one: Candidate, account: str) -> bool:
-        accounts = {name for booking, name in self.open if booking.number == one.number}
-        return self.load(one) > one.max_num_seqs and accounts != {account}
+    def count_own(self, one: Candidate, account: str) -> int:
+        return sum(booking.number == one.number and name == account for booking, name in self.open)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -172,7 +184,7 @@ class RouterMachine(RuleBasedStateMachine):
     def inherit(self, data: st.DataObject) -> None:
         """Give the prefixes of a replica to another one, too."""
         number, heir = data.draw(st.permutations(sorted(self.alive)))[:2]
-        self.router.inherit(number, heir)
+        self.router.prefixes.inherit(number, heir)
         self.given[heir] |= self.given[number]
 
     @precondition(lambda self: self.orphans)
@@ -202,27 +214,26 @@ def test_random_requests_follow_the_rules(routing: Routing) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=30), st.integers(0, 20))
 def test_size_of_prefix_table_is_limited(prompts: list[list[int]], max_blocks: int) -> None:
-    router = Router("prefix-window", max_blocks)
+    router = Router(max_blocks)
     for blocks in prompts:
         router.choose(request(*blocks), candidates(3))
-        assert router.num_blocks <= max_blocks
+        assert len(router.prefixes) <= max_blocks
 
 
 def test_full_table_forgets_the_ends_of_prompts_first() -> None:
-    router = Router("prefix-window", 10)
-    first = router.choose(request(*range(10)), candidates(3))
-    other = router.choose(request(99), candidates(3))
-    assert router.num_blocks == 10
-    assert router.choose(request(99), candidates(3)).num_tokens < other.num_tokens, "the newest"
-    again = router.choose(request(*range(10)), candidates(3))
-    assert (again.number, again.num_tokens < first.num_tokens) == (first.number, True)
+    router = Router(10)
+    first, other = (router.choose(request(*blocks), candidates(1)) for blocks in (range(10), [99]))
+    assert len(router.prefixes) == 10
+    assert router.choose(request(99), candidates(1)).num_tokens < other.num_tokens, "the newest"
+    again = router.choose(request(*range(10)), candidates(1))
+    assert again.num_tokens < first.num_tokens
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_same_seed_gives_same_choices(routing: Routing) -> None:
     def numbers(seed: int) -> list[int]:
         rng = random.Random(1)
-        router = Router(routing, 100, seed=seed)
+        router = ROUTERS[routing](100, seed=seed)
         return [
             router.choose(request(*range(rng.randrange(4))), candidates(8)).number
             for _ in range(50)
@@ -236,13 +247,13 @@ def test_same_seed_gives_same_choices(routing: Routing) -> None:
 
 
 def test_round_robin_chooses_each_replica_in_turn() -> None:
-    router = Router("round-robin", 100)
+    router = ROUTERS["round-robin"](100)
     assert [router.choose(request(1), candidates(3)).number for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("routing", ["prefix", "prefix-window"])
 def test_prefix_has_one_home_on_idle_replicas(routing: Routing) -> None:
-    router = Router(routing, 100)
+    router = ROUTERS[routing](100)
     numbers = set()
     for last in range(20):
         booking = router.choose(request(1, 2, 100 + last), candidates(6))
@@ -252,13 +263,13 @@ def test_prefix_has_one_home_on_idle_replicas(routing: Routing) -> None:
 
 
 def test_known_blocks_are_not_booked() -> None:
-    """Only blocks up to the first unknown one save work; a last block may be partly filled."""
-    router = Router("prefix", 100)
-    asked = RoutingRequest([1, 2, 3], [16, 32, 40], 40)
+    """Only blocks up to the longest known prefix save work; a last block may be partly filled."""
+    router = Router(100)
+    asked = RoutingRequest([1, 2, 3], [160, 320, 400], 400)
     bookings = [router.choose(asked, candidates(2)) for _ in range(2)]
     assert bookings[0].number == bookings[1].number
-    assert [booking.num_tokens for booking in bookings] == [40, 0]
-    assert router.choose(request(1, 9, 3), candidates(2)).num_tokens == 32
+    assert [booking.num_tokens for booking in bookings] == [400, 0]
+    assert router.choose(request(1, 9, 4), candidates(2)).num_tokens == 2 * SIZE
 
 
 @pytest.mark.parametrize(
@@ -266,7 +277,7 @@ def test_known_blocks_are_not_booked() -> None:
     [(0, 8, True), (0, 9, False), (5, 13, True), (9, 18, True), (9, 19, False)],
 )
 def test_request_leaves_crowded_home(least: int, load: int, stays: bool) -> None:
-    router = Router("prefix-window", 100)
+    router = Router(100)
     home, other = candidates(2, max_num_seqs=100)
     bookings = [router.choose(request(1, 2), [home]), *fill(router, 0, load - 1)]
     fill(router, 1, least)
@@ -274,14 +285,14 @@ def test_request_leaves_crowded_home(least: int, load: int, stays: bool) -> None
     assert booking.number == (0 if stays else 1)
     for booking in bookings:
         booking.release()
-    assert router.choose(request(1, 2), [other]).num_tokens == (32 if stays else 0), (
+    assert router.choose(request(1, 2), [other]).num_tokens == (2 * SIZE if stays else 0), (
         "the replica that got the request is a home now"
     )
 
 
 @pytest.mark.parametrize(("max_num_seqs", "stay"), [(1, 2), (4, 3), (100, 9)])
 def test_home_is_crowded_earlier_if_it_runs_few_sequences(max_num_seqs: int, stay: int) -> None:
-    router = Router("prefix-window", 100)
+    router = Router(100)
     both = candidates(2, max_num_seqs=max_num_seqs)
     numbers = [router.choose(request(1), both).number for _ in range(stay + 1)]
     assert len(set(numbers[:stay])) == 1
@@ -289,7 +300,7 @@ def test_home_is_crowded_earlier_if_it_runs_few_sequences(max_num_seqs: int, sta
 
 
 def test_shorter_prefix_counts_if_longest_is_crowded() -> None:
-    router = Router("prefix-window", 100)
+    router = Router(100)
     crowded, second, third = candidates(3, max_num_seqs=100)
     router.choose(request(1, 2, 3), [crowded])
     router.choose(request(1), [second])
@@ -297,40 +308,41 @@ def test_shorter_prefix_counts_if_longest_is_crowded() -> None:
     assert router.choose(request(1, 2, 3), [crowded, second, third]).number == 1
 
 
-def test_account_without_home_avoids_queues_of_others() -> None:
-    """The replica of the heavy account has fewer requests, and is not chosen."""
-    router = Router("prefix-window", 100)
+def test_requests_of_an_account_are_spread_over_full_replicas() -> None:
+    """Each replica serves its accounts alike, so an account gets its share of all of them."""
+    router = Router(100)
     full = candidates(2, max_num_seqs=2)
-    fill(router, 0, 3, "heavy")
-    fill(router, 1, 4, "light")
-    assert router.choose(request(99, account="light"), full).number == 1
-    assert router.choose(request(98, account="heavy"), full).number == 0
+    fill(router, 0, 4, "heavy")
+    fill(router, 1, 3, "heavy")
+    fill(router, 1, 1, "light")
+    numbers = [router.choose(request(90 + i, account="light"), full).number for i in range(3)]
+    assert numbers == [0, 1, 0]
 
 
-def test_account_does_not_wait_in_a_much_longer_queue_to_avoid_others() -> None:
+def test_account_does_not_wait_in_a_much_longer_queue_to_get_its_share() -> None:
     for more in (SLACK, SLACK + 1):
-        router = Router("prefix-window", 100)
+        router = Router(100)
         full = candidates(2, max_num_seqs=2)
         fill(router, 0, 3, "light")
         fill(router, 1, 3 + more, "heavy")
-        number = router.choose(request(99, account="heavy"), full).number
+        number = router.choose(request(99, account="light"), full).number
         assert number == (1 if more == SLACK else 0)
 
 
 def test_unknown_prefix_goes_where_fewer_seconds_are_booked() -> None:
     """Of the replicas with the fewest requests."""
-    router = Router("prefix-window", 100)
+    router = Router(100)
     slow, fast = Candidate(0, 9, prompt_token_seconds=1.0), Candidate(1, 9, 0.0, 0.1)
     router.choose(request(1, 2), [slow])
     router.choose(request(3, 4, 5), [fast])
     assert router.choose(request(6), [slow, fast]).number == 1
     router.choose(request(7), [slow])
-    late = Candidate(1, 9, 1000.0, 0.1)
+    late = Candidate(1, 9, 1e6, 0.1)
     assert router.choose(request(8), [slow, late]).number == 0
 
 
-def test_popular_prefix_gets_several_homes() -> None:
-    router = Router("prefix-window", 1000)
+def test_crowded_prefix_gets_several_homes() -> None:
+    router = Router(1000)
     replicas = candidates(8, max_num_seqs=4)
     bookings = [router.choose(request(1, 2, 10 + i), replicas) for i in range(9)]
     assert len({booking.number for booking in bookings}) == 3
@@ -344,13 +356,13 @@ def test_idle_routers_agree_on_unknown_prefixes() -> None:
     """Five routers, which number the replicas differently, each get a request of 200 prefixes."""
     places: list[list[int]] = []
     for seed in range(5):
-        router, order = Router("prefix-window", 1000, seed=seed), list(range(40))
+        router, order = Router(1000, seed=seed), list(range(40))
         random.Random(seed).shuffle(order)
         known = [Candidate(number, 8, identity=name) for number, name in enumerate(order)]
         rng = random.Random(1)
         chosen = []
         for _ in range(200):
-            booking = router.choose(request(rng.getrandbits(64), 2), known)
+            booking = router.choose(request(rng.getrandbits(64), rng.getrandbits(64)), known)
             chosen.append(order[booking.number])
             booking.release()
         places.append(chosen)
@@ -362,7 +374,7 @@ def test_few_prefixes_move_when_a_replica_leaves() -> None:
     blocks = [random.Random(seed).getrandbits(64) for seed in range(300)]
     homes = []
     for known in (candidates(10), candidates(9)):
-        router = Router("prefix-window", 10_000)
+        router = Router(10_000)
         homes.append([])
         for block in blocks:
             booking = router.choose(request(block), known)
@@ -374,7 +386,7 @@ def test_few_prefixes_move_when_a_replica_leaves() -> None:
 @given(st.integers(0, 20), st.integers(0, 40))
 def test_lease_corrects_load(num_booked: int, num_seqs: int) -> None:
     """What other fronts have sent counts; what has been booked is never counted less."""
-    router = Router("prefix-window", 100)
+    router = Router(100)
     bookings = fill(router, 0, num_booked)
     router.correct(0, num_seqs)
     assert router.booked(0).num_others == max(0, num_seqs - num_booked)
@@ -392,7 +404,7 @@ def test_lease_corrects_load(num_booked: int, num_seqs: int) -> None:
 def test_unknown_prefix_may_go_to_its_place_if_other_fronts_may_know_it() -> None:
     """Without other fronts, it goes to the least loaded replica."""
     for sends_others, least_stays in ((0, True), (20, False)):
-        router = Router("prefix-window", 1000)
+        router = Router(1000)
         router.correct(0, sends_others)
         fill(router, 1, SLACK)
         numbers = set()
@@ -403,18 +415,10 @@ def test_unknown_prefix_may_go_to_its_place_if_other_fronts_may_know_it() -> Non
         assert (1 not in numbers) == least_stays
 
 
-def test_account_avoids_queues_of_other_fronts() -> None:
-    router = Router("prefix-window", 100)
-    full = candidates(2, max_num_seqs=2)
-    fill(router, 0, 4, "light")
-    router.correct(1, 3)
-    assert router.choose(request(9, account="light"), full).number == 0
-
-
 def test_first_token_ends_booking_of_prompt() -> None:
-    router = Router("prefix-window", 100)
+    router = Router(100)
     booking = router.choose(request(1, 2), candidates(1))
-    assert (booking.num_tokens, router.booked(0).num_tokens) == (32, 32)
+    assert (booking.num_tokens, router.booked(0).num_tokens) == (2 * SIZE, 2 * SIZE)
     for _ in range(2):
         booking.finish_prompt()
         assert (booking.num_tokens, router.booked(0).num_tokens) == (0, 0)
@@ -425,7 +429,7 @@ def test_first_token_ends_booking_of_prompt() -> None:
 
 def test_slow_replica_gets_fewer_requests() -> None:
     """Each replica works on one request at a time; one of them takes three times as long."""
-    router = Router("prefix-window", 1000)
+    router = Router(1000)
     replicas = [Candidate(i, 4, prompt_token_seconds=0.03 if i == 0 else 0.01) for i in range(4)]
     queues: dict[int, list[Booking]] = {i: [] for i in range(4)}
     counts = [0] * 4
@@ -438,6 +442,73 @@ def test_slow_replica_gets_fewer_requests() -> None:
             if queue and now % (18 if number == 0 else 6) == 0:
                 queue.pop(0).release()
     assert counts[0] < 0.6 * min(counts[1:])
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+def test_prefix_is_copied_when_its_requests_have_paid_for_it() -> None:
+    """A request that goes to a replica with 4 requests, beside an empty one, pays 4 COPY_TOKENS."""
+    num = 3 * 4 * COPY_TOKENS
+    router = Router(100)
+    both = candidates(2, 100)
+    router.choose(request(1, size=num), both[:1]).release()
+    fill(router, 0, 4)
+    numbers = []
+    for _ in range(4):
+        booking = router.choose(request(1, size=num), both)
+        booking.release()
+        numbers.append(booking.number)
+    assert numbers == [0, 0, 1, 1], "the third one is the last that pays"
+
+
+def test_equally_loaded_home_keeps_its_prefix() -> None:
+    router = Router(100)
+    both = candidates(2, 100)
+    router.choose(request(1, size=1), both[:1]).release()
+    fill(router, 0, 5)
+    fill(router, 1, 5)
+    for _ in range(20):
+        booking = router.choose(request(1, size=1), both)
+        assert booking.number == 0
+        booking.release()
+
+
+def test_requests_of_one_of_many_fronts_pay_for_all_of_them() -> None:
+    """Each front sees its own requests only, so that none would ever pay for a copy."""
+    paying = []
+    for num_others in (0, 7):
+        router = Router(100)
+        both = candidates(2, 100)
+        router.choose(request(1), both[:1]).release()
+        fill(router, 0, 8 - num_others)
+        router.correct(0, 8)
+        numbers = []
+        while 1 not in numbers:
+            booking = router.choose(request(1), both)
+            booking.release()
+            numbers.append(booking.number)
+        paying.append(len(numbers))
+    assert paying[1] < paying[0] / 4
+
+
+# --- what fronts tell each other ----------------------------------------------------------------
+
+
+@given(st.integers(0, 300))
+def test_longer_prompt_has_landmarks_of_a_known_one(num: int) -> None:
+    blocks = list(range(1000, 1000 + num))
+    landmarks = choose_landmarks(blocks)
+    assert len(landmarks) <= 10
+    assert landmarks == sorted(set(landmarks)), "shortest first"
+    assert landmarks[-1:] == blocks[-1:]
+    router = Router(1000)
+    router.prefixes.add(landmarks, 1)
+    if num:
+        longer = request(*blocks, 1, 2)
+        assert router.choose(longer, candidates(3)).num_tokens == 2 * SIZE
+        branching = request(*blocks[: num // 2 + 1], 3)
+        assert router.choose(branching, candidates(3)).number == 1
 
 
 # --- names of prefixes --------------------------------------------------------------------------
@@ -486,12 +557,12 @@ def test_names_are_limited_and_equal_in_every_process() -> None:
 
 def test_heir_gets_the_requests_for_the_prefixes_of_a_replica():
     """Of no others, and the replica keeps them if it comes back."""
-    router = Router("prefix-window", 100)
+    router = Router(100)
     both = candidates(3)
     for number, blocks in enumerate([(1, 2), (1, 3), (4,)]):
         router.choose(request(*blocks), [both[number]]).release()
-    router.inherit(0, 2)
-    for blocks, number in (((1, 2, 5), 2), ((1, 3, 5), 1), ((4, 5), 2)):
+    router.prefixes.inherit(0, 2)
+    for blocks, number in (((1, 2, 5), 2), ((1, 3, 6), 1), ((4, 7), 2)):
         booking = router.choose(request(*blocks), both[1:])
         booking.release()
         assert booking.number == number
@@ -504,32 +575,32 @@ def test_heir_gets_the_requests_for_the_prefixes_of_a_replica():
 
 def test_forgetting_and_inheriting_take_no_time_in_a_large_table() -> None:
     """Fronts do it on the event loop; to visit each prefix would take 100 ms here."""
-    router = Router("prefix-window", 300_000)
+    router = Router(300_000)
     both = candidates(2)
     for start in range(0, 300_000, 1000):
         router.choose(request(*range(start, start + 1000)), both[:1]).release()
-    assert router.num_blocks == 300_000
+    assert len(router.prefixes) == 300_000
     began = time.thread_time()
-    router.inherit(0, 1)
-    router.forget_prefixes(0)
+    router.prefixes.inherit(0, 1)
+    router.prefixes.forget(0)
     router.forget(1)
     assert time.thread_time() - began < 0.01
 
 
 def test_replica_that_comes_and_goes_costs_no_memory_and_no_prefixes_in_use() -> None:
     """The other prefixes of the table are forgotten at last, and numbers stay small."""
-    router = Router("prefix-window", 100_000)
+    router = Router(100_000)
     steady, restarting = candidates(2)
     router.choose(request(*range(1000, 5000)), [steady]).release()
     for turn in range(20 * MAX_CLOSED):
         router.choose(request(1, 2, 3), [restarting]).release()
-        router.inherit(restarting.number, steady.number)
+        router.prefixes.inherit(restarting.number, steady.number)
         if turn % 2:
-            router.forget_prefixes(restarting.number)
-            assert router.choose(request(*range(10, 20)), [restarting]).num_tokens == 160
+            router.prefixes.forget(restarting.number)
+            assert router.choose(request(*range(10, 20)), [restarting]).num_tokens == 10 * SIZE
         booking = router.choose(request(7, 8, 9), [steady])
         booking.release()
     assert booking.num_tokens == 0
     assert router.choose(request(1, 2, 3), [steady]).num_tokens == 0
-    assert router.num_blocks == 16
-    assert len(router._meanings) < 2 * MAX_CLOSED
+    assert len(router.prefixes) == 16
+    assert len(router.prefixes._meanings) < 2 * MAX_CLOSED

@@ -9,16 +9,20 @@ import pytest
 from starlette.datastructures import Headers
 
 from cllm.config.settings import Settings
+from cllm.core.account import Account
+from cllm.core.carried import Carried, encode_carried
 from cllm.errors import StartupError
+from cllm.server.auth import CARRIED_HEADER
 from cllm.server.cluster.key import KEY_HEADER, ClusterKey
 from cllm.server.cluster.lease import LEASE_PATH, Lease, ReplicaIdentity
+from cllm.server.cluster.recent_prefixes import MAX_REQUESTS, RecentPrefixes
 
 KEY = "a-key-of-a-cluster"
 FAKE = ["--backend.name", "fake", "--max-num-seqs", "4", "--model.aliases", "other,gpt-*"]
 
 
-def read_lease(server, key: str = KEY) -> Lease:
-    answer = server.client.get(LEASE_PATH, headers={KEY_HEADER: key})
+def read_lease(server, key: str = KEY, **query: str | int) -> Lease:
+    answer = server.client.get(LEASE_PATH, params=query, headers={KEY_HEADER: key})
     assert answer.status_code == 200
     return msgspec.json.decode(answer.content, type=Lease)
 
@@ -51,6 +55,32 @@ def test_lease_needs_the_cluster_key_and_its_exact_path(start_server):
         assert server.client.get(path, headers=with_key).status_code == 404
     # the key alone is no API key
     assert server.client.get("/v1/models", headers={KEY_HEADER: KEY}).status_code == 401
+
+
+def test_lease_names_the_prefixes_that_other_fronts_have_sent(start_server):
+    server = start_server(*FAKE, CLLM_CLUSTER_KEY=KEY)
+    before = read_lease(server, front="c")
+    for front, names in (("a", [1, 2**64 - 1]), ("b", [3])):
+        carried = Carried(Account("me"), Account("me"), front=front, prefixes=names)
+        headers = {KEY_HEADER: KEY, CARRIED_HEADER: encode_carried(carried)}
+        body = {"prompt": "Hello", "max_tokens": 1}
+        server.client.post("/v1/completions", json=body, headers=headers).raise_for_status()
+    assert read_lease(server, front="c").prefixes == [[1, 2**64 - 1], [3]]
+    lease = read_lease(server, front="a", epoch=before.epoch, after=before.num_noted)
+    assert (lease.prefixes, lease.num_noted) == ([[3]], before.num_noted + 2)
+    again = {"front": "c", "after": lease.num_noted}
+    assert read_lease(server, epoch=lease.epoch, **again).prefixes == []
+    assert len(read_lease(server, epoch="another", **again).prefixes) == 2, "after a restart"
+
+
+def test_only_the_last_requests_are_remembered():
+    recent = RecentPrefixes()
+    for number in range(MAX_REQUESTS + 5):
+        recent.note(Carried(Account("me"), Account("me"), front="a", prefixes=[number]))
+    assert recent.list_others("b", 0) == [[number] for number in range(5, MAX_REQUESTS + 5)]
+    assert recent.list_others("b", MAX_REQUESTS + 3) == [[MAX_REQUESTS + 3], [MAX_REQUESTS + 4]]
+    assert recent.list_others("a", 0) == []
+    assert recent.list_others("b", 10**9) == []
 
 
 def test_server_without_a_cluster_key_has_no_lease(fake_server):

@@ -114,8 +114,10 @@ class Admission:
         """The id of the latest attempt, under which its replica reports its usage."""
         return f"{self._id}.{self._num_attempts}"
 
-    def encode(self, replica: str) -> str:
-        """Return the header that carries the account to a replica, for a new attempt."""
+    def encode(self, replica: str, prefixes: list[int]) -> str:
+        """Return the header that carries the account and the names of the prompt's prefixes to a
+        replica, for a new attempt.
+        """
         self._num_attempts += 1
         self._replica, self._has_ended = replica, False
         accounts = self._accounts
@@ -134,7 +136,7 @@ class Admission:
         )
         weight = accounts.access.find_weight(scheduled.name)
         carried = Carried(
-            account, scheduled, weight, replica, accounts.front, self.id, self._base_url
+            account, scheduled, weight, replica, accounts.front, self.id, self._base_url, prefixes
         )
         return encode_carried(carried)
 

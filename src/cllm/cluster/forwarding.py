@@ -27,6 +27,7 @@ from cllm.cluster.stored import StoredName, find_stored
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.http_connection import Connection
 from cllm.http_connection import Response as Answer
+from cllm.routing.prefix_table import choose_landmarks
 from cllm.routing.router import Booking, RoutingRequest
 from cllm.server.auth import CARRIED_HEADER, PROGRESS_HEADER
 from cllm.server.body import receive_parts
@@ -119,6 +120,7 @@ class Forwarding:
         self._is_sent = not self._is_upload  # the whole body is on its way
         self._ended = asyncio.get_running_loop().create_future()  # set to end it early
         self._stored: StoredName | None = None  # what the request names
+        self._landmarks: list[int] = []  # of the prompt's prefixes
         self._is_left = False  # whether the client has disconnected
 
     def end(self, error: CLLMError) -> None:
@@ -188,6 +190,7 @@ class Forwarding:
         ticket = self._find_ticket()
         model = choices[0].name if choices else ""
         wanted = make_routing_request(fields, parts, model, tenant, account)
+        self._landmarks = choose_landmarks(wanted.blocks)
         refusal: Refused | None = None
         failure: CLLMError | None = None
         cut: Relay | None = None
@@ -468,7 +471,7 @@ class Forwarding:
         return [
             *fields,
             (KEY_HEADER.encode(), self._front.access.cluster_key.find().encode()),
-            (CARRIED_HEADER.encode(), admission.encode(replica.name).encode()),
+            (CARRIED_HEADER.encode(), admission.encode(replica.name, self._landmarks).encode()),
             (PROGRESS_HEADER.encode(), b"1"),
         ]
 

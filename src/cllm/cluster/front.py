@@ -36,19 +36,20 @@ class Front:
         """Raises StartupError if the settings cannot be used."""
         self.settings = settings
         self.access = access
-        self.router = Router("prefix-window", MIN_BLOCKS)
+        self.router = Router(MIN_BLOCKS)
+        name = ReplicaIdentity(settings.storage.folder, FRONT_NAME_FILE).name
         self.replicas = Replicas(
             settings.cluster.urls,
             access.cluster_key,
             self.router,
             settings.cluster.lease_seconds,
+            name,
         )
         if settings.cluster.hand_over:
             heirs = Heirs(self.replicas, self.router)
-            self.replicas.make_query = heirs.make_query
+            self.replicas.find_heir = heirs.find_url
             self.replicas.on_change = heirs.note_change
         self.metrics = FrontMetrics(self.replicas)
-        name = ReplicaIdentity(settings.storage.folder, FRONT_NAME_FILE).name
         self.accounts = Accounts(access, name)
         self.reports = ReportPuller(self.replicas, self.accounts)
         self.gatherer = Gatherer(

@@ -174,7 +174,7 @@ class Gatherer:
         """Return the answer of a replica to a client's request, sent to ``target``, a path with a
         query; or None if it does not answer. ``method`` is that of the request by default.
         """
-        carried = self._accounts.admit(request, "", NOTHING, 0).encode(replica.name)
+        carried = self._accounts.admit(request, "", NOTHING, 0).encode(replica.name, [])
         fields = [
             (CARRIED_HEADER.encode(), carried.encode()),
             *(field for field in request.headers.raw if field[0] in PASSED_FIELDS),

@@ -5,7 +5,6 @@ them go there.
 from __future__ import annotations
 
 import hashlib
-from urllib.parse import urlencode
 
 from cllm.cluster.leases import Replica, Replicas
 from cllm.routing.router import Router
@@ -18,18 +17,18 @@ class Heirs:
         self._replicas = replicas
         self._router = router
         self._named: dict[str, Replica] = {}  # by the replica's name
-        self._queries: dict[Replica, str] = {}  # until a replica changes
+        self._urls: dict[Replica, str] = {}  # until a replica changes
 
-    def make_query(self, replica: Replica) -> str:
-        """Return what the request for a lease says to a replica about its heir."""
-        query = self._queries.get(replica)
-        if query is None:
-            query = ""
+    def find_url(self, replica: Replica) -> str:
+        """Return the address of the heir of a replica, "" if it has none."""
+        url = self._urls.get(replica)
+        if url is None:
+            url = ""
             if (heir := self.find(replica)) is not None:
                 self._named[replica.name] = heir
-                query = "?" + urlencode({"heir": heir.url})
-            self._queries[replica] = query
-        return query
+                url = heir.url
+            self._urls[replica] = url
+        return url
 
     def find(self, replica: Replica) -> Replica | None:
         """Return the heir of a replica, None if no other one has a model of it."""
@@ -44,14 +43,14 @@ class Heirs:
         """Send the requests for the prefixes of a replica that gets none any longer to its heir.
         Others may have another heir from now on.
         """
-        self._queries.clear()
+        self._urls.clear()
         if replica.is_listed or (heir := self._named.pop(replica.name, None)) is None:
             return
         if not heir.is_listed:
             return
         for origin, number in replica.numbers.items():
             if origin in heir.numbers:
-                self._router.inherit(number, heir.numbers[origin])
+                self._router.prefixes.inherit(number, heir.numbers[origin])
 
 
 def share_model(first: Replica, second: Replica) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import count
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -108,9 +109,15 @@ class Replicas:
     """The replicas of a front."""
 
     def __init__(
-        self, urls: list[str], key: ClusterKey, router: Router, lease_seconds: float
+        self,
+        urls: list[str],
+        key: ClusterKey,
+        router: Router,
+        lease_seconds: float,
+        front: str = "",
     ) -> None:
-        """Raises StartupError for an address that cannot be used."""
+        """``front`` is the front's name. Raises StartupError for an address that cannot be used."""
+        self._front = front
         self._key = key
         self._router = router
         self._lease_seconds = lease_seconds
@@ -121,8 +128,8 @@ class Replicas:
         self.all = [Replica(url, make_client(url)) for url in dict.fromkeys(urls)]
         # called with a replica whose lease is new, has expired, or has another epoch
         self.on_change: Callable[[Replica], None] = lambda _: None
-        # returns the query of the request for a replica's lease
-        self.make_query: Callable[[Replica], str] = lambda _: ""
+        # returns the address that a replica hands its prefixes over to, or ""
+        self.find_heir: Callable[[Replica], str] = lambda _: ""
 
     # --- choice ----------------------------------------------------------------------------------
 
@@ -274,7 +281,7 @@ class Replicas:
             return len(data) > MAX_LEASE_BYTES
 
         fields = [(KEY_HEADER.encode(), self._key.find().encode())]
-        head = replica.client.write_head("GET", LEASE_PATH + self.make_query(replica), fields)
+        head = replica.client.write_head("GET", LEASE_PATH + self._write_query(replica), fields)
         connection = await replica.client.take()
         try:
             response = await connection.exchange(head, feed, lambda _: None)
@@ -289,6 +296,13 @@ class Replicas:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadLease(f"its lease is not valid: {str(error)[:200]}") from None
 
+    def _write_query(self, replica: Replica) -> str:
+        """Return what the request for a lease says to a replica: its heir, and the last lease."""
+        query = {"front": self._front, "heir": self.find_heir(replica)}
+        if (lease := replica.lease) is not None:
+            query |= {"epoch": lease.epoch, "after": str(lease.num_noted)}
+        return "?" + urlencode({name: value for name, value in query.items() if value})
+
     def _check_name(self, replica: Replica, lease: Lease) -> None:
         """Raise BadLease if another address has the same name now."""
         for other in self.listed():
@@ -300,9 +314,12 @@ class Replicas:
         before = replica.lease
         if before is None or before.epoch != lease.epoch or before.name != lease.name:
             for number in replica.numbers.values():  # its caches are empty
-                self._router.forget_prefixes(number)
+                self._router.prefixes.forget(number)
         replica.lease = lease
         self._update_candidates(replica, lease)
+        for prefixes in lease.prefixes:
+            for number in replica.numbers.values():
+                self._router.prefixes.add(prefixes, number)
         is_listed = lease.status != "draining" and bool(lease.models) and not replica.is_leaving
         if is_listed and not replica.is_listed:
             log.info("the replica %s at %s gets requests", lease.name, replica.url)
@@ -320,7 +337,7 @@ class Replicas:
         origins = {model.origin: model for model in lease.models}
         self._num_cells += count_cells(origins) - count_cells(replica.models)
         blocks = CACHE_FACTOR * self._num_cells * BYTES_PER_TOKEN // BLOCK_BYTES
-        self._router.max_blocks = min(max(blocks, MIN_BLOCKS), MAX_BLOCKS)
+        self._router.prefixes.max_blocks = min(max(blocks, MIN_BLOCKS), MAX_BLOCKS)
         replica.models = origins
         for name in replica.numbers.keys() - origins.keys():
             number = replica.numbers.pop(name)

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from cllm.cluster.body import Fields
-from cllm.routing.router import RoutingRequest, name_prefixes
+from cllm.routing.prefix_table import name_prefixes
+from cllm.routing.router import RoutingRequest
+from cllm.server.cluster.lease import MAX_BLOCKS
 
 BLOCK_BYTES = 1024
-MAX_BLOCKS = 256
 BYTES_PER_TOKEN = 4  # an estimate
 MAX_COUNT = 100  # of choices and prompts, which only estimate the load
 

@@ -17,7 +17,7 @@ class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
     that the body names and on the client's address, with the share ``weight``. ``replica`` is the
     replica's name, which becomes a part of the ids of what the request stores. The front called
     ``front``, whose clients reach it at ``base_url``, asks for the usage of the request under the
-    id ``request``.
+    id ``request``. ``prefixes`` has names of the prompt's prefixes, which other fronts learn.
     """
 
     account: Account
@@ -27,6 +27,7 @@ class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
     front: str = ""
     request: str = ""
     base_url: str = ""
+    prefixes: list[int] = msgspec.field(default_factory=list)
 
 
 def encode_carried(carried: Carried) -> str:

@@ -27,7 +27,7 @@ class Assignments:
 
     def __init__(self, members: list[Member]) -> None:
         self._members = members
-        self._router = Router("prefix-window", max_blocks=0)
+        self._router = Router(max_blocks=0)
 
     def list_ready(self) -> list[Member]:
         """Return the engines that are ready."""
@@ -71,11 +71,12 @@ class Assignments:
 
     def forget_prefixes(self, member: Member) -> None:
         """Note that the cache of an engine is empty."""
-        self._router.forget_prefixes(member.number)
+        self._router.prefixes.forget(member.number)
 
     def measure_caches(self) -> None:
         """Set how many prefixes to remember: as many as the caches of all engines can contain."""
-        self._router.max_blocks = sum(one.stats.num_cells for one in self._members) // BLOCK
+        num_cells = sum(one.stats.num_cells for one in self._members)
+        self._router.prefixes.max_blocks = num_cells // BLOCK
 
 
 def describe(request: Request | EmbeddingRequest) -> RoutingRequest:

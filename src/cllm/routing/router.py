@@ -9,20 +9,22 @@ which replicas got which prefixes, not what they still have in their caches.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import msgspec
 
-Routing = Literal["least-loaded", "prefix", "prefix-window", "round-robin"]
+from cllm.routing.prefix_table import PrefixTable, list_bits
 
 CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
-# More requests than the least load are not crowded either, in prefix-window; but at most half of
-# what a replica can run.
+# So many more requests than the least load are not crowded either, but at most half of what a
+# replica can run.
 WINDOW = 8
+# A prefix is copied to a further replica when its requests have paid for it. A request that goes to
+# a replica with a load of r times the least load, both plus 1, pays r - 1 times so many tokens.
+COPY_TOKENS = 64
+MAX_PAYMENTS = 10_000  # prefixes whose payments are remembered
 # Replicas with as many requests are equally good for an unknown prefix if their seconds differ by
 # at most this factor, or by as little as this.
 SIMILAR, SIMILAR_SECONDS = 1.25, 0.05
@@ -30,8 +32,6 @@ SIMILAR, SIMILAR_SECONDS = 1.25, 0.05
 # scatter it, so replicas with so many requests more get it, too, if others send SHARE of the load.
 SLACK, SHARE = 4, 0.25
 MASK = (1 << 64) - 1
-MAX_CLOSED = 256  # marks in the table that no block gets any longer
-MAX_READINGS = 10_000  # sets of marks whose replicas are remembered
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -134,39 +134,18 @@ class Router:
     """Books each request on a replica.
 
     The table has at most ``max_blocks`` prefixes; choose as many as fit into the caches of all
-    replicas. Each prefix has marks. A mark means the replica that gives it to its prefixes, until
-    that replica ends or has an heir; then the mark is closed, which means the heir too, or nothing.
-    So a replica ends without a visit to a million prefixes.
+    replicas.
     """
 
-    def __init__(self, routing: Routing, max_blocks: int, seed: int = 0) -> None:
-        self._choose = {
-            "least-loaded": self._choose_least_loaded,
-            "prefix": self._choose_by_prefix,
-            "prefix-window": self._choose_in_window,
-            "round-robin": self._choose_next,
-        }[routing]
-        self.max_blocks = max_blocks
+    def __init__(self, max_blocks: int, seed: int = 0) -> None:
+        self.prefixes = PrefixTable(max_blocks)
         self._rng = random.Random(seed)
-        self._turn = -1
         self._booked: defaultdict[int, BookedLoad] = defaultdict(
             BookedLoad
         )  # by number of the replica
         self._num_others = 0  # sum over all replicas
-        # Block -> bits of its marks, least recently used first. An entry with the value ~mark comes
-        # after all blocks that may still have this mark, which is closed.
-        self._table: OrderedDict[object, int] = OrderedDict()
-        self._meanings: list[int] = []  # bits of the numbers of replicas, by mark
-        self._known: defaultdict[int, int] = defaultdict(int)  # number -> bits of its marks
-        self._marks: dict[int, int] = {}  # number -> the mark that its prefixes get
-        self._closed = 0  # bits of marks
-        self._free: list[int] = []  # marks that no block has
-        self._readings: dict[int, int] = {}  # bits of marks -> bits of the replicas that they mean
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of prefixes in the table."""
-        return len(self._table) - self._closed.bit_count()
+        # tokens that requests have paid for another copy of a prefix, by its last block
+        self._paid: OrderedDict[int, float] = OrderedDict()
 
     def booked(self, number: int) -> BookedLoad:
         """Return the load of a replica."""
@@ -178,7 +157,7 @@ class Router:
         The caller must release the booking when the request has ended, however it ended.
         """
         number = self._choose(request, candidates).number
-        num_known = self._remember(request.blocks, number)
+        num_known = self.prefixes.add(request.blocks, number)
         num_tokens = request.num_tokens - (request.ends[num_known - 1] if num_known else 0)
         booked = self._booked[number]
         return Booking(number, booked, max(0, num_tokens), request.account, request.num_seqs)
@@ -194,91 +173,73 @@ class Router:
         """Remove a replica that has ended. Its bookings can still be released."""
         if (booked := self._booked.pop(number, None)) is not None:
             self._num_others -= booked.num_others
-        self.forget_prefixes(number)
+        self.prefixes.forget(number)
 
-    def forget_prefixes(self, number: int) -> None:
-        """Forget which prefixes a replica got, because its cache is empty."""
-        for mark in list_bits(self._known.pop(number, 0)):
-            self._meanings[mark] &= ~(1 << number)
-        self._close_mark(number)
+    # --- choice ---------------------------------------------------------------------------------
 
-    def inherit(self, number: int, heir: int) -> None:
-        """Record that the replica ``heir`` gets all prefixes of the replica ``number``, too."""
-        marks = self._known[number]
-        for mark in list_bits(marks):
-            self._meanings[mark] |= 1 << heir
-        self._known[heir] |= marks
-        self._close_mark(number)  # what it gets from now on is its own
+    def _choose(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the replica that has the longest prefix, among those that are not crowded.
 
-    # --- rules ----------------------------------------------------------------------------------
-
-    def _choose_next(self, _: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate:
-        """Return each replica in turn."""
-        self._turn = (self._turn + 1) % len(candidates)
-        return candidates[self._turn]
-
-    def _choose_least_loaded(self, _: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate:
-        """Return a random one of the replicas with the fewest requests."""
-        least = self._least(candidates)
-        return self._rng.choice([one for one in candidates if self._load(one) == least])
-
-    def _choose_by_prefix(
-        self, request: RoutingRequest, candidates: Sequence[Candidate]
-    ) -> Candidate:
-        """Return the replica that knows the longest prefix, unless it is crowded."""
-        offered = sum(1 << one.number for one in candidates)
-        longest = next(
-            (bits for bits in reversed(self._list_holders(request.blocks)) if bits & offered), 0
-        )
-        homes = [one for one in candidates if longest >> one.number & 1]
-        best = min(homes, key=self._load, default=None)
-        if best is None or self._load(best) > CROWDED * max(self._least(candidates), 1):
-            return self._choose_least_loaded(request, candidates)
-        return best
-
-    def _choose_in_window(
-        self, request: RoutingRequest, candidates: Sequence[Candidate]
-    ) -> Candidate:
-        """Return the replica that knows the longest prefix, among those that are not crowded.
-
-        If none of them knows any, return one of the least loaded ones, which knows the prefix from
-        then on; if all are full, one where no other account waits, unless it has more than SLACK
-        requests more.
+        If none of them has any, or if another copy of it is due, return one of the least loaded
+        ones. If all are full, return one with the fewest requests of the account, which comes first
+        there, unless it has more than SLACK requests more than the least loaded one.
         """
         loads = [self._load(one) for one in candidates]
-        least = min(loads)
+        least, total = min(loads), sum(loads)
         by_number: dict[int, tuple[Candidate, int]] = {}
-        seen = 0
-        for holders in reversed(self._list_holders(request.blocks)):
+        for holders, last in self.prefixes.list_holders(request.blocks):
             if not by_number:
                 by_number = {
                     one.number: (one, load) for one, load in zip(candidates, loads, strict=True)
                 }
             found = [
                 (load, number)
-                for number in list_bits(holders & ~seen)
+                for number in list_bits(holders)
                 for one, load in (by_number.get(number, NOBODY),)
                 if one is not None and not is_crowded(load, least, one)
             ]
             if found:
-                return by_number[min(found)[1]][0]
-            seen |= holders
+                load, number = min(found)
+                # other fronts get as many such requests for each of their own
+                excess = (load - least) / (1 + least) * total / max(1, total - self._num_others)
+                if self._pay(request, last, excess):
+                    break
+                return by_number[number][0]
         if least >= min(one.max_num_seqs for one in candidates):
-            account, most = request.account, least + SLACK
-            calm = [
-                at
+            fair = [
+                (self._booked[one.number].accounts[request.account], at)
                 for at, one in enumerate(candidates)
-                if loads[at] <= most and not self._others_wait(one, account)
+                if loads[at] <= least + SLACK
             ]
-            if calm:
-                candidates, loads = [candidates[at] for at in calm], [loads[at] for at in calm]
-                least = min(loads)
-        has_peers = self._num_others > SHARE * sum(loads)
+            fewest = min(fair)[0]
+            kept = [at for own, at in fair if own == fewest]
+            candidates, loads = [candidates[at] for at in kept], [loads[at] for at in kept]
+            least = min(loads)
+        has_peers = self._num_others > SHARE * total
         most = least + SLACK if has_peers else least
         return self._choose_new(
             request,
             [one for one, load in zip(candidates, loads, strict=True) if load <= most],
         )
+
+    def _pay(self, request: RoutingRequest, last: int, excess: float) -> bool:
+        """Note that a request goes to a replica with ``excess`` of load because of the prefix that
+        ends with its block ``last``. Return whether that prefix must be copied instead, because
+        such requests have waited as long as computing it again takes.
+
+        This is the rule of ski rental (Karlin et al., 1988): it costs at most twice as much as the
+        best choice in hindsight.
+        """
+        if not excess:
+            return False
+        block = request.blocks[last]
+        paid = self._paid.pop(block, 0.0) + excess * COPY_TOKENS
+        if paid >= request.ends[last]:
+            return True
+        self._paid[block] = paid
+        if len(self._paid) > MAX_PAYMENTS:
+            self._paid.popitem(last=False)
+        return False
 
     def _choose_new(self, request: RoutingRequest, candidates: list[Candidate]) -> Candidate:
         """Return the replica that gets an unknown prefix, of similarly loaded ``candidates``.
@@ -310,114 +271,8 @@ class Router:
         num_tokens += self._booked[replica.number].num_tokens
         return replica.waiting_seconds + num_tokens * replica.prompt_token_seconds
 
-    def _others_wait(self, replica: Candidate, account: str) -> bool:
-        booked = self._booked[replica.number]
-        if booked.num_seqs + booked.num_others <= replica.max_num_seqs:
-            return False
-        return booked.num_others > 0 or bool(booked.accounts.keys() - {account})
-
-    # --- prefixes -------------------------------------------------------------------------------
-
-    def _list_holders(self, blocks: Sequence[int]) -> list[int]:
-        """Return the bits of the replicas that know the first blocks: those that know the first
-        one, then those that know more, each time fewer.
-        """
-        holders: list[int] = []
-        bits, last = -1, -1
-        for block in blocks:
-            marks = self._table.get(block, 0)
-            if marks == last:
-                continue
-            last = marks
-            known = bits & self._read_marks(marks)
-            if known != bits:
-                if not known:
-                    break
-                holders.append(known)
-                bits = known
-        return holders
-
-    def _remember(self, blocks: Sequence[int], number: int) -> int:
-        """Record that a replica gets ``blocks``. Return how many of the first ones it knew.
-
-        The last block becomes the oldest of them, because without a prompt's first block the others
-        cannot be found.
-        """
-        if not blocks:
-            return 0
-        table, known = self._table, self._known[number]
-        knows = [bool(table.get(block, 0) & known) for block in blocks]
-        bit = 1 << self._find_mark(number)
-        for block in reversed(blocks):
-            marks = table.pop(block, 0)
-            if marks & self._closed:
-                marks = self._renew_marks(marks)
-            table[block] = marks | bit
-        while len(table) > self.max_blocks:
-            self._drop_oldest()
-        if self._closed.bit_count() > MAX_CLOSED:
-            for _ in range(min(8 * len(blocks), len(table) - len(blocks))):
-                self._drop_oldest()
-        return knows.index(False) if False in knows else len(knows)
-
-    def _drop_oldest(self) -> None:
-        _, marks = self._table.popitem(last=False)
-        if marks < 0:  # no block has the mark ~marks any longer
-            self._closed &= ~(1 << ~marks)
-            for number in list_bits(self._meanings[~marks]):
-                self._known[number] &= ~(1 << ~marks)
-            self._free.append(~marks)
-
-    # --- marks ----------------------------------------------------------------------------------
-
-    def _find_mark(self, number: int) -> int:
-        """Return the mark that the prefixes of a replica get."""
-        mark = self._marks.get(number)
-        if mark is None:
-            if not self._free:
-                self._free.append(len(self._meanings))
-                self._meanings.append(0)
-            mark = self._marks[number] = self._free.pop()
-            self._meanings[mark] = 1 << number
-            self._known[number] |= 1 << mark
-            self._readings.clear()
-        return mark
-
-    def _close_mark(self, number: int) -> None:
-        """Give no further prefix the mark of a replica."""
-        mark = self._marks.pop(number, None)
-        if mark is not None:
-            self._closed |= 1 << mark
-            self._table[object()] = ~mark
-        self._readings.clear()
-
-    def _renew_marks(self, marks: int) -> int:
-        """Return marks that mean the same replicas and are not closed."""
-        numbers = list_bits(self._read_marks(marks))
-        return sum(1 << self._find_mark(number) for number in numbers)
-
-    def _read_marks(self, marks: int) -> int:
-        """Return the bits of the replicas that ``marks`` mean."""
-        numbers = self._readings.get(marks)
-        if numbers is None:
-            numbers = 0
-            for mark in list_bits(marks):
-                numbers |= self._meanings[mark]
-            if len(self._readings) >= MAX_READINGS:
-                self._readings.clear()
-            self._readings[marks] = numbers
-        return numbers
-
 
 NOBODY: tuple[Candidate | None, int] = (None, 0)
-
-
-def list_bits(bits: int) -> Iterator[int]:
-    """Yield the positions of the bits that are 1, lowest first."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
 
 
 def identify(replica: Candidate) -> int:
@@ -429,21 +284,3 @@ def mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31
-
-
-def name_prefixes(salt: bytes, parts: Iterable[bytes], size: int, most: int = 256) -> list[int]:
-    """Return names for the prefixes of a prompt, at most ``most``, shortest first.
-
-    Prefixes end after every ``size`` bytes of a part and at its end. A part is all tokens as 32-bit
-    numbers, or one message of a conversation. Prompts have a name in common only if they are equal
-    up to there and have equal salts.
-    """
-    names: list[int] = []
-    name = hashlib.blake2b(salt, digest_size=8).digest()
-    for part in parts:
-        for start in range(0, len(part), size):
-            if len(names) == most:
-                return names
-            name = hashlib.blake2b(name + part[start : start + size], digest_size=8).digest()
-            names.append(int.from_bytes(name))
-    return names

@@ -23,6 +23,7 @@ from cllm.core.request import Priority
 from cllm.errors import StartupError, Unauthorized
 from cllm.server.addresses import check_host, is_loopback, is_network
 from cllm.server.cluster.key import ClusterKey
+from cllm.server.cluster.recent_prefixes import RecentPrefixes
 from cllm.store.keys import Keyring
 from cllm.store.usage import UsageLedger
 from cllm.store.usage_reports import UsageReports
@@ -61,6 +62,7 @@ class Access:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_checks = 0
         self.reports = UsageReports()
+        self.recent_prefixes = RecentPrefixes()
         self._carried_weights: dict[str, float] = {}
         self._retry_at = 0.0  # time to open the database again; 0 unless that has failed
         self.ledger.is_valid = lambda name: self.keyring.get(name) is not None
@@ -129,7 +131,10 @@ class Access:
         return "" if account.tenant in shared or "*" in shared else account.tenant
 
     def note_carried(self, carried: Carried) -> None:
-        """Use the weight that a front gives an account, from the next check on."""
+        """Use the weight that a front gives an account, from the next check on, and note the
+        prefixes of its request.
+        """
+        self.recent_prefixes.note(carried)
         name = carried.scheduled.name
         self._carried_weights.pop(name, None)
         if name and carried.weight != self.find_weight(name):

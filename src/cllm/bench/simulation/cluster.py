@@ -12,11 +12,13 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from cllm.bench.simulation.baselines import ROUTERS
 from cllm.bench.simulation.replica import Course, Replica
 from cllm.bench.simulation.setup import Setup
 from cllm.observe.trace_file import TraceEntry
 from cllm.routing.autoscale import ReplicaLoad, ScalingLimits, ScalingState, scale
-from cllm.routing.router import Candidate, Router, RoutingRequest
+from cllm.routing.prefix_table import choose_landmarks
+from cllm.routing.router import Candidate, RoutingRequest
 from cllm.scheduler.report import estimate_waiting_seconds
 
 Action = Callable[[float], None]
@@ -61,6 +63,7 @@ class Place:
         self.number = number
         self.status = Status.STARTING
         self.replica: Replica | None = None
+        self.news: list[list[int]] = []  # prefixes that it has got since its last lease
 
 
 class SimulatedCluster:
@@ -88,7 +91,7 @@ class SimulatedCluster:
         most = max(setup.replicas, setup.max_replicas)
         max_blocks = setup.cells * most // entries[0].block_size
         self._fronts = [
-            Router(setup.routing, max_blocks, seed=setup.seed + i) for i in range(setup.fronts)
+            ROUTERS[setup.routing](max_blocks, seed=setup.seed + i) for i in range(setup.fronts)
         ]
         self._turns = itertools.cycle(range(setup.fronts))
         self._places: dict[int, Place] = {}
@@ -120,15 +123,19 @@ class SimulatedCluster:
         if not candidates:
             self._waiting.append((name, course))
             return
-        booking = self._fronts[front].choose(make_routing_request(course.entry), candidates)
-        replica = self._places[booking.number].replica
+        request = make_routing_request(course.entry)
+        booking = self._fronts[front].choose(request, candidates)
+        place = self._places[booking.number]
+        if len(self._fronts) > 1:
+            place.news.append(choose_landmarks(request.blocks))
+        replica = place.replica
         assert replica is not None, "it is ready"
         course.replica = replica.number
         version = replica.version
         replica.take(name, course, booking, now)
         if not replica.is_stepping or replica.version != version:
             replica.is_stepping = True
-            self._add_end(replica, self._places[booking.number])
+            self._add_end(replica, place)
 
     def _add_end(self, replica: Replica, place: Place) -> None:
         end = partial(self._finish_step, replica, place, replica.version)
@@ -183,6 +190,7 @@ class SimulatedCluster:
         assert place.replica is not None
         place.replica.stopped = now
         place.replica = None
+        place.news.clear()
         for front in self._fronts:
             front.forget(place.number)
         if place.status is Status.LEAVING:
@@ -241,8 +249,11 @@ class SimulatedCluster:
             loads.append(
                 ReplicaLoad(min(num_seqs, setup.max_num_seqs), setup.max_num_seqs, waiting)
             )
+            news, place.news = place.news, []
             for front, candidates in zip(self._fronts, self._candidates, strict=True):
                 front.correct(place.number, num_seqs)
+                for blocks in news:
+                    front.prefixes.add(blocks, place.number)
                 share = front.booked(place.number).num_others / num_seqs if num_seqs else 0.0
                 if share * waiting != candidates[place.number].waiting_seconds:
                     candidates[place.number] = msgspec.structs.replace(

@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 
 from cllm.backends.fake.backend import Costs
+from cllm.bench.simulation.baselines import Routing
 from cllm.engine.build import CPU_PREFILL_SHARE
 from cllm.errors import StartupError
 from cllm.routing.autoscale import ScalingLimits
-from cllm.routing.router import Routing
 
 # a model of 0.6 billion weights on two cores
 SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)

@@ -16,6 +16,7 @@ from cyclopts.validators import Number
 
 from cllm.backends.fake.backend import Costs
 from cllm.bench.distribution import LatencyLimits
+from cllm.bench.simulation.baselines import Routing
 from cllm.bench.simulation.report import SimulationReport, print_report, summarize
 from cllm.bench.simulation.setup import SMALL_MODEL, Setup
 from cllm.bench.simulation.simulator import simulate
@@ -29,7 +30,6 @@ from cllm.errors import StartupError
 from cllm.input_files import read_input
 from cllm.observe.trace_file import TraceEntry, read_trace, write_trace
 from cllm.routing.autoscale import ScalingLimits
-from cllm.routing.router import Routing
 from cllm.scheduler.step_cost import ROW_OFFSET
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ class ReplayOptions:
             "prefix: the one that has seen its longest prefix, unless it has more than twice as "
             "many requests as the least loaded one. prefix-window: the one that has seen its "
             "longest prefix, among those that have at most twice as many requests as the least "
-            "loaded one, or 8 more. round-robin: each in turn."
+            "loaded one, or 8 more; it copies popular prefixes to further engines. round-robin: "
+            "each in turn."
         ),
     ] = "prefix-window"
     max_num_seqs: Annotated[

@@ -14,6 +14,7 @@ from cllm import __version__
 from cllm.config.settings import SchedulerSettings
 from cllm.models.task import Task
 from cllm.private_files import lock
+from cllm.server.cluster.recent_prefixes import MAX_REQUESTS
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.store.charges import Count
@@ -23,10 +24,12 @@ NAME_FILE = "replica_name"  # in the storage folder
 NAME_BYTES = 5  # the name has twice as many hex digits
 
 MAX_NAME = 300  # characters in the name of a model
+MAX_BLOCKS = 256  # of a prompt that have names
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z]{1,32}\Z")]
+Names = Annotated[list[int], msgspec.Meta(max_length=MAX_BLOCKS)]
 Status = Literal["ready", "loading", "draining"]
 
 
@@ -56,7 +59,9 @@ class Lease(msgspec.Struct, frozen=True):
 
     ``name`` stays the same as long as the replica's storage folder exists; ``epoch`` is another one
     after each start. Requests that would wait longer than ``max_queue_seconds`` are rejected; None
-    means no limit.
+    means no limit. ``prefixes`` has the names of prefixes of requests that other fronts have sent
+    since the last lease of the same front, one list for each; ``num_noted`` tells how many requests
+    there have been, and comes back as the next query's ``after``.
     """
 
     name: Hex
@@ -65,6 +70,8 @@ class Lease(msgspec.Struct, frozen=True):
     status: Status
     models: list[ModelLease]
     max_queue_seconds: float | None = None
+    num_noted: Count = 0
+    prefixes: Annotated[list[Names], msgspec.Meta(max_length=MAX_REQUESTS)] = []
 
 
 class ReplicaIdentity:
@@ -108,7 +115,11 @@ class ReplicaIdentity:
 
 
 def write_lease(
-    identity: ReplicaIdentity, registry: Registry, scheduler: SchedulerSettings
+    identity: ReplicaIdentity,
+    registry: Registry,
+    scheduler: SchedulerSettings,
+    num_noted: int,
+    prefixes: list[list[int]],
 ) -> bytes:
     """Return the present lease of this server as JSON."""
     status: Status = "ready" if registry.ready else "loading"
@@ -121,6 +132,8 @@ def write_lease(
         status,
         [describe(model, scheduler.max_num_seqs) for model in registry.models],
         scheduler.max_queue_seconds,
+        num_noted,
+        prefixes,
     )
     return msgspec.json.encode(lease)
 

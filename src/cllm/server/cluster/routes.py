@@ -40,15 +40,23 @@ router = APIRouter(include_in_schema=False, dependencies=[Depends(check_front)])
 
 @router.get(LEASE_PATH)
 async def lease(
-    request: Request, heir: Annotated[str, Query(max_length=300, pattern=ADDRESS)] = ""
+    request: Request,
+    heir: Annotated[str, Query(max_length=300, pattern=ADDRESS)] = "",
+    front: Annotated[str, Query(max_length=100)] = "",
+    epoch: Annotated[str, Query(max_length=100)] = "",
+    after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """Return the lease of this server. Its prefixes are handed over to ``heir`` when it shuts
-    down.
+    down. The last lease for ``front`` was of ``epoch``, and its ``num_noted`` was ``after``.
     """
     state = get_state(request)
     if heir:
         state.hand_over.name_heir(heir)
-    content = write_lease(state.identity, state.registry, state.settings.scheduler)
+    recent = state.access.recent_prefixes
+    news = recent.list_others(front, after if epoch == state.identity.epoch else 0)
+    content = write_lease(
+        state.identity, state.registry, state.settings.scheduler, recent.num_noted, news
+    )
     return Response(content, media_type="application/json")
 
 
