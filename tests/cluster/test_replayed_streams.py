@@ -7,9 +7,11 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -19,8 +21,10 @@ from conftest import PATIENCE, repeat
 from framed_streams import read_events
 from server.conftest import Server
 
+from cllm.bench.make_adapter import write_adapter
 from cllm.core.stored_ids import find_replica
 from cllm.models.builtin.questions import Question
+from cllm.models.catalog import BUILTIN
 
 pytestmark = pytest.mark.slow
 
@@ -107,9 +111,8 @@ class Cluster:
 
     def slow_down(self, seconds: float = 0.02) -> None:
         """Let each step take long enough to kill a replica in the middle of a stream."""
-        slow = {"kind": "slow", "seconds": seconds, "num_steps": 1_000_000}
         for replica in self.replicas:
-            replica.client.post("/faults", json={"faults": [slow]}).raise_for_status()
+            slow_down(replica, seconds)
 
     def find_busy(self) -> Server | None:
         """Return a replica that computes."""
@@ -134,6 +137,11 @@ class Cluster:
         lines = self.front.client.get("/metrics").text.splitlines()
         [line] = [line for line in lines if line.startswith(f"cllm:{name} ")]
         return float(line.rpartition(" ")[2])
+
+
+def slow_down(replica: Server, seconds: float = 0.02) -> None:
+    slow = {"kind": "slow", "seconds": seconds, "num_steps": 1_000_000}
+    replica.client.post("/faults", json={"faults": [slow]}).raise_for_status()
 
 
 @asynccontextmanager
@@ -286,6 +294,55 @@ def test_streams_without_a_replica_that_can_continue_end_with_one_error(start_se
             assert data.count(error) == 1, data[-300:]
             assert data.count(b"no other one can continue") == 1
         assert cluster.metric("front_cut_streams_total") == len(ERRORS)
+
+    asyncio.run(test())
+
+
+def write_adapters(folder: Path, seed: int) -> str:
+    """Return the path of a configuration with an adapter, whose file is made from ``seed``."""
+    write_adapter(folder / f"{seed}.gguf", BUILTIN, seed=seed)
+    path = folder / f"{seed}.yaml"
+    path.write_text(f"adapters: {{poet: {{path: {folder}/{seed}.gguf, scale: 2}}}}")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "other"),
+    [
+        *(({"model": "poet"}, other) for other in ("the same", "none", "another")),
+        *(({"lora": [{"id": 0, "scale": 2}]}, other) for other in ("the same", "another")),
+    ],
+)
+def test_stream_with_an_adapter_goes_on_where_the_same_one_is(start_server, tmp_path, asked, other):
+    """Elsewhere it ends with an error that says why."""
+    first = write_adapters(tmp_path, 1)
+    second = {"the same": first, "another": write_adapters(tmp_path, 2)}.get(other)
+    body = {"prompt": "ab", "stream": True, "max_tokens": 1000, **LONG, **asked}
+
+    async def test() -> None:
+        dying = start_server(*FAKE, *SLOWLY, "--config", first)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        urls = dying.url, f"http://127.0.0.1:{port}"
+        options = ("--cluster.continue-seconds", "1")
+        front = start_front(start_server, *urls, options=options)
+        whole = dying.client.post("/v1/completions", json=body).content
+        slow_down(dying, 0.1)
+
+        def kill() -> None:
+            """Start the other replica, so that it does not get the request at first."""
+            start_server(*FAKE, *(("--config", second) if second else ()), port=port)
+            end = time.monotonic() + PATIENCE
+            while len(name_healthy(front)) < 2:
+                assert time.monotonic() < end
+            dying.stop(signal.SIGKILL)
+
+        async with opened(front) as client:
+            data = await follow(client, "/v1/completions", body, 1, kill)
+        if other == "the same":
+            assert read(data) == read(whole)
+        else:
+            assert data.count(b"no other one has the same model and adapters") == 1, data[-500:]
 
     asyncio.run(test())
 

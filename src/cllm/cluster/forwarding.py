@@ -50,8 +50,10 @@ REPLACED = CREDENTIALS | {b"host", b"content-length", b"expect"}
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
 LARGE = 100_000  # bytes of a body that takes longer to read than to pass to another thread
 LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
-CANNOT_CONTINUE = (
-    "The replica that computed this answer has ended, and no other one can continue; please retry."
+CANNOT_CONTINUE = "The replica that computed this answer has ended, and {}; please retry."
+NONE_CONTINUES = "no other one can continue"
+OTHERS_DIFFER = (
+    "no other one has the same model and adapters and makes the same prompt of the request"
 )
 CHUNKED = (b"transfer-encoding", b"chunked")
 # Methods and paths of requests that change nothing, so that they can be sent again when their
@@ -370,6 +372,7 @@ class Forwarding:
         clock, seconds = asyncio.get_running_loop().time, front.settings.cluster.continue_seconds
         until = clock() + seconds
         beat = clock()
+        why = NONE_CONTINUES
         try:
             while replay.can_continue:
                 if clock() >= beat:
@@ -390,6 +393,7 @@ class Forwarding:
                 except StreamCut:
                     until = clock() + seconds
                 except CannotContinue:
+                    why = OTHERS_DIFFER
                     replay.note_refusal(replica)
                 except ReplicaLost:  # it may be able to do it later
                     if clock() >= until or not await self._wait(relay):
@@ -400,7 +404,7 @@ class Forwarding:
                 admission.note_ending(replay.ending)
                 await relay.end_with(replay.fault)
             elif not self._is_left:
-                await self._fail(relay, ReplicaLost(CANNOT_CONTINUE))
+                await self._fail(relay, ReplicaLost(CANNOT_CONTINUE.format(why)))
         finally:
             await relay.close()
 

@@ -108,7 +108,8 @@ class Generation:
     usage: Usage = field(default_factory=Usage)
     times: Times = field(default_factory=Times)
     unenforced: tuple[str, ...] = ()
-    model: str = ""  # set by the service
+    model: str = ""  # set by the service, and
+    adapters: str = ""  # the ``contents`` of its AdapterUse
     created: float = field(default_factory=time.time)
     engine_id: str = field(init=False)  # the request id in this server's engines, never used again
 
@@ -286,7 +287,7 @@ class Answer:
             generation.request_id,
             generation.created,
             [request.params.seed for request in requests],
-            digest_inputs(self._engine.info, requests),
+            digest_inputs(self._engine.info, requests, generation.adapters),
             generation.usage.cached_tokens,
             generation.usage.prompt_tokens,
         )
@@ -421,12 +422,14 @@ def grammar_error() -> BadRequest:
 class AdapterUse(NamedTuple):
     """The adapters with which a model computes.
 
-    ``identity`` is a text that differs if the scales or the files differ. ``invocation`` is that of
-    AdapterFile.
+    ``identity`` is a text that differs if the names, the scales or the files differ, and
+    ``contents`` one that is the same on all servers with these files, whatever their names.
+    ``invocation`` is that of AdapterFile.
     """
 
     adapters: Adapters = ()
     identity: str = ""
+    contents: str = ""
     invocation: tuple[int, ...] = ()
 
     @classmethod
@@ -437,10 +440,11 @@ class AdapterUse(NamedTuple):
         """
         adapters = tuple(sorted((name, scale) for name, scale in scales.items() if scale))
         identity = [f"{name}\0{scale!r}\0{files[name].hash}" for name, scale in adapters]
+        contents = sorted(f"{files[name].hash} {scale!r}" for name, scale in adapters)
         invocations = [tokens for name, _ in adapters if (tokens := files[name].invocation)]
         if invocations and len(adapters) > 1:
             raise ValueError("an activated LoRA cannot be combined with other adapters")
-        return cls(adapters, "\0".join(identity), *invocations)
+        return cls(adapters, "\0".join(identity), "\0".join(contents), *invocations)
 
     def find_begin(self, prompt: list[int]) -> int | None:
         """Return the number of tokens of ``prompt`` that are computed without the adapters; None if

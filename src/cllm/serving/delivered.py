@@ -238,13 +238,14 @@ def split_progress(data: bytes) -> Iterator[memoryview]:
         yield view[begin:at]
 
 
-def digest_inputs(model: ModelInfo | None, requests: Sequence[Request]) -> bytes:
-    """Return a digest of all that decides what tokens may follow: the model's fingerprint, and the
-    prompts and adapters of ``requests``.
+def digest_inputs(model: ModelInfo | None, requests: Sequence[Request], adapters: str) -> bytes:
+    """Return a digest of all that decides what tokens may follow: the model's fingerprint, the
+    ``contents`` of the adapters, and the prompts of ``requests``.
     """
     digest = hashlib.sha256((model.fingerprint if model else "").encode())
     for request in requests:
-        uses = repr((len(request.prompt), request.adapters, request.num_base_tokens))
+        used = adapters if request.adapters else ""
+        uses = repr((len(request.prompt), used, request.num_base_tokens))
         digest.update(uses.encode() + array("q", request.prompt).tobytes())
     return digest.digest()
 

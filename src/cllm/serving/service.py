@@ -394,7 +394,8 @@ class Service:
         reader = OutputReader(requests, self.vocabulary.pieces, generation.plan, usage)
         deltas = begun = None
         if delivered is not None:
-            requests = delivered.restore(requests, digest_inputs(self.info, requests))
+            inputs = digest_inputs(self.info, requests, self.adapter_use.contents)
+            requests = delivered.restore(requests, inputs)
             usage.cached_tokens = delivered.origin.num_reused_tokens
             deltas = delivered.read(reader, requests)
             begun = delivered.list_begun(requests, reader.list_unfinished())
@@ -409,7 +410,7 @@ class Service:
                 for request in requests:
                     self.recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
             raise
-        generation.model = self.model_name
+        generation.model, generation.adapters = self.model_name, self.adapter_use.contents
         usage.cached_tokens += stream.num_reused_tokens
         self.metrics.count_request(usage.prompt_tokens, stream.num_shared, stream.num_recalled)
         self.metrics.count_unenforced_keywords(generation.unenforced)
