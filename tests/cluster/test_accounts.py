@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import date
 from types import SimpleNamespace
 
 import httpx2
@@ -207,6 +208,29 @@ def test_batches_are_booked_once(access, accounts):
     accounts.take("replica1", ReportBatch("another epoch", [report]))
     assert accounts.last_taken("replica1") == ("another epoch", 1)
     assert used(accounts) == UsageCounts(4, 20, 0, 8)
+
+
+def test_batches_are_booked_once_by_a_front_that_starts_again(tmp_path):
+    reports = [UsageReport(number, "ann", "", UsageCounts(1, 10, 0, 4)) for number in (1, 2, 3)]
+
+    async def run(*batches):
+        """Return the usage on disk after a front has taken batches of reports."""
+        access = Access(make_settings(tmp_path))
+        accounts = Accounts(access, "front1")
+        await access.ledger.open(tmp_path)
+        before = accounts.last_taken("replica1", is_saved=True)
+        for batch in batches:
+            accounts.take("replica1", ReportBatch("epoch", batch))
+        # a replica must not forget what is only in memory
+        assert accounts.last_taken("replica1", is_saved=True) == before
+        await access.ledger.save()
+        assert accounts.last_taken("replica1", is_saved=True) == ("epoch", len(batches) + 1)
+        [(_, _, counts)] = await access.ledger.list_days(date(2000, 1, 1), date(3000, 1, 1))
+        await access.ledger.close()
+        return counts
+
+    assert asyncio.run(run(reports[:2])) == UsageCounts(2, 20, 0, 8)
+    assert asyncio.run(run(reports[:2], reports)) == UsageCounts(3, 30, 0, 12)
 
 
 def test_parallel_requests_cannot_exceed_a_limit_together(access, accounts):

@@ -197,8 +197,6 @@ class Accounts:
     def __init__(self, access: Access, front: str) -> None:
         self.access = access
         self.front = front
-        # the epoch of each replica, and the number of the last report that was taken
-        self._taken: dict[str, tuple[str, int]] = {}
         self._expected: dict[str, tuple[Admission, str, float]] = {}  # by the request's id
         self._batch_accounts: dict[str, list[str]] = {}  # with unfinished batches, by replica
         self.on_expected: Callable[[str], None] = lambda _: None  # called with a replica's name
@@ -217,9 +215,11 @@ class Accounts:
         """The names of replicas that have to report usage."""
         return {replica for _, replica, _ in self._expected.values()}
 
-    def last_taken(self, replica: str) -> tuple[str, int]:
-        """Return the epoch and the number of the last report that was taken from a replica."""
-        return self._taken.get(replica, ("", 0))
+    def last_taken(self, replica: str, *, is_saved: bool = False) -> tuple[str, int]:
+        """Return the epoch and the number of the last report that was taken from a replica or, if
+        ``is_saved``, of the last one that is not lost if the front is killed.
+        """
+        return self.access.ledger.last_taken(self.front, replica, is_saved=is_saved)
 
     def take(self, replica: str, taken: ReportBatch) -> None:
         """Book what a replica reports."""
@@ -237,7 +237,7 @@ class Accounts:
             elif (expected := self._expected.pop(report.request, None)) is not None:
                 expected[0].note_usage(report.used)
                 expected[0].close()
-        self._taken[replica] = taken.epoch, last
+        self.access.ledger.note_taken(self.front, replica, taken.epoch, last)
         self._batch_accounts[replica] = taken.batch_accounts
 
     def list_paused(self, replica: str) -> list[str]:

@@ -81,7 +81,7 @@ class ReportPuller:
         if replica.lease is None:
             return
         accounts, name = self._accounts, replica.name
-        epoch, after = accounts.last_taken(name)
+        epoch, after = accounts.last_taken(name, is_saved=True)
         fields = [("front", accounts.front), ("epoch", epoch), ("after", after)]
         query = urlencode([*fields, *(("paused", one) for one in accounts.list_paused(name))])
         answer = await ask(replica, accounts.access.cluster_key, "GET", f"{USAGE_PATH}?{query}")

@@ -39,6 +39,10 @@ CREATE TABLE IF NOT EXISTS latest (
 CREATE TABLE IF NOT EXISTS clocks (
     boot_id TEXT NOT NULL, seconds REAL NOT NULL, unix_time REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS reports (
+    front TEXT NOT NULL, replica TEXT NOT NULL, epoch TEXT NOT NULL, number INTEGER NOT NULL,
+    PRIMARY KEY (front, replica)
+);
 """
 # The folder's lock excludes other processes. Without shared memory, SQLite needs no third file.
 ALONE = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")

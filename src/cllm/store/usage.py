@@ -63,6 +63,10 @@ class UsageLedger:
         self._opening = asyncio.Lock()
         self.is_valid: Callable[[str], bool] = lambda _: True  # whether an account has a key
         self.num_failed_writes = 0
+        # by the names of a front and a replica: the epoch of the replica, and the number of its
+        # last report that is booked; and the same as on disk
+        self._taken: dict[tuple[str, str], tuple[str, int]] = {}
+        self._saved: dict[tuple[str, str], tuple[str, int]] = {}
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -184,6 +188,17 @@ class UsageLedger:
         entry.count_used(used, self.seconds())
         entry.book(used, self.now())
 
+    def note_taken(self, front: str, replica: str, epoch: str, number: int) -> None:
+        """Note the last report of a replica that ``front`` has booked."""
+        self._taken[front, replica] = epoch, number
+
+    def last_taken(self, front: str, replica: str, *, is_saved: bool = False) -> tuple[str, int]:
+        """Return the epoch and the number of the last report that is booked or, if ``is_saved``,
+        of the last one that is not lost if this process is killed.
+        """
+        known = self._saved if is_saved and self._database is not None else self._taken
+        return known.get((front, replica), ("", 0))
+
     # --- on disk ---------------------------------------------------------------------------------
 
     async def open(self, folder: Path) -> None:
@@ -195,7 +210,9 @@ class UsageLedger:
                 return
             saved: list[Any] = []
             await self._run(lambda: saved.extend(self._read(folder.expanduser())))
-            self._database, month, latest = saved
+            self._database, month, latest, taken = saved
+        self._saved = {(front, replica): (epoch, last) for front, replica, epoch, last in taken}
+        self._taken = self._saved | self._taken
         now = self.now()
         for name, day, *counts in month:
             entry = self._entry(name)
@@ -214,9 +231,9 @@ class UsageLedger:
         """Whether usage is written to disk."""
         return self._database is not None
 
-    def _read(self, folder: Path) -> tuple[Database, list[Any], list[Any]]:
-        """Open the database. Return it, and the usage of each account in its last month and in the
-        last minute.
+    def _read(self, folder: Path) -> tuple[Database, list[Any], list[Any], list[Any]]:
+        """Open the database. Return it, the usage of each account in its last month and in the
+        last minute, and the last reports that are booked.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
@@ -226,7 +243,8 @@ class UsageLedger:
             "(SELECT substr(MAX(day), 1, 7) FROM usage WHERE account = one.account) "
             "GROUP BY account"
         )
-        return database, month, self._read_latest(database)
+        taken = database.rows("SELECT * FROM reports")
+        return database, month, self._read_latest(database), taken
 
     def _read_latest(self, database: Database) -> list[Any]:
         """Return the buckets of the last minute, in seconds of this monotonic clock."""
@@ -267,7 +285,8 @@ class UsageLedger:
 
     def is_dirty(self) -> bool:
         """Return whether there is something to write, or requests run."""
-        return any(entry.changed or entry.charges for entry in self._entries.values())
+        is_changed = any(entry.changed or entry.charges for entry in self._entries.values())
+        return is_changed or self._taken != self._saved
 
     def is_saving(self) -> bool:
         return self._saving.locked()
@@ -297,10 +316,14 @@ class UsageLedger:
             taken = [(entry, entry.unsaved, entry.changed) for entry in changed]
             for entry in changed:
                 entry.unsaved, entry.changed = {}, {}
-            if not taken:
+            booked = {**self._taken}
+            reports = [
+                (*key, *last) for key, last in booked.items() if self._saved.get(key) != last
+            ]
+            if not taken and not reports:
                 return
             try:
-                await self._run(self._write, self._database, usage, latest)
+                await self._run(self._write, self._database, usage, latest, reports)
             except OSError as error:
                 if not self.num_failed_writes:
                     log.error("the usage of accounts cannot be written: %s", error)
@@ -309,12 +332,15 @@ class UsageLedger:
                     for day, used in unsaved.items():
                         entry.unsaved.setdefault(day, UsageCounts()).add(used)
                     entry.changed = seconds | entry.changed
+            else:
+                self._saved = booked
 
     def _write(
         self,
         database: Database,
         usage: Iterable[tuple[str | int, ...]],
         latest: Iterable[tuple[str | int, ...]],
+        reports: Iterable[tuple[str | int, ...]] = (),
     ) -> None:
         with database.transaction() as connection:
             connection.executemany(
@@ -326,6 +352,7 @@ class UsageLedger:
                 usage,
             )
             connection.executemany("INSERT OR REPLACE INTO latest VALUES (?, ?, ?, ?)", latest)
+            connection.executemany("INSERT OR REPLACE INTO reports VALUES (?, ?, ?, ?)", reports)
             connection.execute(
                 "DELETE FROM latest WHERE second < ?", (int(self.seconds()) - 10 * WINDOW,)
             )
