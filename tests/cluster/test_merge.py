@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from cllm.cluster.merge import merge_health, merge_metrics, merge_named
-from cllm.observe.metrics import render
+from cllm.observe.exposition import render
 
 
 def make_page(count):

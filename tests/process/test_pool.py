@@ -23,7 +23,8 @@ from cllm.core.segments import Segment
 from cllm.engine.commands import InjectedFault
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, FatalRequest, StartupError
-from cllm.observe.metrics import Metrics, render
+from cllm.observe.exposition import render
+from cllm.observe.metrics import Metrics
 from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
 from cllm.process.launch import make_specs
 from cllm.process.messages import Loading

@@ -20,6 +20,7 @@ from cllm.core.request import EmbeddingRequest, Priority
 from cllm.core.segments import Segment, tokenize_segments
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError
+from cllm.observe.request_record import RequestRecord
 from cllm.process.backlog import QueueLimits
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
 from cllm.serving.answer import NO_ADAPTERS, RequestTimeout, SchedulingOptions
@@ -106,8 +107,8 @@ class Metrics:
     def count_embedding_request(self, num_texts: int, num_tokens: int) -> None:
         self.begun.append((num_texts, num_tokens))
 
-    def count_outcome(self, outcome: str, seconds: float) -> None:
-        self.outcomes.append(outcome)
+    def observe_request(self, record: RequestRecord) -> None:
+        self.outcomes.append(record.outcome)
 
 
 class FakeService:

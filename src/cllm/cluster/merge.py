@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from cllm.observe.metrics import render
+from cllm.observe.exposition import render
 
 LABEL = "replica"
 # Usage is the front's: it counts every request once, also one that was tried on two replicas.

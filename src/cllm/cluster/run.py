@@ -85,8 +85,11 @@ def run_front(
 
     async def serve(signals: list[int]) -> bool:
         front = Front(settings, access)
+        request_log = RequestLog(settings.log)
+        request_log.listeners.append(front.metrics.server.count_response)
+        front.metrics.server.limit_accounts(settings.metrics.max_accounts)
         server = FrontServer(
-            make_config(FrontApp(front), access, settings, RequestLog(settings.log)),
+            make_config(FrontApp(front), access, settings, request_log),
             front,
             access,
             settings,
@@ -95,6 +98,7 @@ def run_front(
 
         def report() -> None:
             server.has_served = True
+            log.info("the front is ready")
             on_ready(front)
 
         server.on_started = report

@@ -539,6 +539,23 @@ class LogSettings(Section):
     )
 
 
+class MetricsSettings(Section):
+    """The metrics at /metrics, see [monitoring](howto/monitoring.md)."""
+
+    vllm_names: bool = Field(
+        default=False,
+        description="Give the metrics that vLLM has too also under its names, so with vllm: in "
+        "place of cllm:, for dashboards made for vLLM.",
+    )
+    max_accounts: int = Field(
+        default=100,
+        ge=0,
+        le=10_000,
+        description="Accounts whose usage has their names; that of further ones is added up as "
+        "other.",
+    )
+
+
 class Settings(Section):
     """All settings; ``Settings()`` is all defaults."""
 
@@ -554,6 +571,7 @@ class Settings(Section):
     backend: Backend = Backend()
     sampling: Sampling = Sampling()
     log: LogSettings = LogSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
 
 OPTIONS = {option.key: option for option in list_options(Settings)}

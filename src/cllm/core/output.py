@@ -99,6 +99,11 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     A step with the present sequences takes ``step_seconds``. While all seq_ids are taken, one
     becomes free every ``slot_seconds`` or so, 0 if unknown. The engine process has spent
     ``decode_cpu_seconds`` of CPU time inside llama_decode.
+
+    ``num_rows`` counts decoding rows. Of the ``num_cache_queries`` prompt tokens of admitted
+    sequences, the cache had those of the three hits: in cells, in RAM and on disk. The times of the
+    stages of all steps are wall time. Running sequences do without ``num_cells_shared`` cells,
+    because they share others.
     """
 
     num_running: int = 0
@@ -123,6 +128,19 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     slot_seconds: float = 0.0
     decode_cpu_seconds: float = 0.0
     num_disk_failures: int = 0
+    num_rows: int = 0
+    num_cache_queries: int = 0
+    num_cell_hits: int = 0
+    num_ram_hits: int = 0
+    num_disk_hits: int = 0
+    schedule_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    update_seconds: float = 0.0
+    side_job_seconds: float = 0.0
+    num_cells_shared: int = 0
+    num_ram_tokens: int = 0
+    num_disk_tokens: int = 0
 
     def add_totals(self, earlier: Stats) -> Stats:
         """Return these stats with the TOTALS of ``earlier`` added."""
@@ -159,6 +177,14 @@ def combine_stats(all_stats: list[Stats]) -> Stats:
     )
 
 
+# the stages of a step, by the fields with their times
+STAGES = (
+    "schedule_seconds",
+    "forward_seconds",
+    "sample_seconds",
+    "update_seconds",
+    "side_job_seconds",
+)
 # Fields that only grow while an engine runs.
 TOTALS = (
     "num_steps",
@@ -169,4 +195,10 @@ TOTALS = (
     "num_embedding_tokens",
     "decode_cpu_seconds",
     "num_disk_failures",
+    "num_rows",
+    "num_cache_queries",
+    "num_cell_hits",
+    "num_ram_hits",
+    "num_disk_hits",
+    *STAGES,
 )

@@ -11,7 +11,7 @@ import msgspec
 
 from cllm.backends.base import Backend
 from cllm.core.batch import Batch
-from cllm.core.output import NO_TOKEN, FinishReason, Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, STAGES, FinishReason, Stats, TokenOutput
 from cllm.core.request import SequenceProgress
 from cllm.core.sequence import Sequence
 from cllm.engine.commands import (
@@ -105,6 +105,7 @@ class Engine:
         self._cores: SharedCores | None = None
         self._num_busy = 1  # engines that share the cores now
         self._step_seconds = 0.0  # of the last step
+        self._stages = dict.fromkeys(STAGES, 0.0)  # seconds of all steps
         self._faults = Faults()
         self._weights = {} if weights is None else weights
 
@@ -171,10 +172,11 @@ class Engine:
         return any(more)
 
     def stats(self) -> Stats:
-        stats = collect_stats(self.scheduler)
-        if self.embeddings.num_tokens:
-            stats = msgspec.structs.replace(stats, num_embedding_tokens=self.embeddings.num_tokens)
-        return stats
+        return msgspec.structs.replace(
+            collect_stats(self.scheduler),
+            num_embedding_tokens=self.embeddings.num_tokens,
+            **self._stages,
+        )
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -254,9 +256,13 @@ class Engine:
         outputs: list[TokenOutput] = []
         for job in self.side_jobs:
             outputs += self._attempt(job.before, begun)
-        outputs += self._attempt(self._generate, self.clock())
-        for job in self.side_jobs:
-            outputs += self._attempt(job.after, self.clock())
+        generating = self.clock()
+        outputs += self._attempt(self._generate, generating)
+        if self.side_jobs:
+            generated = self.clock()
+            for job in self.side_jobs:
+                outputs += self._attempt(job.after, self.clock())
+            self._stages["side_job_seconds"] += generating - begun + self.clock() - generated
         if self._check:
             self.scheduler.sequences.check()
         if self._record is not None:
@@ -281,10 +287,19 @@ class Engine:
             names = [row.seq.request.request_id for row in batch.rows]
             self._record.begin(names, self.scheduler.pacing.estimate_seconds(batch.rows))
         self._faults.cause_due(batch)
+        scheduled = self.clock()
         logits = self.backend.forward(batch)
+        computed = self.clock()
         tokens = self.sampler.sample(batch, logits)
         self._batch = None
-        return self.scheduler.update(batch, tokens, self.clock(), self.sampler.logprobs)
+        sampled = self.clock()
+        outputs = self.scheduler.update(batch, tokens, sampled, self.sampler.logprobs)
+        stages = self._stages
+        stages["schedule_seconds"] += scheduled - now
+        stages["forward_seconds"] += computed - scheduled
+        stages["sample_seconds"] += sampled - computed
+        stages["update_seconds"] += self.clock() - sampled
+        return outputs
 
     def _attempt(self, part: Callable[..., T], *args: float) -> T | list[TokenOutput]:
         """Return the result of a part of the step. If it raises an exception, end the sequences

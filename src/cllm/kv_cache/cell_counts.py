@@ -50,13 +50,14 @@ class CellCounts:
     """Counts the cells in use, each once, however many chains share it.
 
     ``num_held`` counts the cells of leased chains. The other cells in use are idle, because no
-    running sequence uses them.
+    running sequence uses them. ``num_leased`` counts a cell once for each leased chain.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.num_used = 0
         self.num_held = 0
+        self.num_leased = 0
 
     @property
     def num_free(self) -> int:
@@ -75,6 +76,7 @@ class CellCounts:
         chain.length += count
         self.num_used += count
         self.num_held += count
+        self.num_leased += count
 
     def fork(self, source: Chain, count: int) -> Chain:
         """Return a leased chain that shares the first ``count`` cells of ``source``.
@@ -106,11 +108,13 @@ class CellCounts:
 
     def lease(self, chain: Chain) -> None:
         chain.leased = True
+        self.num_leased += chain.length
         for extent in chain.extents():
             self._lease(extent, 1)
 
     def unlease(self, chain: Chain) -> None:
         chain.leased = False
+        self.num_leased -= chain.length
         for extent in chain.extents():
             self._lease(extent, -1)
 
@@ -130,6 +134,7 @@ class CellCounts:
             chain.leaf = extent.parent
             chain.length -= surplus
             if chain.leased:
+                self.num_leased -= surplus
                 self._lease(extent, -1)
             extent.refs -= 1
             if extent.refs == 0:

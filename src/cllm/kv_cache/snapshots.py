@@ -100,6 +100,12 @@ class Snapshots:
     def compute_size(self, num_tokens: int) -> int:
         return self._bytes_per_snapshot + num_tokens * self._bytes_per_token
 
+    def count_tokens(self, num_bytes: int, num_snapshots: int) -> int:
+        """Return the number of tokens of snapshots with ``num_bytes`` together."""
+        if not self._bytes_per_token:
+            return 0
+        return (num_bytes - num_snapshots * self._bytes_per_snapshot) // self._bytes_per_token
+
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a prefix is long enough to be saved, and fits into RAM."""
         return (

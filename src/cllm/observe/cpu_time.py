@@ -1,4 +1,4 @@
-"""CPU time of processes."""
+"""CPU time and memory of processes."""
 
 from __future__ import annotations
 
@@ -56,6 +56,14 @@ def read_cpu_seconds(pid: int) -> float:
     """
     fields = _read_stat(pid)
     return _seconds(fields[11:13])
+
+
+def read_resident_bytes(pid: int) -> int:
+    """Return the memory that a process has in RAM; 0 if there is no /proc or no such process."""
+    with contextlib.suppress(OSError, IndexError):
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def read_tree_cpu_seconds(pid: int) -> float:

@@ -4,25 +4,32 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import platform
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     Metric,
+    ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from cllm.core.output import Stats
+from cllm import __version__
+from cllm.core.output import STAGES, Stats
+from cllm.observe.exposition import Histogram, TextFamily, Value, Values, write_labels
+from cllm.observe.request_record import RequestRecord
+from cllm.observe.step_histograms import (
+    PREFILL_BOUNDS,
+    ROW_BOUNDS,
+    STAGE_BOUNDS,
+    TOKEN_BOUNDS,
+    StepHistograms,
+)
 
 # CPUs take minutes where GPUs take milliseconds, so the buckets reach further than usual.
 TTFT_BUCKETS = (
@@ -48,6 +55,10 @@ TTFT_BUCKETS = (
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 GRAMMAR_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2)
+WAIT_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+LENGTH_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000),
+)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 
 GAUGES = {
@@ -61,6 +72,12 @@ GAUGES = {
         "kv_cells_idle",
         "KV cells with prefixes of finished sequences, which can be evicted",
     ),
+    "num_cells_shared": (
+        "kv_cells_shared",
+        "KV cells that running sequences save, because they share those of a common prefix",
+    ),
+    "num_ram_tokens": ("ram_cache_tokens", "tokens of the prefixes in RAM"),
+    "num_disk_tokens": ("disk_cache_tokens", "tokens of the prefixes on disk"),
     "num_ram_bytes": ("ram_cache_bytes", "size of the prefixes in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "size of the prefixes on disk"),
     "num_waiting_tokens": (
@@ -87,6 +104,11 @@ COUNTERS = {
         "disk_cache_failures",
         "prefixes that could not be written to the folder kv.disk_cache or read from it",
     ),
+    "num_rows": ("decode_rows", "rows of sequences that decode, one for each in each step"),
+    "num_cache_queries": (
+        "prefix_cache_queries",
+        "prompt tokens of sequences that started to run, which the prefix cache was asked for",
+    ),
     "decode_cpu_seconds": (
         "decode_cpu_seconds",
         "CPU time of the engine process inside llama_decode, of all threads",
@@ -94,29 +116,104 @@ COUNTERS = {
 }
 
 
-class TokenHistogram(Collector):
-    """A histogram that is updated with every token.
+Kind = Literal["counter", "gauge"]
+VALUES: dict[str, tuple[Kind, str]] = {
+    "num_preemptions": ("counter", "the same as cllm:parked_total"),
+    "engine_ready": ("gauge", "1 if the engine accepts requests"),
+    "engine_restarts": ("counter", "times the engine died and was restarted"),
+    "kv_cache_usage_perc": ("gauge", "share of the KV cells that running sequences use, 0 to 1"),
+    "model_memory_bytes": (
+        "gauge",
+        "memory that the model's engines take, or took when they were loaded last",
+    ),
+    "model_loads": ("counter", "times the model was loaded, restarts not included"),
+    "requests": ("counter", "accepted requests"),
+    "grammar_cache_hits": ("counter", "grammars and schemas found in the cache of checks"),
+    "prompt_tokens": ("counter", "prompt tokens of accepted requests"),
+    "prompts_shared": ("counter", "prompts that shared the computation of an identical request"),
+    "result_cache_hits": ("counter", "prompts answered from the result cache"),
+    "embeddings": ("counter", "texts to embed"),
+    "embedding_tokens": ("counter", "tokens of the texts to embed"),
+    "generation_tokens": ("counter", "generated tokens"),
+}
 
-    It has no locks and takes a tenth of the library's time.
-    """
+HISTOGRAMS = {
+    "grammar_check_seconds": ("checks of grammars and schemas", GRAMMAR_BUCKETS),
+    "time_to_first_token_seconds": ("from submission to the first token", TTFT_BUCKETS),
+    "inter_token_latency_seconds": ("between the tokens of a request", ITL_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "mean time of the tokens of a request after its first one",
+        ITL_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": ("from submission to the end", E2E_BUCKETS),
+    "request_queue_time_seconds": ("time that a request waited in its engine", WAIT_BUCKETS),
+    "request_prefill_time_seconds": (
+        "from the start of a request's prompt to its first token",
+        WAIT_BUCKETS,
+    ),
+    "request_decode_time_seconds": (
+        "from the first token of a request to its last one",
+        WAIT_BUCKETS,
+    ),
+    "request_prompt_tokens": ("prompt tokens of a request", LENGTH_BUCKETS),
+    "request_generation_tokens": ("generated tokens of a request", LENGTH_BUCKETS),
+    "step_decode_rows": ("sequences that decode in a step", ROW_BOUNDS),
+    "step_prefill_tokens": ("prompt tokens that a step computes", PREFILL_BOUNDS),
+    "iteration_tokens_total": ("tokens that a step computes", TOKEN_BOUNDS),
+}
 
-    def __init__(self, name: str, text: str, model_name: str, buckets: tuple[float, ...]) -> None:
-        self._family = name, text
-        self._model_name = model_name
-        self._buckets = buckets
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+# Counters with a label besides the model's name.
+LABELLED = {
+    "unenforced_keywords": (
+        "schema keywords that could not be enforced and were dropped",
+        "keyword",
+    ),
+    "request_outcome": (
+        "how requests ended: finished, abort (the client disconnected), error, timeout",
+        "outcome",
+    ),
+    "queue_reservations": (
+        "places reserved for rejected clients: issued, honoured (they were admitted), expired",
+        "event",
+    ),
+    "skipped_parts": (
+        "tools, items and blocks that cannot be served and were left out, by type",
+        "type",
+    ),
+    "request_success": ("finished choices, by reason", "finished_reason"),
+    "adapter_requests": ("requests that have ended, by their LoRA adapters", "adapter"),
+}
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
+# by the field with the number, the place that the tokens were in
+HITS = {"num_cell_hits": "cells", "num_ram_hits": "ram", "num_disk_hits": "disk"}
 
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(*self._family, labels=["model_name"])
-        bounds = [*(str(float(bucket)) for bucket in self._buckets), "+Inf"]
-        cumulated = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric([self._model_name], cumulated, self._sum)
-        yield family
+# The metrics that vLLM has too, with the same meaning.
+VLLM_NAMES = tuple(
+    f"cllm:{name}"
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "iteration_tokens_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+    )
+)
 
 
 class AccountCounts(Protocol):
@@ -131,64 +228,115 @@ class AccountCounts(Protocol):
 NO_USAGE: Mapping[str, AccountCounts] = {}
 
 
+OTHER = "other"
+
+
 class AccountUsageCollector(Collector):
-    """The usage of each account in ``usage``."""
+    """The usage of the accounts in ``usage``, of at most ``max_accounts`` under their names.
+
+    While there is room, those that have used the most tokens get a name, and keep it. The others
+    are counted together, so no counter ever decreases.
+    """
 
     def __init__(self) -> None:
         self.usage = NO_USAGE
+        self.max_accounts = 100
+        self._named: dict[str, str] = {}  # account -> its labels, as on the page
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "cllm:account_requests", "requests of each account with API keys", labels=["account"]
-        )
-        tokens = CounterMetricFamily(
-            "cllm:account_tokens",
-            "tokens of each account with API keys, by kind: prompt (cached ones included), cached, "
-            "completion",
-            labels=["account", "kind"],
-        )
-        for name, used in self.usage.items():
-            requests.add_metric([name], used.requests)
-            for kind in ("prompt", "cached", "completion"):
-                tokens.add_metric([name, kind], getattr(used, f"{kind}_tokens"))
-        yield requests
-        yield tokens
+        usage = self.usage
+        self._name_more(usage)
+        counts = {label: usage[name] for name, label in self._named.items() if name in usage}
+        others = [used for name, used in usage.items() if name not in self._named]
+        requests = [
+            f"cllm:account_requests_total{{{label}}} {float(used.requests)!r}"
+            for label, used in counts.items()
+        ]
+        tokens = [
+            f'cllm:account_tokens_total{{{label},kind="{kind}"}} {float(count)!r}'
+            for label, used in counts.items()
+            for kind, count in list_tokens([used])
+        ]
+        if others:
+            label = f'account="{OTHER}"'
+            count = float(sum(used.requests for used in others))
+            requests.append(f"cllm:account_requests_total{{{label}}} {count!r}")
+            tokens += [
+                f'cllm:account_tokens_total{{{label},kind="{kind}"}} {float(count)!r}'
+                for kind, count in list_tokens(others)
+            ]
+        about = "of each account with API keys; those beyond metrics.max_accounts are other"
+        yield TextFamily("cllm:account_requests", f"requests {about}", "counter", requests)
+        text = f"tokens {about}; by kind: prompt (cached ones included), cached, completion"
+        yield TextFamily("cllm:account_tokens", text, "counter", tokens)
+
+    def _name_more(self, usage: Mapping[str, AccountCounts]) -> None:
+        room = self.max_accounts - len(self._named)
+        new = [name for name in usage if name not in self._named] if room > 0 else []
+        if len(new) > room:
+            new.sort(key=lambda name: usage[name].prompt_tokens + usage[name].completion_tokens)
+            new = new[-room:]
+        for name in new:
+            self._named[name] = write_labels({"account": name})[1:-1]
+
+
+def list_tokens(counts: Sequence[AccountCounts]) -> Iterator[tuple[str, int]]:
+    """Yield the kinds of tokens with their numbers over all ``counts``."""
+    for kind in ("prompt", "cached", "completion"):
+        yield kind, sum(getattr(used, f"{kind}_tokens") for used in counts)
+
+
+class EngineState(NamedTuple):
+    """One engine of a model: its statistics, its steps, and what its process has used of CPU time
+    (seconds) and uses of memory (bytes).
+    """
+
+    is_ready: bool
+    num_restarts: int
+    stats: Stats
+    steps: StepHistograms
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0
 
 
 class EngineCollector(Collector):
-    """The figures of each of several engines that share a model's requests: whether it is ready,
-    its restarts, and its statistics.
+    """The figures of each engine of a model. Those that the metrics of the model have too are left
+    out if there is only one engine.
     """
 
     def __init__(self, model_name: str) -> None:
-        self.engines: Sequence[tuple[bool, int, Stats]] = ()
+        self.engines: Sequence[EngineState] = ()
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        if len(self.engines) < 2:  # the other metrics have the same figures
-            return
-        labels = ("model_name", "engine")
-        ready = GaugeMetricFamily(
-            "cllm:pool_engine_ready", "1 if the engine is ready", labels=labels
-        )
-        restarts = CounterMetricFamily(
-            "cllm:pool_engine_restarts", "times the engine was restarted", labels=labels
-        )
-        requests = GaugeMetricFamily(
-            "cllm:pool_engine_sequences", "sequences of the engine", labels=(*labels, "state")
-        )
-        cells = GaugeMetricFamily(
-            "cllm:pool_engine_kv_cells", "KV cells of the engine", labels=(*labels, "state")
-        )
-        for number, (is_ready, num_restarts, stats) in enumerate(self.engines):
-            own = [self._model_name, str(number)]
-            ready.add_metric(own, is_ready)
-            restarts.add_metric(own, num_restarts)
-            requests.add_metric([*own, "running"], stats.num_running)
-            requests.add_metric([*own, "waiting"], stats.num_waiting)
-            cells.add_metric([*own, "held"], stats.num_cells_held)
-            cells.add_metric([*own, "idle"], stats.num_cells_idle)
-        yield from (ready, restarts, requests, cells)
+        families: dict[tuple[str, str, str], list[str]] = {}
+        common: dict[str, str] = {}
+
+        def add(kind: str, name: str, text: str, value: float, **labels: str) -> None:
+            suffix = "_total" if kind == "counter" else ""
+            line = f"cllm:{name}{suffix}{write_labels(common | labels)} {float(value)!r}"
+            families.setdefault((f"cllm:{name}", text, kind), []).append(line)
+
+        for number, engine in enumerate(self.engines):
+            stats = engine.stats
+            common = {"model_name": self._model_name, "engine": str(number)}
+            text = "CPU time of the engine process, of all threads"
+            add("counter", "engine_cpu_seconds", text, engine.cpu_seconds)
+            text = "memory that the engine process has in RAM"
+            add("gauge", "engine_resident_memory_bytes", text, engine.memory_bytes)
+            if len(self.engines) < 2:
+                continue
+            add("gauge", "pool_engine_ready", "1 if the engine is ready", engine.is_ready)
+            text = "times the engine was restarted"
+            add("counter", "pool_engine_restarts", text, engine.num_restarts)
+            for state, count in (("running", stats.num_running), ("waiting", stats.num_waiting)):
+                text = "sequences of the engine"
+                add("gauge", "pool_engine_sequences", text, count, state=state)
+            for state, count in (("held", stats.num_cells_held), ("idle", stats.num_cells_idle)):
+                text = "KV cells of the engine"
+                add("gauge", "pool_engine_kv_cells", text, count, state=state)
+        for (name, text, kind), lines in families.items():
+            yield TextFamily(name, text, kind, lines)
 
 
 class Metrics:
@@ -196,120 +344,86 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard reads
-        self._registry = CollectorRegistry()
-        registry, labels = self._registry, ("model_name",)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"cllm:{name}", text, labels, registry=registry).labels(model_name)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"cllm:{name}", text, labels, registry=registry).labels(model_name)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(
-                f"cllm:{name}_seconds", text, labels, registry=registry, buckets=buckets
-            )
-            return family.labels(model_name)
-
-        self._stats = {field: gauge(name, text) for field, (name, text) in GAUGES.items()}
-        self._totals = {field: counter(name, text) for field, (name, text) in COUNTERS.items()}
-        self._counted = Stats()  # the totals that ``_totals`` has counted
-        self._ready = gauge("engine_ready", "1 if the engine accepts requests")
-        self._restarts = counter("engine_restarts", "times the engine died and was restarted")
-        self._num_restarts = 0  # the number that ``_restarts`` has counted
+        self._registry = registry = CollectorRegistry()
+        self._model_name = model_name
+        labels = {"model_name": model_name}
+        values = Values(labels)
+        registry.register(values)
+        self._stats = {
+            field: values.add("gauge", f"cllm:{name}", text)
+            for field, (name, text) in GAUGES.items()
+        }
+        self._totals = {
+            field: values.add("counter", f"cllm:{name}", text)
+            for field, (name, text) in COUNTERS.items()
+        }
+        self._values = {
+            name: values.add(kind, f"cllm:{name}", text) for name, (kind, text) in VALUES.items()
+        }
+        self._hits: dict[str, Value] = {}
+        for field, tier in HITS.items():
+            hits = Values(labels | {"tier": tier})
+            registry.register(hits)
+            text = "prompt tokens that the prefix cache had, by where they were: cells, ram, disk"
+            self._hits[field] = hits.add("counter", "cllm:prefix_cache_hits", text)
         self._engines = EngineCollector(model_name)
         registry.register(self._engines)
-        self._usage = gauge(
-            "kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1"
-        )
-        self._requests = counter("requests", "accepted requests")
-        self._grammars = histogram(
-            "grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS
-        )
-        self._known_grammars = counter(
-            "grammar_cache_hits", "grammars and schemas found in the cache of checks"
-        )
-        self._unenforced = Counter(
-            "cllm:unenforced_keywords",
-            "schema keywords that could not be enforced and were dropped",
-            ("model_name", "keyword"),
-            registry=self._registry,
-        )
-        self._prompt_tokens = counter("prompt_tokens", "prompt tokens of accepted requests")
-        self._shared = counter(
-            "prompts_shared", "prompts that shared the computation of an identical request"
-        )
-        self._recalled = counter("result_cache_hits", "prompts answered from the result cache")
-        self._embedded = counter("embeddings", "texts to embed")
-        self._embedded_tokens = counter("embedding_tokens", "tokens of the texts to embed")
-        self._generation_tokens = counter("generation_tokens", "generated tokens")
-        self._num_generated = 0  # not yet counted in ``_generation_tokens``
-        self._ttft = histogram(
-            "time_to_first_token", "from submission to the first token", TTFT_BUCKETS
-        )
-        self._itl = TokenHistogram(
-            "cllm:inter_token_latency_seconds",
-            "between the tokens of a request",
-            model_name,
-            ITL_BUCKETS,
-        )
-        registry.register(self._itl)
-        self._e2e = histogram("e2e_request_latency", "from submission to the end", E2E_BUCKETS)
-        self._outcome = Counter(
-            "cllm:request_outcome",
-            "how requests ended: finished, abort (the client disconnected), error, timeout",
-            ("model_name", "outcome"),
-            registry=self._registry,
-        )
+        self._histograms = {
+            name: Histogram(f"cllm:{name}", text, bounds, labels)
+            for name, (text, bounds) in HISTOGRAMS.items()
+        }
+        self._stages = {
+            stage: Histogram(
+                "cllm:step_time_seconds",
+                "time of a step by stage: schedule, forward (the model computes), sample, update, "
+                "side_job (grammars, embeddings, disk)",
+                STAGE_BOUNDS,
+                labels | {"stage": stage.removesuffix("_seconds")},
+            )
+            for stage in STAGES
+        }
+        for histogram in (*self._histograms.values(), *self._stages.values()):
+            registry.register(histogram)
+        self._labelled = {
+            name: Counter(f"cllm:{name}", text, ("model_name", label), registry=registry)
+            for name, (text, label) in LABELLED.items()
+        }
         self._refused = make_rejection_counter(registry)
-        self._reservations = Counter(
-            "cllm:queue_reservations",
-            "places reserved for rejected clients: issued, honoured (the client returned and was "
-            "admitted), expired",
-            ("model_name", "event"),
-            registry=self._registry,
-        )
-        self._num_reservations = Counts[str]()  # what ``_reservations`` has counted
-        self._skipped = Counter(
-            "cllm:skipped_parts",
-            "tools, items and blocks that cannot be served and were left out, by type",
-            ("model_name", "type"),
-            registry=self._registry,
-        )
-        self._finish = Counter(
-            "cllm:request_success",
-            "finished choices, by reason",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
-        )
-        self._loads = counter("model_loads", "times the model was loaded, restarts not included")
-        self._num_loads = 0
-        self._model_name = model_name
+        self._num_reservations = Counts[str]()  # what the counter of reservations has counted
+
+    def _count(self, name: str, label: str, count: float = 1.0) -> None:
+        """Add to the counter of LABELLED with this name and label."""
+        self._labelled[name].labels(self._model_name, label).inc(count)
+
+    @property
+    def num_generated(self) -> float:
+        """The number of tokens generated so far."""
+        return self._values["generation_tokens"].value
 
     def count_request(self, num_prompt_tokens: int, num_shared: int, num_recalled: int) -> None:
-        self._requests.inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._shared.inc(num_shared)
-        self._recalled.inc(num_recalled)
+        self._values["requests"].inc()
+        self._values["prompt_tokens"].inc(num_prompt_tokens)
+        self._values["prompts_shared"].inc(num_shared)
+        self._values["result_cache_hits"].inc(num_recalled)
 
     def count_embedding_request(self, num_texts: int, num_tokens: int) -> None:
-        self._requests.inc()
-        self._embedded.inc(num_texts)
-        self._embedded_tokens.inc(num_tokens)
+        self._values["requests"].inc()
+        self._values["embeddings"].inc(num_texts)
+        self._values["embedding_tokens"].inc(num_tokens)
 
     def count_skipped_part(self, kind: str) -> None:
-        self._skipped.labels(self._model_name, kind).inc()
+        self._count("skipped_parts", kind)
 
     def observe_grammar_check(self, seconds: float | None) -> None:
         """Count a grammar that was checked in ``seconds``; None means that it was known before."""
         if seconds is None:
-            self._known_grammars.inc()
+            self._values["grammar_cache_hits"].inc()
         else:
-            self._grammars.observe(seconds)
+            self._histograms["grammar_check_seconds"].observe(seconds)
 
     def count_unenforced_keywords(self, keywords: Iterable[str]) -> None:
         for keyword in keywords:
-            self._unenforced.labels(self._model_name, keyword).inc()
+            self._count("unenforced_keywords", keyword)
 
     def count_rejection(self, reason: str) -> None:
         self._refused.labels(self._model_name, reason).inc()
@@ -318,15 +432,33 @@ class Metrics:
         """Count tokens that arrived ``seconds`` after the last ones, or after the submission if
         they are the first.
         """
-        (self._ttft if first else self._itl).observe(seconds)
-        self._num_generated += count
+        name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
+        self._histograms[name].observe(seconds)
+        self._values["generation_tokens"].value += count
 
     def count_finish(self, reason: str) -> None:
-        self._finish.labels(self._model_name, reason).inc()
+        self._count("request_success", reason)
 
-    def count_outcome(self, outcome: str, seconds: float) -> None:
-        self._outcome.labels(self._model_name, outcome).inc()
-        self._e2e.observe(seconds)
+    def observe_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self._count("request_outcome", record.outcome)
+        histograms = self._histograms
+        seconds = record.seconds - (record.preparation or 0.0)
+        histograms["e2e_request_latency_seconds"].observe(seconds)
+        histograms["request_prompt_tokens"].observe(record.prompt_tokens)
+        if record.adapter:
+            self._count("adapter_requests", record.adapter)
+        times = record.times
+        if times.queued is not None:
+            histograms["request_queue_time_seconds"].observe(times.queued)
+        if times.prefill is not None:
+            histograms["request_prefill_time_seconds"].observe(times.prefill)
+        if (decoding := record.decoding) is not None:
+            histograms["request_generation_tokens"].observe(record.completion_tokens)
+            histograms["request_decode_time_seconds"].observe(decoding)
+            if record.completion_tokens > 1:
+                mean = decoding / (record.completion_tokens - 1)
+                histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def update(
         self,
@@ -336,34 +468,44 @@ class Metrics:
         num_restarts: int,
         reservations: Mapping[str, int],
         num_loads: int = 1,
-        engines: Sequence[tuple[bool, int, Stats]] = (),
+        num_bytes: int = 0,
+        engines: Sequence[EngineState] = (),
     ) -> CollectorRegistry:
-        """Return the metrics with the current figures of the engines. ``engines`` has those of each
-        engine, for EngineCollector.
+        """Return the metrics with the current figures of the engines. ``num_bytes`` is the memory
+        that they take.
 
         The totals of ``stats``, ``num_restarts``, ``num_loads`` and ``reservations`` (counts by
         event) must never decrease.
         """
-        self._generation_tokens.inc(self._num_generated)
-        self._num_generated = 0
-        for field, gauge in self._stats.items():
-            gauge.set(getattr(stats, field))
-        for field, counter in self._totals.items():
-            counter.inc(getattr(stats, field) - getattr(self._counted, field))
-        self._counted = stats
-        self._usage.set(stats.num_cells_held / stats.num_cells if stats.num_cells else 0)
-        self._ready.set(ready)
-        self._restarts.inc(num_restarts - self._num_restarts)
-        self._num_restarts = num_restarts
-        self._loads.inc(num_loads - self._num_loads)
-        self._num_loads = num_loads
+        for values in (self._stats, self._totals, self._hits):
+            for field, value in values.items():
+                value.set(getattr(stats, field))
+        for name, figure in (
+            ("num_preemptions", stats.num_parked),
+            (
+                "kv_cache_usage_perc",
+                stats.num_cells_held / stats.num_cells if stats.num_cells else 0,
+            ),
+            ("model_memory_bytes", num_bytes),
+            ("engine_ready", ready),
+            ("engine_restarts", num_restarts),
+            ("model_loads", num_loads),
+        ):
+            self._values[name].set(figure)
         self._engines.engines = engines
+        if steps := [engine.steps for engine in engines]:
+            self._histograms["step_decode_rows"].parts = [one.rows for one in steps]
+            self._histograms["step_prefill_tokens"].parts = [one.prefill for one in steps]
+            self._histograms["iteration_tokens_total"].parts = [one.tokens for one in steps]
+            for stage, histogram in self._stages.items():
+                histogram.parts = [one.stages[stage] for one in steps]
         for event, count in reservations.items():
-            self._reservations.labels(self._model_name, event).inc(
-                count - self._num_reservations[event]
-            )
+            self._count("queue_reservations", event, count - self._num_reservations[event])
             self._num_reservations[event] = count
         return self._registry
+
+
+STATES = ("loaded", "loading", "unloaded")
 
 
 class ServerMetrics:
@@ -372,15 +514,32 @@ class ServerMetrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        labels = {"version": __version__, "python": platform.python_version()}
+        values = Values(labels)
+        registry.register(values)
+        values.add("gauge", "cllm:build_info", "1; the labels name the versions").set(1)
+        self._responses = Counter(
+            "cllm:http_requests",
+            "HTTP requests that have ended, by route and status (499: the client has left)",
+            ("route", "status"),
+            registry=registry,
+        )
+        self._models = Gauge(
+            "cllm:models",
+            "models of this server: loaded, loading, unloaded",
+            ("state",),
+            registry=registry,
+        )
         self.connections = Gauge(
             "cllm:http_connections", "open HTTP connections", registry=registry
         )
         self.event_loop_lag = Histogram(
             "cllm:event_loop_lag_seconds",
             "how late the event loop of the API process runs what is due, ten times a second",
-            registry=registry,
-            buckets=LAG_BUCKETS,
+            LAG_BUCKETS,
         )
+        registry.register(self.event_loop_lag)
         self._unknown = Counter(
             "cllm:unknown_parameters",
             "unknown request parameters, which were ignored",
@@ -402,6 +561,15 @@ class ServerMetrics:
         self._account_usage = AccountUsageCollector()
         registry.register(self._account_usage)
 
+    def limit_accounts(self, max_accounts: int) -> None:
+        """Show at most ``max_accounts`` accounts under their names."""
+        self._account_usage.max_accounts = max_accounts
+
+    def count_response(self, record: RequestRecord) -> None:
+        """Count an HTTP request that has ended, with the path of its route."""
+        if not record.batch_id:
+            self._responses.labels(record.route, str(record.status)).inc()
+
     def count_unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)
 
@@ -410,11 +578,16 @@ class ServerMetrics:
         self._refused.labels("", reason).inc()
 
     def update(
-        self, usage: Mapping[str, AccountCounts], num_failed_writes: int
+        self,
+        usage: Mapping[str, AccountCounts],
+        num_failed_writes: int,
+        models: Iterable[str] = (),
     ) -> CollectorRegistry:
-        """Return the metrics. ``usage`` has the accounts that are shown. ``num_failed_writes`` must
-        never decrease.
+        """Return the metrics. ``usage`` has the accounts that are shown, ``models`` the state of
+        each model. ``num_failed_writes`` must never decrease.
         """
+        for state, count in {**dict.fromkeys(STATES, 0), **Counts(models)}.items():
+            self._models.labels(state).set(count)
         self._failed_writes.inc(num_failed_writes - self._num_failed_writes)
         self._num_failed_writes = num_failed_writes
         self._account_usage.usage = usage
@@ -429,26 +602,3 @@ def make_rejection_counter(registry: CollectorRegistry) -> Counter:
         ("model_name", "reason"),
         registry=registry,
     )
-
-
-class MergedRegistries(Collector):
-    """The metrics of several registries. Families with the same name become one."""
-
-    def __init__(self, registries: Iterable[CollectorRegistry]) -> None:
-        self._registries = registries
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for registry in self._registries:
-            for family in registry.collect():
-                families.setdefault(family.name, family)
-                if families[family.name] is not family:
-                    families[family.name].samples.extend(family.samples)
-        yield from families.values()
-
-
-def render(registries: Iterable[CollectorRegistry]) -> bytes:
-    """Return the page that Prometheus reads."""
-    registry = CollectorRegistry()
-    registry.register(MergedRegistries(registries))
-    return generate_latest(registry)

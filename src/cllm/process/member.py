@@ -16,6 +16,7 @@ from cllm.core.request import Priority
 from cllm.engine.commands import Abort, AdapterLoaded, Command, Explain, Explained, LoadAdapter
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
+from cllm.observe.step_histograms import StepHistograms
 from cllm.process.futures import resolve
 from cllm.process.launch import EngineSpec
 from cllm.process.messages import Ready, Stepped, frame
@@ -75,7 +76,7 @@ class Member:
     ``stats`` are its latest statistics. ``bookings`` has the requests that it computes or will
     compute, in the order in which it got them. ``num_seqs`` counts their sequences by class. It
     includes sequences that other engines were asked to withdraw for this one, and excludes those
-    that this one was asked to withdraw.
+    that this one was asked to withdraw. ``steps`` describes the steps of all its engines.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Member:
         self.supervisor = Supervisor(params, self, spec, clock)
         self._owner = owner
         self._earlier_stats = Stats()  # of the engines that have died
+        self.steps = StepHistograms()
         self._ends = ends
         self._suspects = Suspects(ends)
         self._has_suspects = False
@@ -277,6 +279,7 @@ class Member:
         """See EngineClient."""
         match event:
             case Stepped():
+                self.steps.observe(self.stats, event.stats)
                 self.stats = event.stats
                 self._owner.take(self, event)
                 if self._ends:

@@ -83,6 +83,14 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         step_seconds=scheduler.cost.estimate_decode(max(1, len(sequences.running))),
         slot_seconds=estimate_slot_seconds(scheduler),
         num_disk_failures=counts.num_disk_failures,
+        num_rows=counts.num_rows,
+        num_cache_queries=counts.num_cache_queries,
+        num_cell_hits=counts.num_hits["cells"],
+        num_ram_hits=counts.num_hits["ram"],
+        num_disk_hits=counts.num_hits["disk"],
+        num_cells_shared=cells.num_leased - cells.num_held,
+        num_ram_tokens=snapshots.count_tokens(snapshots.num_ram_bytes, len(snapshots.ram)),
+        num_disk_tokens=snapshots.count_tokens(snapshots.num_disk_bytes, len(snapshots.files)),
     )
 
 

@@ -313,8 +313,10 @@ class Scheduler:
             leased = sequences.kv_cache.lease(seq, match) or sequences.kv_cache.lease(seq, Match())
             assert leased is not None, "an empty match always fits"
             seq_id, num_cached, operations_for_prefix = leased
-            if seq.admitted is None and self._blocked_at >= seq.arrived:
-                seq.wait_reason = self._blocked
+            if seq.admitted is None:
+                if seq.wait_reason == "" and self._blocked_at >= seq.arrived:
+                    seq.wait_reason = self._blocked
+                self.statistics.count_hit(seq, match.source, num_cached)
             sequences.admit(seq, seq_id, num_cached)
             operations += operations_for_prefix
             growth += self._estimate_growth(seq)

@@ -7,6 +7,10 @@ from typing import Any
 
 import msgspec
 
+from cllm.core.sequence import Sequence
+from cllm.kv_cache.snapshots import Snapshot
+from cllm.scheduler.reasons import AwaitsRead
+
 MAX_STEPS = 512
 MAX_NAMED = 100  # waiting sequences listed in one answer
 
@@ -40,12 +44,24 @@ class Statistics:
         self.num_guesses = 0
         self.num_accepted = 0
         self.num_disk_failures = 0
+        self.num_rows = 0
+        self.num_cache_queries = 0
+        self.num_hits = {"cells": 0, "ram": 0, "disk": 0}  # tokens, by where they were
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
+
+    def count_hit(self, seq: Sequence, source: object, num_cached: int) -> None:
+        """Count a prompt of which ``num_cached`` tokens came from ``source``."""
+        tier = "cells"
+        if isinstance(source, Snapshot):
+            tier = "disk" if isinstance(seq.wait_reason, AwaitsRead) else "ram"
+        self.num_cache_queries += seq.num_prompt_tokens
+        self.num_hits[tier] += num_cached
 
     def add(self, step: Step) -> None:
         """Number and count a step that has ended."""
         self.num_steps += 1
         step.number = self.num_steps
+        self.num_rows += step.num_rows
         self.num_prefill_tokens += step.num_prefill_tokens
         self.num_guesses += step.num_guesses
         self.num_accepted += step.num_accepted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cllm import __version__
 from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, LoadFailed, StartupError
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from cllm.serving.registry import Registry
 
 BACKLOG = 2048
+
+log = logging.getLogger("cllm.server")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -180,6 +184,11 @@ class ServerRun:
             server.has_served = True
             gc.collect()
             gc.freeze()  # objects that exist by now stay, so later collections need not scan them
+            host, port = self._setup.listener.getsockname()[:2]
+            fields = {"version": __version__, "host": host, "port": port}
+            log.info(
+                "the server is ready: %s", server.registry.describe(), extra={"fields": fields}
+            )
             self._setup.on_ready(server.registry)
 
     async def _close(self) -> None:

@@ -250,7 +250,7 @@ class Answer:
             self._charge.settle(finished=outcome == "finished", failed=outcome == "error")
         seconds = time.monotonic() - self._begun
         self._end_record()
-        self._metrics.count_outcome(self._outcome, seconds)
+        self._metrics.observe_request(self.record)
         if self._recorder is not None:
             for request in self._stream.requests:
                 num_tokens = self._reader.num_tokens(request.request_id)

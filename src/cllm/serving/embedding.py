@@ -209,7 +209,7 @@ async def compute(
         if charge is not None:
             charge.settle(finished=outcome == "finished", failed=outcome == "error")
         record.outcome = outcome
-        service.metrics.count_outcome(outcome, time.monotonic() - begun)
+        service.metrics.observe_request(record)
     return np.frombuffer(b"".join(vectors), "<f4").reshape(len(texts), -1), num_tokens
 
 

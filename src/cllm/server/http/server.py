@@ -19,6 +19,7 @@ from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
 from cllm.observe.metrics import ServerMetrics
 from cllm.observe.request_log import RequestLog
+from cllm.observe.summary import Summary
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard
@@ -173,6 +174,7 @@ class HttpServer(GracefulServer):
         self.batches = batches
         self.hand_over = hand_over
         self._reloading: asyncio.Task[None] | None = None
+        self._summary = Summary(settings.log.summary_seconds)
 
     async def open_work(self) -> None:
         if self.batches is not None:
@@ -181,6 +183,10 @@ class HttpServer(GracefulServer):
     def check(self) -> None:
         self._access.check(self.registry.loaded.services)
         self.registry.loaded.unload_expired()
+        if self._summary.is_due(self._loop.time()):
+            for service in self.registry.loaded.services:
+                stats, generated = service.engine.stats_since_start, service.metrics.num_generated
+                self._summary.write(service.model_name, stats, generated)
 
     def drain(self) -> None:
         self.registry.loaded.drain()

@@ -17,7 +17,10 @@ from cllm import __version__
 from cllm.core.account import ANONYMOUS
 from cllm.core.model_info import ModelInfo
 from cllm.errors import BadRequest, EngineError
-from cllm.observe.metrics import render
+from cllm.observe.cpu_time import read_cpu_seconds, read_resident_bytes
+from cllm.observe.exposition import render
+from cllm.observe.metrics import VLLM_NAMES, EngineState
+from cllm.process.member import Member
 from cllm.scheduler.trace import MAX_STEPS, Explanation
 from cllm.server.body import describe_route
 from cllm.server.call import get_call
@@ -188,9 +191,11 @@ async def metrics(request: Request) -> Response:
     account = get_call(request).account()
     usage = ledger.totals() if account.is_admin else {}
     models = served_models(request) if account.has_key else registry.models
-    pages = [registry.metrics.update(usage, ledger.num_failed_writes)]
+    states = [model.status for model in models if model.parent is None]
+    pages = [registry.metrics.update(usage, ledger.num_failed_writes, states)]
     pages += [update_metrics(model) for model in models if model.service is not None]
-    return Response(render(pages), media_type=CONTENT_TYPE_LATEST)
+    aliases = VLLM_NAMES if get_state(request).settings.metrics.vllm_names else ()
+    return Response(render(pages, aliases, "vllm:"), media_type=CONTENT_TYPE_LATEST)
 
 
 def update_metrics(model: ServedModel) -> CollectorRegistry:
@@ -204,10 +209,20 @@ def update_metrics(model: ServedModel) -> CollectorRegistry:
         num_restarts=engine.num_restarts,
         reservations=engine.reservations,
         num_loads=model.num_loads,
-        engines=[
-            (member.ready, member.supervisor.num_restarts, member.stats)
-            for member in engine.members
-        ],
+        num_bytes=engine.num_bytes,
+        engines=[describe_engine(member) for member in engine.members],
+    )
+
+
+def describe_engine(member: Member) -> EngineState:
+    pid = member.supervisor.pid
+    return EngineState(
+        member.ready,
+        member.supervisor.num_restarts,
+        member.stats,
+        member.steps,
+        0.0 if pid is None else read_cpu_seconds(pid),
+        0 if pid is None else read_resident_bytes(pid),
     )
 
 
