@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 from cluster.conftest import FAKE, start_front
+from conftest import PATIENCE
 
 JSON = {"content-type": "application/json"}
 REQUESTS: dict[str, dict[str, object]] = {
@@ -136,9 +139,29 @@ def test_files_are_passed_on_as_they_arrive(front_server):
     assert made.json()["bytes"] == len(content)
 
 
+def test_log_of_the_front_names_the_replica_of_a_request(front_server, replicas):
+    """Its line has the id that the client got, which is also in the log of the replica."""
+    body = {"prompt": "ab", "max_tokens": 2, "user": "alice"}
+    answer = front_server.client.post("/v1/completions", json=body)
+    name = answer.headers["x-request-id"]
+    end = time.monotonic() + PATIENCE
+    logs: list[str] = []
+    while sum(f"id={name} " in one for one in logs) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+        logs = [one.log for one in (front_server, *replicas)]
+    [line] = [line for line in front_server.log.splitlines() if f"id={name} " in line]
+    assert re.search(r" POST /v1/completions 200 .* model=\S+ .* replica=\S+ retries=0$", line), (
+        line
+    )
+    assert " account=user-alice " in line
+    assert sum(f"id={name} " in one for one in logs) == 2
+
+
 def test_metrics_of_the_front(front_server):
     assert front_server.client.get("/ready").status_code == 200
     page = front_server.client.get("/metrics").text
+    assert 'cllm:http_requests_total{route="/ready",status="200"}' in page
+    assert re.search(r'cllm:step_time_seconds_count{.*replica="\w+".*stage="forward"} ', page)
     assert 'cllm:front_replicas{state="listed"} 2.0' in page
     assert "cllm:front_requests_running 0.0" in page
 

@@ -33,6 +33,7 @@ from cllm.server.auth import CARRIED_HEADER, PROGRESS_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.cluster.continuation import CONTINUE_PATH
 from cllm.server.cluster.key import KEY_HEADER
+from cllm.server.http.recording import find_record
 from cllm.server.http.sse import HEARTBEAT, until_disconnect, wait_for_disconnect
 from cllm.server.off_loop import in_thread
 from cllm.server.queueing import TICKET
@@ -198,11 +199,14 @@ class Forwarding:
         cut: Relay | None = None
         tried: list[Replica] = []
         has_reserved = False
+        record = find_record(self._request.scope)
+        record.account = account
         while len(tried) < 2:
             booking = self._choose(choices, wanted, ticket, tried, refusal)
             if booking is None:
                 break
             replica = front.replicas.by_number[booking.number]
+            record.model, record.replica, record.num_retries = model, replica.name, len(tried)
             try:
                 await self._ask(replica, admission, booking)
                 return
@@ -439,6 +443,7 @@ class Forwarding:
         fields.append((b"content-length", b"%d" % len(body)))
         head = replica.client.write_head("POST", CONTINUE_PATH, fields)
         self._front.metrics.continued.inc()
+        find_record(self._request.scope).num_retries += 1
         relay.continue_with(connection)
         await self._exchange(replica, admission, relay, connection, head + body)
 

@@ -51,4 +51,5 @@ def choose_level(record: RequestRecord, *, is_slow: bool) -> int:
     """Return the level of a record's line. Questions about the server itself are for debugging."""
     if record.status >= 500 or is_slow or record.outcome in ("error", "timeout"):
         return logging.WARNING
-    return logging.INFO if record.submitted is not None or record.status >= 400 else logging.DEBUG
+    is_work = record.is_computed or record.replica
+    return logging.INFO if is_work or record.status >= 400 else logging.DEBUG

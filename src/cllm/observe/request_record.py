@@ -72,6 +72,11 @@ class RequestRecord:
         return (time.monotonic() if self.ended is None else self.ended) - self.arrived
 
     @property
+    def is_computed(self) -> bool:
+        """Whether an engine has got it."""
+        return self.submitted is not None
+
+    @property
     def preparation(self) -> float | None:
         """Seconds from the arrival to the submission."""
         return None if self.submitted is None else self.submitted - self.arrived
@@ -134,7 +139,7 @@ class RequestRecord:
         """Return what the log shows of it. Times are in milliseconds; what is not known is left
         out.
         """
-        is_computed = self.submitted is not None
+        is_computed = self.is_computed
         fields: dict[str, Any] = {
             "id": self.request_id,
             "answer": "" if self.answer_id == self.request_id else self.answer_id,
@@ -159,7 +164,7 @@ class RequestRecord:
             "total_ms": milliseconds(self.seconds),
             "engine": self.engine,
             "replica": self.replica,
-            "retries": self.num_retries if is_computed else None,
+            "retries": self.num_retries if is_computed or self.replica else None,
             "parked": self.num_parked if is_computed else None,
         }
         return {name: value for name, value in fields.items() if value not in (None, "")}
