@@ -84,6 +84,11 @@ class Server:
     def log(self) -> str:
         return self._log.read_text()
 
+    @property
+    def events(self) -> list[str]:
+        """The lines of the log that are not about requests."""
+        return [line for line in self.log.splitlines() if " cllm.request: " not in line]
+
     def _wait_for_url(self) -> str:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:

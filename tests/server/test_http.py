@@ -196,7 +196,7 @@ def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
     """Java's client offers HTTP/2 with each request. Pipelined requests are answered too, in
     whatever pieces they arrive.
     """
-    log = fake_server.log
+    events = fake_server.events
     body = b'{"prompt": "a", "max_tokens": 2}'
     fields = (
         b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAAAA\r\n"
@@ -215,7 +215,7 @@ def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
         answers = read_all(connection)
     assert answers.count(b"HTTP/1.1 200 ") == 4
     assert answers.count(b'"finish_reason":"length"') == 2
-    assert fake_server.log == log
+    assert fake_server.events == events
 
 
 def test_limits_apply_to_a_head_with_an_upgrade(fake_server):
