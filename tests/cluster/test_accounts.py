@@ -11,7 +11,7 @@ from cluster.conftest import KEY
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from cllm.cluster.accounts import Accounts
+from cllm.cluster.accounts import Accounts, NeedsTokens
 from cllm.cluster.body import NOTHING, read_fields
 from cllm.config.settings import Settings
 from cllm.core.account import Account, AccountLimits
@@ -157,6 +157,17 @@ def test_rejected_request_costs_nothing(access, accounts):
         admission.close()
     assert used(accounts).requests == 3  # the total since the start has those taken back too
     assert access.ledger.of_month("ann") == UsageCounts()
+
+
+def test_request_for_which_no_reservation_is_enough_keeps_none(access, accounts):
+    account = make_account(tokens_per_minute=1000)
+    admission = accounts.admit(make_request(access, account), CHAT, *body(max_tokens=5))
+    admission.encode("replica1", [])
+    with pytest.raises(NeedsTokens):
+        admission.end({b"x-cllm-needed-tokens": b"900"}, is_stream=False)
+    admission.close()
+    assert not accounts.awaited
+    assert access.ledger.list_left(account)["tokens"][:2] == (1000, 1000)
 
 
 def test_usage_of_an_aborted_request_comes_with_a_report(access, accounts):

@@ -152,6 +152,7 @@ class Admission:
         Raises NeedsTokens if the replica rejects the request because too few are reserved.
         """
         if NEEDED.fullmatch(needed := headers.get(NEEDED_HEADER.encode(), b"")):
+            self._has_ended = True
             raise NeedsTokens(int(needed))
         encoded = headers.get(USAGE_HEADER.encode())
         if encoded is not None:
