@@ -115,6 +115,37 @@ class Visit:
 
         self.context.route("**/v1/chat/completions", change)
 
+    def choose(self, name: str) -> None:
+        """Choose an action in the menu of the open conversation."""
+        entry = self.page.locator(".sidebar li.current")
+        entry.get_by_role("button", name="Actions for").click()
+        self.page.get_by_role("menuitem", name=name).click()
+
+    def export_all(self) -> None:
+        self.page.get_by_role("button", name="Import and export").click()
+        self.page.get_by_role("menuitem", name="Export all").click()
+
+    def import_conversations(self, *conversations: Any) -> None:
+        """Import conversations, and open the first one that is listed."""
+        file = {"format": "cllm-conversations", "version": 1, "conversations": conversations}
+        self.import_file(json.dumps(file).encode())
+        self.page.locator(".sidebar .title").first.click()
+
+    def import_file(self, content: bytes) -> None:
+        file = {"name": "a.json", "mimeType": "application/json", "buffer": content}
+        self.page.locator(".sidebar input[type=file]").set_input_files(file)
+
+    def stream(self, *deltas: Any) -> None:
+        """Answer the next requests of chats with these deltas instead of the server."""
+        chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+        events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        self.page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(
+                body=f"{events}data: [DONE]\n\n", content_type="text/event-stream"
+            ),
+        )
+
     def answers(self) -> Any:
         """Locate the texts of the answers."""
         return self.page.locator(".message.assistant .markdown")
@@ -137,7 +168,7 @@ class Visit:
                 field.select_option(label=value)
             else:
                 field.fill(value)
-        self.page.get_by_role("button", name="Close").click()
+        self.page.get_by_role("button", name="Close", exact=True).click()
 
 
 @pytest.fixture
@@ -148,10 +179,10 @@ def visit(chromium: Browser) -> Iterator[Callable[..., Visit]]:
     visits = []
 
     def open_page(server: Server, **options: Any) -> Visit:
-        made = Visit(chromium.new_context(**options), server.url)
+        made = Visit(chromium.new_context(**{"reduced_motion": "reduce", **options}), server.url)
         visits.append(made)
         made.page.goto(f"{server.url}/")
-        expect(made.page.get_by_label("Message", exact=True)).to_be_visible()
+        expect(made.page.locator("main textarea")).to_be_visible()
         return made
 
     yield open_page

@@ -5,8 +5,6 @@ import re
 
 import pytest
 from playwright.sync_api import expect
-from server.conftest import running
-from tiny_models import write_tiny_model
 
 from cllm.models.builtin.questions import TOOLS
 
@@ -62,7 +60,9 @@ def test_stop_frees_the_sequence_and_keeps_the_text(visit, endless_server):
     chat.page.get_by_role("button", name="Stop").click()
     endless_server.wait_until_idle()
     chat.wait_until_answered()
-    expect(chat.page.locator(".stats")).to_have_text("stopped")
+    expect(chat.page.locator(".stats")).to_have_text(
+        re.compile(r"^first token after .* · \d+ tokens · prompt \d+, \d+ cached · stopped$")
+    )
     expect(chat.answers()).to_have_text(re.compile("abc"))
 
 
@@ -128,7 +128,7 @@ def test_json_schema_binds_the_answer(visit, server):
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    chat.set(Answer="JSON with this schema", JSON_schema=json.dumps(schema))
+    chat.set(Answer_format="JSON with this schema", JSON_schema=json.dumps(schema))
     chat.ask("As JSON: name Anna, age 30.")
     chat.wait_until_answered()
     shown = json.loads(chat.page.locator(".message.assistant pre").inner_text())
@@ -138,10 +138,10 @@ def test_json_schema_binds_the_answer(visit, server):
 
 def test_wrong_settings_are_named(visit, server):
     chat = visit(server)
-    chat.set(Answer="JSON with this schema", JSON_schema="{")
+    chat.set(Answer_format="JSON with this schema", JSON_schema="{")
     chat.ask(SUM)
     expect(chat.page.get_by_role("alert")).to_contain_text("JSON schema: this is not JSON.")
-    chat.set(Answer="Text", Top_P="7")
+    chat.set(Answer_format="Text", Top_P="7")
     chat.expected_fault = "400"
     expect(chat.page.get_by_label("Message", exact=True)).to_have_value(SUM)
     chat.page.get_by_role("button", name="Send").click()
@@ -287,36 +287,35 @@ def test_page_works_under_a_path_of_a_proxy(visit, server):
     assert [url for url in asked if not url.startswith(f"{server.url}/llm/")] == []
 
 
-@pytest.fixture(scope="module")
-def base_server(tmp_path_factory):
-    """A server with a base model."""
-    path = tmp_path_factory.mktemp("models") / "base.gguf"
-    write_tiny_model("gemma3", path)
-    yield from running("--model", str(path))
+def test_model_is_switched_within_a_conversation(visit, start_server, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("models: {one: {preload: true}, two: {preload: true}}\n")
+    chat = visit(start_server("--config", str(config), "--context", "1024"))
+    chat.ask(SUM)
+    chat.wait_until_answered()
+    chat.page.get_by_label("Model", exact=True).select_option("two")
+    chat.ask("What is 31 plus 12?")
+    chat.wait_until_answered()
+    expect(chat.page.locator(".message.assistant h2")).to_have_text(["one", "two"])
+    expect(chat.answers()).to_have_text(["72", "43"])
+    chat.reload()
+    expect(chat.page.get_by_label("Model", exact=True)).to_have_value("two")
+    chat.page.get_by_label("Model", exact=True).select_option("one")
+    chat.page.locator(".message.assistant").last.get_by_role("button", name="Regenerate").click()
+    expect(chat.page.locator(".message.assistant h2")).to_have_text(["one", "one"])
 
 
-def test_base_model_continues_a_text(visit, base_server):
-    """The page says what it is, and sends the whole text so far, not a conversation."""
-    chat = visit(base_server)
-    page, prompts = chat.page, []
-    chat.set(Max_tokens="4", System_prompt="Be brief.")
-    page.on(
-        "request",
-        lambda request: (
-            prompts.append(request.post_data_json) if "/v1/completions" in request.url else None
-        ),
-    )
-    expect(page.get_by_role("heading", name="Continue a text with base")).to_be_visible()
-    box = page.get_by_label("Message", exact=True)
-    for text in ("Once upon", " a time"):
-        box.fill(text)
-        page.get_by_role("button", name="Complete", exact=True).click()
-        expect(page.get_by_role("button", name="Complete", exact=True)).to_be_visible()
-        expect(page.locator(".message").last).to_have_attribute("aria-busy", "false")
-    assert prompts[0]["prompt"] == "Once upon"
-    assert prompts[1]["prompt"].startswith("Once upon")
-    assert prompts[1]["prompt"].endswith(" a time")
-    assert "messages" not in prompts[0]
-    page.get_by_role("link", name="Models").click()
-    expect(page.get_by_role("button", name="Continue a text with it")).to_be_visible()
-    expect(page.get_by_role("button", name="Chat with it")).to_have_count(0)
+def test_shortcut_starts_a_conversation(visit, server):
+    chat = visit(server)
+    chat.ask(SUM)
+    chat.wait_until_answered()
+    chat.page.keyboard.press("ControlOrMeta+Shift+O")
+    expect(chat.page.locator(".welcome")).to_be_visible()
+    expect(chat.page.get_by_label("Message", exact=True)).to_be_focused()
+
+
+def test_used_context_is_shown(visit, server):
+    chat = visit(server)
+    expect(chat.page.locator(".figures")).to_have_text("")
+    chat.ask(SUM)
+    expect(chat.page.locator(".figures")).to_have_text(re.compile(r"^\d+ of 1,024 tokens$"))

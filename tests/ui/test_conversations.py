@@ -14,7 +14,7 @@ def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
     chat.ask("What is 27 plus 45?")
     expect(chat.answers()).to_have_text("72")
     chat.wait_until_answered()
-    chat.page.get_by_role("button", name="Rename").click()
+    chat.choose("Rename")
     chat.page.get_by_label("Title").fill("A sum")
     chat.page.keyboard.press("Enter")
     chat.page.get_by_role("button", name="New conversation").click()
@@ -28,7 +28,7 @@ def test_conversations_are_kept_renamed_found_and_deleted(visit, server):
     expect(chat.answers()).to_have_text("72")
     chat.page.go_back()
     expect(chat.answers()).to_have_text("43")
-    chat.page.get_by_role("button", name="Delete").click()
+    chat.choose("Delete")
     expect(entries).to_have_text(["A sum"])
     chat.page.get_by_role("button", name="Undo").click()
     expect(entries).to_have_count(2)
@@ -75,7 +75,7 @@ def test_exported_conversations_can_be_imported(visit, server, tmp_path):
     expect(chat.answers()).to_have_text("72")
     chat.wait_until_answered()
     with chat.page.expect_download() as download:
-        chat.page.get_by_role("button", name="Export all").click()
+        chat.export_all()
     path = tmp_path / "conversations.json"
     download.value.save_as(path)
     stored = json.loads(path.read_text())
@@ -83,7 +83,7 @@ def test_exported_conversations_can_be_imported(visit, server, tmp_path):
     assert stored["conversations"][0]["messages"][1]["content"] == "72"
     other = visit(server)
     expect(other.page.locator(".sidebar .title")).to_have_count(0)
-    other.page.locator("input[type=file]").set_input_files(path)
+    other.page.locator(".sidebar input[type=file]").set_input_files(path)
     other.page.locator(".sidebar .title").click()
     expect(other.answers()).to_have_text("72")
 
@@ -92,41 +92,11 @@ def test_other_files_are_not_imported(visit, server):
     chat = visit(server)
     for text in ("[]", "no JSON", '{"format": "x"}'):
         file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
-        chat.page.locator("input[type=file]").set_input_files(file)
+        chat.page.locator(".sidebar input[type=file]").set_input_files(file)
         expect(chat.page.get_by_role("alert")).to_contain_text("The file cannot be imported")
         expect(chat.page.locator(".sidebar .title")).to_have_count(0)
         chat.page.get_by_role("button", name="Dismiss").click()
         expect(chat.page.get_by_role("alert")).to_have_count(0)
-
-
-def test_long_conversation_shows_its_end_and_earlier_messages_on_demand(visit, server):
-    messages = [
-        {
-            "id": str(number),
-            "parent": str(number - 1) if number else None,
-            "role": "assistant" if number % 2 else "user",
-            "content": f"message {number}",
-        }
-        for number in range(450)
-    ]
-    file = {"format": "cllm-conversations", "version": 1, "conversations": [{"messages": messages}]}
-    chat = visit(server)
-    chat.page.locator("input[type=file]").set_input_files(
-        {"name": "a.json", "mimeType": "application/json", "buffer": json.dumps(file).encode()}
-    )
-    chat.page.locator(".sidebar .title").click()
-    shown, button = chat.page.locator(".message"), chat.page.get_by_role("button", name="earlier")
-    expect(shown).to_have_count(200)
-    expect(shown.last).to_contain_text("message 449")
-    expect(shown.last).to_be_in_viewport()
-    expect(button).to_have_text("Show earlier messages (250)")
-    button.click()
-    expect(shown).to_have_count(400)
-    expect(shown.nth(200)).to_contain_text("message 250")
-    expect(shown.nth(200)).to_be_in_viewport()
-    button.click()
-    expect(shown).to_have_count(450)
-    expect(button).to_have_count(0)
 
 
 def test_other_tabs_see_new_conversations(visit, server):
@@ -147,7 +117,7 @@ def start_endless_answer(chat):
 def test_deleting_a_conversation_stops_its_answer_and_it_stays_deleted(visit, endless_server):
     chat = visit(endless_server)
     start_endless_answer(chat)
-    chat.page.get_by_role("button", name="Delete").click()
+    chat.choose("Delete")
     endless_server.wait_until_idle()
     expect(chat.page.locator(".sidebar .title")).to_have_count(0)
     chat.ask("b")  # its own saves come after those of the deleted conversation
@@ -190,7 +160,7 @@ def test_messages_of_two_tabs_are_both_kept(visit, endless_server):
         expect(page.locator(".composer").get_by_role("button", name="Send")).to_be_visible()
         expect(page.locator(".message").last).to_have_attribute("aria-busy", "false")
     with chat.page.expect_download() as download:
-        chat.page.get_by_role("button", name="Export", exact=True).click()
+        chat.choose("Export as JSON")
     (stored,) = json.loads(download.value.path().read_text())["conversations"]
     texts = [one["content"] for one in stored["messages"] if one["role"] == "user"]
     assert texts == ["a", "second"]

@@ -94,7 +94,7 @@ def test_hostile_conversation_is_harmless(visit, server):
             {"title": HOSTILE, "messages": [message, *wrong], "leaf": HOSTILE, "settings": {"x": 1}}
         ],
     }
-    chat.page.locator("input[type=file]").set_input_files(
+    chat.page.locator(".sidebar input[type=file]").set_input_files(
         {"name": "a.json", "mimeType": "application/json", "buffer": json.dumps(file).encode()}
     )
     chat.page.locator(".sidebar .title").click()
@@ -152,12 +152,7 @@ Use map<std::string, int>, `List<int>` and List<String>. <br> Paths: C:\Users\ne
   <p>one</p>
 </div>
 
-A sum \(a_1 * b_2 * c\) or $x_1 * y_2 * z$, and $5 is **not** $6.
-\[
-- a = b \\
-= \frac{1}{2} * x * y
-\]
-Then \[ d \] and $$e*f*g$$ is *nice*.
+Prices: $5 is **not** $6, and $HOME/$USER is a path.
 
 | Operator | Meaning |
 |---|---|
@@ -168,7 +163,7 @@ Then \[ d \] and $$e*f*g$$ is *nice*.
 """
 
 
-def test_types_tags_and_formulas_are_shown_as_written(visit, server):
+def test_types_tags_and_prices_are_shown_as_written(visit, server):
     chat = visit(server)
     chunks = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in WRITTEN]
     events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -183,9 +178,7 @@ def test_types_tags_and_formulas_are_shown_as_written(visit, server):
         "Roses are red,\nviolets are blue.",
         r"Use map<std::string, int>, List<int> and List<String>. <br> Paths: C:\Users\new, \d+\.\d.",
         "<div>\n  <p>one</p>\n</div>",
-        r"A sum \(a_1 * b_2 * c\) or $x_1 * y_2 * z$, and $5 is not $6.",
-        "\\[\n- a = b \\\\\n= \\frac{1}{2} * x * y\n\\]",
-        r"Then \[ d \] and $$e*f*g$$ is nice.",
+        "Prices: $5 is not $6, and $HOME/$USER is a path.",
         "[note]: important",
     ):
         assert line in shown

@@ -27,6 +27,7 @@ export async function fillAnswer(message, body, signal, onChange) {
       }
       if (choice.finish_reason) message.finish = choice.finish_reason;
     }
+    // also before the last chunk, so that a stopped answer has figures
     if (chunk.usage) message.stats = makeStats(chunk, sent, first || performance.now());
     onChange();
   }

@@ -1,13 +1,27 @@
 // The page: its views, the open conversation, and the state that all parts share.
 
-import { Chat, isRunning, stop } from "./chat.js";
-import { addMissing, makeConversation } from "./conversation.js";
-import { isLoaded, Models } from "./models.js";
-import { getJson, isKeyRemembered, keepKey, listModels, readKey, ServerError } from "./server.js";
-import { Dialog, Settings } from "./settings.js";
+import { Chat } from "./chat.js";
+import { Completion } from "./completion.js";
+import { addMissing, makeConversation, showVersion } from "./conversation.js";
+import { isRunning, listRunning, stop } from "./generation.js";
+import { Header } from "./header.js";
+import { KeyDialog } from "./key.js";
+import { isBase, isLoaded, Models } from "./models.js";
+import { Search } from "./search.js";
+import { getJson, listModels, ServerError } from "./server.js";
+import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
-import { html, render, useEffect, useReducer, useRef, useState } from "./view.js";
+import {
+  html,
+  IconButton,
+  render,
+  useEffect,
+  useLatest,
+  useReducer,
+  useRef,
+  useState,
+} from "./view.js";
 
 const SETTINGS = "cllm-settings"; // the settings for the next conversation
 const MODELS = "#models"; // the address of the models view; all others are ids of conversations
@@ -30,6 +44,7 @@ function App() {
   const [dialog, setDialog] = useState("");
   const [notice, setNotice] = useState(null); // has a text, and perhaps undo, a function
   const [isListOpen, setListOpen] = useState(false);
+  const [target, setTarget] = useState(null); // the message that the search has found
   const conversations = useRef(all);
   conversations.current = all;
   const shown = useRef();
@@ -73,6 +88,7 @@ function App() {
     const name = location.hash;
     setView(name === MODELS ? name : "");
     setListOpen(false);
+    setTarget(null);
     if (name === MODELS) return;
     const found = conversations.current.find(({ id }) => `#${id}` === name);
     if (!found) history.replaceState(null, "", location.pathname + location.search);
@@ -81,7 +97,8 @@ function App() {
     else if (shown.current.messages.length) setCurrent(makeConversation(readSettings()));
   }
 
-  function open(conversation) {
+  function open(conversation, message = null) {
+    setTarget(message);
     setCurrent(conversation);
     setView("");
     setListOpen(false);
@@ -89,6 +106,12 @@ function App() {
   }
 
   const startNew = () => open(makeConversation(readSettings()));
+
+  /** Open a conversation at a message, or at its end if there is none. */
+  function openFound(conversation, message) {
+    if (message && !isRunning(conversation)) showVersion(conversation, message);
+    open(conversation, message);
+  }
 
   async function remove(conversation) {
     conversation.isRemoved = true;
@@ -144,7 +167,7 @@ function App() {
     if (!loaded || !isLoaded(loaded)) return setDefaults({});
     const query = `?model=${encodeURIComponent(model)}`;
     getJson(`props${query}`).then(
-      (props) => setDefaults(props.default_generation_settings.params),
+      (props) => setDefaults(props.default_generation_settings),
       () => setDefaults({}), // the account may not use this route
     );
   }, [model, loaded && isLoaded(loaded)]);
@@ -163,31 +186,46 @@ function App() {
   };
   useEffect(() => {
     const onKeyDown = (event) => {
-      if (event.key === "Escape" && !event.isComposing && !dialog) stop(current);
+      const isShortcut = (event.ctrlKey || event.metaKey) && !event.altKey;
+      const key = event.key.toLowerCase();
+      if (event.isComposing || dialog) return;
+      if (isShortcut && key === "k" && !event.shiftKey) setDialog("search");
+      else if (isShortcut && key === "o" && event.shiftKey) startNew();
+      else if (event.key === "Escape") return isListOpen ? setListOpen(false) : stop(current);
+      else return;
+      event.preventDefault();
     };
     addEventListener("keydown", onKeyDown);
     return () => removeEventListener("keydown", onKeyDown);
   });
 
+  const actions = useLatest({
+    open,
+    startNew,
+    remove,
+    report: (text) => setNotice({ text }),
+    rename: (conversation, title) => save(Object.assign(conversation, { title })),
+    add: (imported) => imported.forEach(save),
+    openList: () => setListOpen(true),
+    closeList: () => setListOpen(false),
+    openSearch: () => setDialog("search"),
+    openSettings: () => setDialog("settings"),
+    openKey: () => setDialog("key"),
+    chooseModel: (name) => changeSettings({ ...current.settings, model: name }),
+  });
+  const View = isBase(loaded) ? Completion : Chat;
   return html`<div class="page">
-    <${TopBar}
-      ...${{ view, models, model, isListOpen, setListOpen, setDialog }}
-      onModel=${(name) => changeSettings({ ...current.settings, model: name })}
-    />
     <${Sidebar}
       conversations=${all}
       current=${view ? null : current}
+      view=${view}
       isOpen=${isListOpen}
-      actions=${{
-        open,
-        startNew,
-        remove,
-        report: (text) => setNotice({ text }),
-        rename: (conversation, title) => save(Object.assign(conversation, { title })),
-        add: (imported) => imported.forEach(save),
-      }}
+      running=${listRunning()}
+      actions=${actions}
     />
-    <main>
+    ${isListOpen && html`<div class="shade" onClick=${actions.closeList} />`}
+    <main inert=${isListOpen}>
+      <${Header} ...${{ models, model, isListOpen, actions }} />
       ${
         notice &&
         html`<div class="notice" role="alert">
@@ -196,19 +234,22 @@ function App() {
             notice.undo &&
             html`<button type="button" onClick=${notice.undo}>Undo</button>`
           }
-          <button type="button" onClick=${() => setNotice(null)}>Dismiss</button>
+          <${IconButton} icon="x" label="Dismiss" onClick=${() => setNotice(null)} />
         </div>`
       }
       ${
         view
           ? html`<${Models}
               models=${models}
+              onChange=${readModels}
               onChat=${(name) => open(makeConversation({ ...readSettings(), model: name }))}
             />`
-          : html`<${Chat}
-              key=${current.id}
+          : html`<${View}
+              key=${`${current.id} ${target?.id}`}
               conversation=${current}
               model=${loaded}
+              context=${defaults.n_ctx}
+              target=${target}
               events=${events}
             />`
       }
@@ -217,7 +258,7 @@ function App() {
       dialog === "settings" &&
       html`<${Settings}
         settings=${current.settings}
-        defaults=${defaults}
+        defaults=${defaults.params ?? {}}
         onChange=${changeSettings}
         onClose=${() => setDialog("")}
       />`
@@ -230,82 +271,11 @@ function App() {
         onSave=${readModels}
       />`
     }
+    ${
+      dialog === "search" &&
+      html`<${Search} conversations=${all} onOpen=${openFound} onClose=${() => setDialog("")} />`
+    }
   </div>`;
-}
-
-function TopBar({ view, models, model, isListOpen, setListOpen, setDialog, onModel }) {
-  const [theme, setTheme] = useState(window.theme.read());
-  return html`<header class="top">
-    <button
-      type="button"
-      class="narrow"
-      aria-expanded=${isListOpen}
-      aria-controls="sidebar"
-      onClick=${() => setListOpen(!isListOpen)}
-      aria-label="Conversations"
-    >
-      ☰
-    </button>
-    <h1>cLLM</h1>
-    <select
-      aria-label="Model"
-      value=${model}
-      disabled=${!models.length}
-      onChange=${(event) => onModel(event.target.value)}
-    >
-      ${!models.length && html`<option value="">No model</option>`}
-      ${models.map(
-        (one) =>
-          html`<option key=${one.id} value=${one.id}>
-            ${one.id}${isLoaded(one) ? "" : " (not loaded)"}
-          </option>`,
-      )}
-    </select>
-    <button type="button" onClick=${() => setDialog("settings")}>Settings</button>
-    <button type="button" onClick=${() => setDialog("key")}>API key</button>
-    <button type="button" onClick=${() => setTheme(window.theme.switchTheme())}>
-      Theme: ${theme}
-    </button>
-    <a href=${MODELS} aria-current=${view ? "page" : null}>Models</a>
-    <a href="docs">API</a>
-  </header>`;
-}
-
-function KeyDialog({ fault, onClose, onSave }) {
-  const save = (event) => {
-    event.preventDefault();
-    const fields = new FormData(event.target);
-    keepKey(fields.get("key").trim(), fields.has("remember"));
-    event.target.closest("dialog").close();
-    onSave();
-  };
-  return html`<${Dialog} title="API key" onClose=${onClose}>
-    <form class="fields" onSubmit=${save}>
-      <p class="wide">
-        Needed only if the server has API keys. It is sent only to this server. Save an empty field
-        to remove it.
-      </p>
-      <label class="wide">
-        <span>Key</span>
-        <input
-          name="key"
-          type="password"
-          autocomplete="off"
-          autofocus
-          pattern="[!-~]*"
-          title="letters, digits and punctuation"
-          aria-invalid=${Boolean(fault)}
-          defaultValue=${readKey()}
-        />
-        ${fault && html`<span class="fault" role="alert">${fault}</span>`}
-      </label>
-      <label class="check">
-        <input name="remember" type="checkbox" defaultChecked=${isKeyRemembered()} />
-        <span>Remember it in this browser</span>
-      </label>
-      <button class="main">Save</button>
-    </form>
-  </${Dialog}>`;
 }
 
 render(html`<${App} />`, document.body);

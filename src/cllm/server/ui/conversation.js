@@ -5,6 +5,7 @@
 export const FORMAT = "cllm-conversations";
 const STATS = ["seconds", "rate", "prompt", "cached", "completion"]; // see answer.js
 const ROLES = ["user", "assistant", "tool"];
+export const AUTHORS = { user: "You", assistant: "Answer", tool: "Tool result" };
 
 /** Return a new id. crypto.randomUUID would need TLS. */
 function makeId() {
@@ -18,17 +19,21 @@ export function makeConversation(settings) {
 }
 
 function makeMessage(role, content) {
-  return { id: makeId(), parent: null, role, content, reasoning: "", calls: [], callId: "" };
+  return { id: makeId(), parent: null, role, content, files: [], reasoning: "", calls: [], callId: "" };
 }
 
-/** Add a message below parent (null: as the first one), show it, and return it. */
-export function addMessage(conversation, parent, role, content = "") {
-  const message = makeMessage(role, content);
-  message.parent = parent;
+/**
+ * Add a message below parent (null: as the first one), show it, and return it. files are attached
+ * texts with a name and their content.
+ */
+export function addMessage(conversation, parent, role, content = "", files = []) {
+  const message = { ...makeMessage(role, content), parent, files };
   conversation.messages.push(message);
   conversation.leaf = message.id;
   conversation.updated = Date.now();
-  if (!conversation.title && role === "user") conversation.title = makeTitle(content);
+  if (!conversation.title && role === "user") {
+    conversation.title = makeTitle(content) || makeTitle(files[0]?.name ?? "");
+  }
   return message;
 }
 
@@ -42,16 +47,22 @@ export function listPath(conversation, leaf = conversation.leaf) {
   return path.reverse();
 }
 
-const listChildren = (conversation, id) =>
-  conversation.messages.filter((message) => message.parent === id);
-
-/** Return all versions of a message, including itself. */
-export const listVersions = (conversation, message) => listChildren(conversation, message.parent);
+/** Return all messages by their parents: those with the same parent are versions of each other. */
+export function groupVersions(conversation) {
+  const versions = new Map();
+  for (const message of conversation.messages) {
+    const { parent } = message;
+    if (versions.has(parent)) versions.get(parent).push(message);
+    else versions.set(parent, [message]);
+  }
+  return versions;
+}
 
 /** Show the path through a message down to its latest answer. */
 export function showVersion(conversation, message) {
+  const versions = groupVersions(conversation);
   let leaf = message.id;
-  for (let below; (below = listChildren(conversation, leaf)).length;) leaf = below.at(-1).id;
+  while (versions.has(leaf)) leaf = versions.get(leaf).at(-1).id;
   conversation.leaf = leaf;
 }
 
@@ -60,13 +71,42 @@ export function toApi(conversation, leaf) {
   const messages = [];
   const { system } = conversation.settings;
   if (system) messages.push({ role: "system", content: system });
-  for (const { role, content, calls, callId } of listPath(conversation, leaf)) {
+  for (const { role, content, files, calls, callId } of listPath(conversation, leaf)) {
     if (role === "tool") messages.push({ role, content, tool_call_id: callId });
-    else if (role === "user") messages.push({ role, content });
+    else if (role === "user") messages.push({ role, content: joinFiles(files, content) });
     else if (calls.length) messages.push({ role, content, tool_calls: calls.map(toApiCall) });
     else if (content) messages.push({ role, content });
   }
   return messages;
+}
+
+/** Return a fence of Markdown that is longer than any in a text. */
+const makeFence = (text) =>
+  "`".repeat(1 + Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length)));
+
+/** Return attached texts as blocks of code, followed by the user's text. */
+const joinFiles = (files, content) =>
+  [
+    ...files.map(({ name, content: text }) => {
+      const fence = makeFence(text);
+      return `${name}:\n${fence}\n${text}\n${fence}`;
+    }),
+    content,
+  ]
+    .filter(Boolean)
+    .join("\n\n");
+
+/** Return the shown messages of a conversation as Markdown. */
+export function toMarkdown(conversation) {
+  const parts = [`# ${conversation.title || "Conversation"}`];
+  const { system } = conversation.settings;
+  if (system) parts.push(`## System prompt\n\n${system}`);
+  for (const { role, content, files, calls, model } of listPath(conversation)) {
+    const name = role === "assistant" && model ? model : AUTHORS[role];
+    const made = calls.map((call) => `Calls \`${call.name}\`:\n\n\`\`\`json\n${call.arguments}\n\`\`\``);
+    parts.push([`## ${name}`, joinFiles(files, content), ...made].filter(Boolean).join("\n\n"));
+  }
+  return parts.join("\n\n") + "\n";
 }
 
 /** Return the path down to a message as one text that a base model can continue. */
@@ -87,7 +127,9 @@ export function addMissing(conversation, other) {
   conversation.messages.push(...other.messages.filter(({ id }) => !known.has(id)));
 }
 
-export const exportAll = (conversations) => ({ format: FORMAT, version: 1, conversations });
+/** Return conversations as the text of a file that importAll reads. */
+export const exportAll = (conversations) =>
+  JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2);
 
 /** Return the conversations of an exported file, with new ids. Throws for any other file. */
 export function importAll(value) {
@@ -128,6 +170,7 @@ function restoreMessage(one) {
     ...makeMessage(one.role, text(one.content)),
     id: one.id,
     parent: one.parent,
+    files: list(one.files).map((file) => ({ name: text(file?.name), content: text(file?.content) })),
     reasoning: text(one.reasoning),
     calls: list(one.calls).map((call) => ({
       id: text(call?.id),

@@ -1,6 +1,7 @@
-// Markdown of a model as safe HTML. HTML and formulas in the text are shown as text, images become
-// links, and the result is sanitized again.
+// Markdown of a model as safe HTML. HTML in the text is shown as text, images become links, and the
+// result is sanitized again. Then KaTeX draws the formulas.
 
+import { drawFormulas } from "./formula.js";
 import hljs from "./vendor/highlight.js";
 import DOMPurify from "./vendor/dompurify.js";
 import bash from "./vendor/languages/bash.js";
@@ -24,7 +25,7 @@ import typescript from "./vendor/languages/typescript.js";
 import xml from "./vendor/languages/xml.js";
 import yaml from "./vendor/languages/yaml.js";
 import { Marked, Tokenizer } from "./vendor/marked.js";
-import { copyText, html, useMemo, useRef } from "./view.js";
+import { copyText, html, useLayoutEffect, useMemo, useRef } from "./view.js";
 
 const LANGUAGES = { bash, c, cpp, csharp, css, diff, go, ini, java, javascript, json, markdown };
 Object.assign(LANGUAGES, { php, python, ruby, rust, sql, typescript, xml, yaml });
@@ -61,7 +62,7 @@ const renderLink = (href, shown, title) =>
 const showAsWritten = (text) => `<p class="verbatim">${escape(text.trim())}</p>`;
 
 const FORMULA =
-  /^(?:\$\$[^]{1,2000}?\$\$|\\\([^]{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$(?![\s$])[^$\n]*[^\s\\$]\$(?!\d))/;
+  /^(?:\$\$[^]{1,2000}?\$\$|\\\([^]{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$(?![\s$])[^$\n]*[^\s\\$]\$(?!\w))/;
 const FORMULA_LINES = /^ {0,3}(\$\$|\\\[|\\begin\{\w+\*?\})(?:[^\n]*\n)*?/;
 const CLOSING = { "$$": "$$", "\\[": "\\]" };
 
@@ -80,9 +81,10 @@ const formulaLines = {
     const raw = end < 0 ? paragraph : paragraph.slice(0, end);
     const isInSentence =
       at >= 0 && !raw.includes("\n") && /[^ .,;]/.test(raw.slice(at + closing.length));
-    return isInSentence ? undefined : { type: "formulaLines", raw };
+    return isInSentence ? undefined : { type: "formulaLines", raw, isWhole: at >= 0 };
   },
-  renderer: ({ raw }) => showAsWritten(raw),
+  renderer: ({ raw, isWhole }) =>
+    isWhole ? `<p class="formula verbatim">${escape(raw.trim())}</p>` : showAsWritten(raw),
 };
 
 const formula = {
@@ -93,7 +95,7 @@ const formula = {
     const raw = FORMULA.exec(src)?.[0];
     return raw && { type: "formula", raw };
   },
-  renderer: ({ raw }) => escape(raw),
+  renderer: ({ raw }) => `<span class="formula">${escape(raw)}</span>`,
 };
 
 const UNDIVIDED = /(`+)(?!`)[^\n]{1,500}?[^`\n]?\1(?!`)|\\\([^\n]{1,500}?\\\)/g;
@@ -199,8 +201,12 @@ export function Markdown({ text, isBusy }) {
       return null;
     }
   }, [text, isBusy]);
+  const box = useRef();
+  useLayoutEffect(() => {
+    if (blocks) drawFormulas(box.current);
+  }, [blocks]);
   if (!blocks) return html`<div class="markdown plain" dir="auto">${text}</div>`;
-  return html`<div class="markdown" onClick=${copyCode}>
+  return html`<div class="markdown" ref=${box} onClick=${copyCode}>
     ${blocks.map((block, i) => html`<div key=${i} dir="auto" dangerouslySetInnerHTML=${block} />`)}
   </div>`;
 }

@@ -1,30 +1,36 @@
 // One message of a conversation, and the buttons for it.
 
+import { Attachments } from "./attachment.js";
+import { AUTHORS } from "./conversation.js";
 import { Markdown } from "./markdown.js";
 import {
   classes,
   copyText,
   html,
+  Icon,
+  IconButton,
   isSendKey,
+  memo,
   useLayoutEffect,
   useRef,
   useState,
 } from "./view.js";
 
 const MIN_TOKENS = 8; // the rate of a shorter answer says nothing
-const AUTHORS = { user: "You", assistant: "Answer", tool: "Tool result" };
 
 /**
  * Shows a message. versions are the message and its siblings, isBusy is true while the message is
- * generated, and actions are functions by name (edit, regenerate, resume, show, sendResults). The
- * message offers only the actions that are given.
+ * generated, canAct is false while any is. actions are functions by name: edit, regenerate, resume,
+ * show and sendResults.
  */
-export function Message({ message, versions, isBusy, actions }) {
-  const { role, content, model } = message;
+export const Message = memo(({ message, versions, isBusy, isLast, canAct, actions }) => {
+  const { role, content, calls, model, files } = message;
   const [isEditing, setEditing] = useState(false);
   const name = role === "assistant" && model ? model : AUTHORS[role];
-  return html`<article class=${classes("message", role)} aria-busy=${isBusy}>
-    <h2>${name}</h2>
+  const needsResults = isLast && canAct && role === "assistant" && calls.length > 0;
+  return html`<article class=${classes("message", role, isLast && "last")} aria-busy=${isBusy}>
+    <h2 class=${role === "user" && "hidden"} title=${name}>${name}</h2>
+    <${Attachments} files=${files} />
     ${
       isEditing
         ? html`<${Editor}
@@ -37,29 +43,29 @@ export function Message({ message, versions, isBusy, actions }) {
           />`
         : html`<${Content} message=${message} isBusy=${isBusy} />`
     }
-    ${!isBusy && actions.sendResults && html`<${Results} message=${message} actions=${actions} />`}
+    ${needsResults && html`<${Results} message=${message} actions=${actions} />`}
     ${
       !isBusy &&
       !isEditing &&
       html`<${Footer}
-        message=${message}
-        versions=${versions}
-        actions=${actions}
+        ...${{ message, versions, isLast, canAct, actions }}
         onEdit=${() => setEditing(true)}
       />`
     }
   </article>`;
-}
+});
 
 function Content({ message, isBusy }) {
   const { role, content, reasoning, calls, isJson, status, error } = message;
-  if (role !== "assistant") return html`<div class="text" dir="auto">${content}</div>`;
+  if (role !== "assistant") {
+    return content ? html`<div class="text" dir="auto">${content}</div>` : null;
+  }
   const isThinking = isBusy && !content && !calls.length;
   return html`
     ${
       reasoning &&
       html`<details class="reasoning">
-        <summary>${isThinking ? "Reasoning …" : "Reasoning"}</summary>
+        <summary><${Icon} name="brain" />${isThinking ? "Reasoning …" : "Reasoning"}</summary>
         <${Markdown} text=${reasoning} isBusy=${isThinking} />
       </details>`
     }
@@ -82,7 +88,7 @@ function fenceJson(text) {
 
 function Call({ call }) {
   return html`<div class="call">
-    <p>Calls <code>${call.name}</code></p>
+    <p><${Icon} name="wrench" />Calls <code>${call.name}</code></p>
     <${Markdown} text=${fenceJson(call.arguments)} />
   </div>`;
 }
@@ -111,51 +117,72 @@ function Results({ message, actions }) {
   </form>`;
 }
 
-function Footer({ message, versions, actions, onEdit }) {
-  const { role, content } = message;
+function Footer({ message, versions, isLast, canAct, actions, onEdit }) {
+  const { role, content, calls, isJson, finish } = message;
   const [hasCopied, setCopied] = useState(false);
   const copy = async () => {
     await copyText(content);
     setCopied(true);
     setTimeout(() => setCopied(false), 2000);
   };
-  const isCut = message.finish === "length" || message.finish === "stopped";
+  const isAnswer = role === "assistant";
+  const isCut = finish === "length" || finish === "stopped";
+  const canResume = canAct && isLast && isCut && isAnswer && content && !isJson && !calls.length;
   return html`<footer>
-    ${versions.length > 1 && html`<${Versions} ...${{ message, versions, actions }} />`}
-    ${content && html`<button type="button" onClick=${copy}>${hasCopied ? "Copied" : "Copy"}</button>`}
-    ${actions.edit && role === "user" && html`<button type="button" class="edit" onClick=${onEdit}>Edit</button>`}
-    ${
-      actions.regenerate &&
-      role === "assistant" &&
-      html`<button type="button" onClick=${() => actions.regenerate(message)}>Regenerate</button>`
-    }
-    ${
-      actions.resume &&
-      isCut &&
-      html`<button type="button" onClick=${() => actions.resume(message)}>Continue</button>`
-    }
-    ${role === "assistant" && html`<span class="stats">${describeStats(message)}</span>`}
+    ${versions.length > 1 && html`<${Versions} ...${{ message, versions, canAct, actions }} />`}
+    <span class="actions">
+      ${
+        content &&
+        html`<${IconButton}
+          icon=${hasCopied ? "check" : "copy"}
+          label=${hasCopied ? "Copied" : "Copy"}
+          onClick=${copy}
+        />`
+      }
+      ${
+        canAct &&
+        role === "user" &&
+        html`<${IconButton} icon="pencil" label="Edit" kind="edit" onClick=${onEdit} />`
+      }
+      ${
+        canAct &&
+        isAnswer &&
+        html`<${IconButton}
+          icon="refresh-cw"
+          label="Regenerate"
+          onClick=${() => actions.regenerate(message)}
+        />`
+      }
+      ${
+        canResume &&
+        html`<${IconButton}
+          icon="play"
+          label="Continue"
+          onClick=${() => actions.resume(message)}
+        />`
+      }
+    </span>
+    ${isAnswer && html`<span class="stats">${describeStats(message)}</span>`}
   </footer>`;
 }
 
-function Versions({ message, versions, actions }) {
+function Versions({ message, versions, canAct, actions }) {
   const at = versions.indexOf(message);
-  const step = (by, label, mark) =>
-    html`<button
-      type="button"
-      aria-label=${label}
-      disabled=${!versions[at + by] || !actions.show}
+  const step = (by, label, icon) =>
+    html`<${IconButton}
+      icon=${icon}
+      label=${label}
+      disabled=${!versions[at + by] || !canAct}
       onClick=${() => actions.show(versions[at + by])}
-    >
-      ${mark}
-    </button>`;
+    />`;
   return html`<span class="versions">
-    ${step(-1, "Earlier version", "‹")}<span>${at + 1} of ${versions.length}</span>
-    ${step(1, "Later version", "›")}
+    ${step(-1, "Earlier version", "chevron-left")}<span>${at + 1} of ${versions.length}</span>
+    ${step(1, "Later version", "chevron-right")}
   </span>`;
 }
 
-function describeStats({ stats, finish, error }) {
+/** Return the figures of an answer, and why it ended. */
+export function describeStats({ stats, finish, error }) {
   const parts = [];
   if (stats) {
     const { seconds, rate, prompt, cached, completion } = stats;

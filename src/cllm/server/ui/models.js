@@ -1,17 +1,20 @@
 // The models view: what the server knows about its models.
 
 import { getJson } from "./server.js";
-import { html, useEffect, useState } from "./view.js";
+import { classes, html, Icon, useEffect, useState } from "./view.js";
 
-/** Shows models, which are entries of /v1/models. onChat starts a chat with the named one. */
-export function Models({ models, onChat }) {
+/**
+ * Shows models, which are entries of /v1/models. onChat starts a chat with the named one, and
+ * onChange is called when one was loaded or unloaded.
+ */
+export function Models({ models, onChat, onChange }) {
   const [running, setRunning] = useState([]);
   useEffect(() => {
     getJson("api/ps").then(
       ({ models: found }) => setRunning(found),
       () => setRunning([]),
     );
-  }, []);
+  }, [models]);
   return html`<div class="models" tabindex="0" role="region" aria-label="Models">
     <h2>Models</h2>
     ${!models.length && html`<p>The server has no models.</p>`}
@@ -23,6 +26,7 @@ export function Models({ models, onChat }) {
           running=${running.find(({ name }) => name.replace(/:latest$/, "") === model.id)}
           isFirst=${i === 0}
           onChat=${onChat}
+          onChange=${onChange}
         />`,
     )}
   </div>`;
@@ -33,24 +37,50 @@ export const isBase = (model) => model?.task === "completion";
 
 export const isLoaded = ({ loaded }) => loaded !== false;
 
-function Model({ model, running, isFirst, onChat }) {
+function Model({ model, running, isFirst, onChat, onChange }) {
   const [isOpen, setOpen] = useState(isFirst);
   const [details, setDetails] = useState(null);
   const [fault, setFault] = useState("");
+  const [isChanging, setChanging] = useState(false);
+  const isUsable = isLoaded(model);
+  useEffect(() => setDetails(null), [isUsable]);
   useEffect(() => {
     if (isOpen && !details) readDetails(model).then(setDetails, ({ message }) => setFault(message));
-  }, [isOpen]);
-  const state = isLoaded(model) ? "loaded" : (model.status?.value ?? "not loaded");
-  return html`<details open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}>
-    <summary><strong>${model.id}</strong> <span class="badge">${state}</span></summary>
-    ${
-      model.task !== "embedding" &&
-      html`<p>
-        <button type="button" class="main" onClick=${() => onChat(model.id)}>
-          ${isBase(model) ? "Continue a text with it" : "Chat with it"}
-        </button>
-      </p>`
+  }, [isOpen, details, isUsable]);
+  /** Load the model, which every request may, or unload it, which the operator has to allow. */
+  const change = async () => {
+    setChanging(true);
+    setFault("");
+    try {
+      if (isUsable) await getJson("models/unload", { model: model.id });
+      else await getJson("api/generate", { model: model.id, stream: false });
+      await onChange();
+    } catch (error) {
+      setFault(error.message);
     }
+    setChanging(false);
+  };
+  const state = isUsable ? "loaded" : (model.status?.value ?? "not loaded");
+  return html`<details open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}>
+    <summary>
+      <strong>${model.id}</strong>
+      <span class=${classes("badge", isUsable && "ready")}>${state}</span>
+    </summary>
+    <div class="bar">
+      ${
+        model.task !== "embedding" &&
+        html`<button type="button" class="main" onClick=${() => onChat(model.id)}>
+          ${isBase(model) ? "Continue a text with it" : "Chat with it"}
+        </button>`
+      }
+      ${
+        !model.parent &&
+        html`<button type="button" disabled=${isChanging} onClick=${change}>
+          <${Icon} name="power" />
+          ${isUsable ? (isChanging ? "Unloading …" : "Unload") : isChanging ? "Loading …" : "Load"}
+        </button>`
+      }
+    </div>
     ${fault && html`<p class="fault" role="alert">${fault}</p>`}
     ${details && html`<${Details} model=${model} running=${running} ...${details} />`}
   </details>`;

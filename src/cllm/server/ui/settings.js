@@ -1,16 +1,11 @@
 // The settings of a conversation: system prompt, sampling, answer format and tools. All values are
 // texts as the user has typed them; "" means the server's default.
 
-import { html, useEffect, useRef } from "./view.js";
+import { Dialog } from "./dialog.js";
+import { PARAMETERS, readParameters, SWITCHES } from "./parameters.js";
+import { Presets } from "./presets.js";
+import { html } from "./view.js";
 
-const NUMBERS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 100, step: "any" },
-  { name: "top_p", label: "Top P", min: 0, max: 1, step: "any" },
-  { name: "top_k", label: "Top K", min: 0, step: 1 },
-  { name: "min_p", label: "Min P", min: 0, max: 1, step: "any" },
-  { name: "max_tokens", label: "Max tokens", min: 1, step: 1 },
-  { name: "seed", label: "Seed", step: 1 },
-];
 const EFFORTS = {
   "": "Model default",
   none: "Off",
@@ -19,18 +14,15 @@ const EFFORTS = {
   high: "Long",
 };
 const FORMATS = { "": "Text", json_object: "JSON", json_schema: "JSON with this schema" };
+const isRare = (parameter) => Boolean(parameter.isRare);
+const isCommon = (parameter) => !parameter.isRare;
 
 /** Return the sampling fields of a request. Throws an Error that names the wrong setting. */
 export function toSampling(settings) {
-  const fields = {};
-  for (const { name, label, step } of NUMBERS) {
-    if (!settings[name]) continue;
-    fields[name] = Number(settings[name]);
-    const isRight = step === 1 ? Number.isInteger : Number.isFinite;
-    if (!isRight(fields[name])) throw new Error(`${label} is not a valid number.`);
-  }
+  const fields = readParameters(settings);
   const stop = (settings.stop ?? "").split("\n").filter(Boolean);
   if (stop.length) fields.stop = stop;
+  if (settings.logit_bias?.trim()) fields.logit_bias = parse(settings.logit_bias, "Logit bias");
   return fields;
 }
 
@@ -64,19 +56,6 @@ const findFault = (text, label) => {
   }
 };
 
-/** A dialog that is open as long as it exists. */
-export function Dialog({ title, onClose, children }) {
-  const dialog = useRef();
-  useEffect(() => dialog.current.showModal(), []);
-  return html`<dialog ref=${dialog} aria-label=${title} onClose=${onClose}>
-    <header>
-      <h2>${title}</h2>
-      <button type="button" onClick=${() => dialog.current.close()}>Close</button>
-    </header>
-    ${children}
-  </dialog>`;
-}
-
 /** The dialog of settings. defaults are the server's sampling parameters by name. */
 export function Settings({ settings, defaults, onChange, onClose }) {
   const set = (name) => (event) => onChange({ ...settings, [name]: event.target.value });
@@ -85,6 +64,7 @@ export function Settings({ settings, defaults, onChange, onClose }) {
       <span>${label}</span>
       <textarea
         rows=${rows}
+        class=${name === "system" ? "prose" : null}
         value=${settings[name] ?? ""}
         placeholder=${hint}
         spellcheck=${name === "system"}
@@ -94,7 +74,7 @@ export function Settings({ settings, defaults, onChange, onClose }) {
       ${fault && html`<span class="fault" role="alert">${fault}</span>`}
     </label>`;
   const choice = (name, label, options) =>
-    html`<label>
+    html`<label class="double">
       <span>${label}</span>
       <select value=${settings[name] ?? ""} onChange=${set(name)}>
         ${Object.entries(options).map(
@@ -102,23 +82,52 @@ export function Settings({ settings, defaults, onChange, onClose }) {
         )}
       </select>
     </label>`;
-  return html`<${Dialog} title="Settings of this conversation" onClose=${onClose}>
+  const number = ({ name, label, min, max, step, isWhole, hint }) =>
+    html`<label key=${name} title=${hint}>
+      <span>${label}</span>
+      <input
+        type="number"
+        ...${{ min, max, step: step ?? (isWhole ? 1 : "any") }}
+        value=${settings[name] ?? ""}
+        placeholder=${defaults[name] ?? "default"}
+        onInput=${set(name)}
+      />
+    </label>`;
+  const setSwitch = (name) => (event) =>
+    onChange({ ...settings, [name]: event.target.checked ? "on" : "" });
+  const rare = [...PARAMETERS.filter(isRare), ...SWITCHES, { name: "logit_bias" }];
+  const numSet = rare.filter(({ name }) => settings[name]).length;
+  return html`<${Dialog} title="Settings" onClose=${onClose}>
     <form class="fields" method="dialog">
+      <${Presets} settings=${settings} onChange=${onChange} />
       ${text("system", "System prompt", "How the model should answer", 3)}
-      ${NUMBERS.map(
-        ({ name, label, ...limits }) =>
-          html`<label key=${name}>
-            <span>${label}</span>
-            <input
-              type="number"
-              ...${limits}
-              value=${settings[name] ?? ""}
-              placeholder=${defaults[name] ?? "default"}
-              onInput=${set(name)}
-            />
-          </label>`,
-      )}
-      ${text("stop", "Stop sequences, one per line", "", 2)}
+      <h3 class="wide">Sampling</h3>
+      ${PARAMETERS.filter(isCommon).map(number)}
+      <details class="wide more">
+        <summary>More parameters${numSet ? ` (${numSet} set)` : ""}</summary>
+        <div class="fields">
+          ${PARAMETERS.filter(isRare).map(number)}
+          ${text(
+            "logit_bias",
+            "Logit bias: tokens or texts, and what to add to their logits",
+            '{" maybe": -100}',
+            1,
+            findFault(settings.logit_bias, "Logit bias"),
+          )}
+          ${SWITCHES.map(
+            ({ name, label }) =>
+              html`<label class="check" key=${name}>
+                <input
+                  type="checkbox"
+                  checked=${Boolean(settings[name])}
+                  onChange=${setSwitch(name)}
+                />
+                <span>${label}</span>
+              </label>`,
+          )}
+        </div>
+      </details>
+      <h3 class="wide">Answer</h3>
       ${choice("effort", "Reasoning", EFFORTS)} ${choice("format", "Answer format", FORMATS)}
       ${
         settings.format === "json_schema" &&
@@ -130,11 +139,12 @@ export function Settings({ settings, defaults, onChange, onClose }) {
           findFault(settings.schema, "JSON schema"),
         )
       }
+      ${text("stop", "Stop sequences, one per line", "", 1)}
       ${text(
         "tools",
         "Tools, a list as in OpenAI's API",
         '[{"type": "function", "function": {"name": …, "parameters": …}}]',
-        3,
+        2,
         findFault(settings.tools, "Tools"),
       )}
     </form>

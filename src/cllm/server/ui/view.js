@@ -1,7 +1,8 @@
 // The functions with which the components of the page are built.
 
 import htm from "./vendor/htm.js";
-import { h } from "./vendor/preact.js";
+import { useRef } from "./vendor/preact-hooks.js";
+import { Component, h } from "./vendor/preact.js";
 
 export { render } from "./vendor/preact.js";
 export {
@@ -16,6 +17,44 @@ export {
 const FRAME = 16; // milliseconds
 
 export const html = htm.bind(h);
+
+/**
+ * Return a component like draw that is drawn again only if one of its properties has changed or
+ * isBusy is true. Objects count as changed if they are other objects.
+ */
+export function memo(draw) {
+  return class extends Component {
+    shouldComponentUpdate(next) {
+      const names = new Set([...Object.keys(this.props), ...Object.keys(next)]);
+      return next.isBusy || [...names].some((name) => next[name] !== this.props[name]);
+    }
+    render(props) {
+      return h(draw, props);
+    }
+  };
+}
+
+/** Return an object that stays the same and always has the latest functions. */
+export function useLatest(functions) {
+  const latest = useRef({});
+  return Object.assign(latest.current, functions);
+}
+
+/** A symbol of vendor/icons.svg. It is only decoration: a text or a label says what it means. */
+export const Icon = ({ name }) =>
+  html`<svg class="icon" aria-hidden="true"><use href=${`ui/vendor/icons.svg#${name}`} /></svg>`;
+
+/** A button that shows only an icon. label is its name, and its tooltip too. */
+export const IconButton = ({ icon, label, kind, ...rest }) =>
+  html`<button
+    type="button"
+    class=${classes("icon-only", kind)}
+    aria-label=${label}
+    title=${label}
+    ...${rest}
+  >
+    <${Icon} name=${icon} />
+  </button>`;
 
 /** Return whether a key sends a text: Enter does, except to choose a word in an input method. */
 export const isSendKey = ({ key, shiftKey, isComposing, keyCode }) =>
@@ -62,12 +101,10 @@ export function makePainter(paint) {
   };
 }
 
-/** Offer a value as a file to download. */
-export function download(name, value) {
+/** Offer a text as a file to download. */
+export function download(name, text, type = "application/json") {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(
-    new Blob([JSON.stringify(value, null, 2)], { type: "application/json" }),
-  );
+  link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
