@@ -199,6 +199,12 @@ def test_llama_cpp_is_imported_in_one_folder() -> None:
     assert {user for user in users if not user.startswith("cllm.backends.llama_cpp")} == set()
 
 
+def test_ray_is_imported_in_one_folder() -> None:
+    users = {source for source, target in all_imports() if target.split(".")[0] == "ray"}
+    assert users
+    assert {user for user in users if not user.startswith("cllm.cluster.ray.")} == set()
+
+
 def test_layers_that_decide_or_compute_do_no_io() -> None:
     assert [
         edge

@@ -1,8 +1,13 @@
 """The commands that place replicas, as far as they need no Ray."""
 
 import importlib.util
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from conftest import PATIENCE
+from tiny_models import write_tiny_model
 
 from cllm.backends.llama_cpp.rpc import resolve
 from cllm.cli import replicas
@@ -65,13 +70,29 @@ def test_no_machine_joins_a_cluster_on_loopback(monkeypatch):
         replicas.join("127.0.0.1:6380", address="127.0.0.1")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is needed")
+def test_no_process_is_left_of_a_ray_that_ends(monkeypatch, tmp_path):
+    """Not even one that ignores SIGTERM, in a process group of its own."""
+    script = f"set -m; trap '' TERM; sleep 600 & echo $! > {tmp_path}/pid; exit 3"
+    monkeypatch.setenv("CLLM_CLUSTER_KEY", "the-key-of-the-test-cluster")
+    monkeypatch.setattr(replicas, "check_ray", lambda: None)
+    monkeypatch.setattr(replicas, "write_join", lambda *_: ["bash", "-c", script])
+    with pytest.raises(StartupError, match="exit code 3"):
+        replicas.join("10.0.0.4:6380", address="10.0.0.5")
+    command = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/cmdline")
+    end = time.monotonic() + PATIENCE
+    while command.exists() and command.read_bytes():  # a zombie has no command
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_upgrade_names_only_the_settings_that_are_given(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(replicas, "find_folder", lambda settings: tmp_path)
     monkeypatch.setattr(replicas, "ask", lambda *_, settings: sent.append(settings))
     monkeypatch.delenv("CLLM_SERVER_KEYS_FILE", raising=False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.gguf").touch()
+    write_tiny_model("llama", tmp_path / "m.gguf")
     replicas.upgrade()
     replicas.upgrade(settings={"scheduler.max_num_seqs": 3, "server.port": 9000})
     replicas.upgrade("m.gguf")
@@ -87,7 +108,15 @@ def test_replicas_get_the_settings_of_requests_and_the_front_those_of_connection
     assert replicas.collect_settings(loaded) == of_replicas | {"log.level": "debug"}
 
 
-def test_model_that_does_not_exist_is_refused_before_ray_starts(tmp_path):
-    missing = str(tmp_path / "missing.gguf")
-    with pytest.raises(StartupError, match="There is no file"):
-        replicas.collect_settings(settings_from_flags(None, None, missing))
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(None, "There is no file"), (0, "is empty"), (100, "m.gguf"), (-9, "m.gguf")],
+)
+def test_model_that_is_missing_or_damaged_is_refused_before_ray_starts(tmp_path, size, words):
+    path = tmp_path / "m.gguf"
+    if size is not None:
+        write_tiny_model("llama", path)
+        path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(StartupError, match=words) as error:
+        replicas.collect_settings(settings_from_flags(None, None, str(path)))
+    assert "\n" not in str(error.value)

@@ -31,6 +31,7 @@ from cllm.cluster.control import (
     Starting,
     ask,
     check_private,
+    end_session,
     find_folder,
     make_environment,
     pointer_path,
@@ -39,6 +40,7 @@ from cllm.config.settings import Settings
 from cllm.config.sources import LoadedConfig, get_value
 from cllm.errors import StartupError
 from cllm.models.catalog import is_on_hub, resolve
+from cllm.models.model_file import read_parts
 from cllm.observe import log
 from cllm.private_files import lock
 from cllm.server.access import Access, check_access
@@ -69,6 +71,7 @@ DownAfter = Annotated[
 OWN_SECTIONS = ("server.", "cluster.", "storage.")
 SHARED = ("server.keys_file", "server.drain_timeout", "server.max_body_mb", "cluster.hand_over")
 START_SECONDS = 600.0  # that a cluster may need until its commands are answered
+LEAVE_SECONDS = 10.0  # for Ray, when a machine leaves; its replicas then drain without it
 CHANGE_SECONDS = 3600.0  # for a change of replicas, which load their models
 
 
@@ -89,7 +92,8 @@ def read_range(text: str) -> tuple[int, int]:
 
 def collect_settings(loaded: LoadedConfig) -> dict[str, Any]:
     """Return the settings of replicas by their keys: those that are given, except those of the
-    front. Raises StartupError for settings that replicas cannot get.
+    front. Raises StartupError for settings that replicas cannot get, and if the model is missing
+    or damaged.
     """
     if loaded.models:
         raise StartupError("cllm cluster serves one model; the section models is not supported")
@@ -100,7 +104,8 @@ def collect_settings(loaded: LoadedConfig) -> dict[str, Any]:
             values[key] = get_value(loaded.settings, key)
     path = loaded.settings.model.path
     if path is not None and not is_on_hub(path):
-        resolve(path)  # replicas would find out that there is no such model only after Ray's start
+        # replicas would find out only after Ray's start
+        read_parts(resolve(path), check_tokens=True)
         if Path(path).exists():  # replicas run in other folders
             values["model.path"] = str(Path(path).resolve())
     return json.loads(json.dumps(values, default=lambda value: value.model_dump(mode="json")))  # type: ignore[no-any-return]
@@ -205,7 +210,7 @@ class RayHead:
 
     def __init__(self, spec: dict[str, Any], environment: dict[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cllm-ray-"))  # for its owner only
-        program = "from cllm.cluster.ray import main; main()"
+        program = "from cllm.cluster.ray.head import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program, str(self.folder), json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -257,6 +262,7 @@ class RayHead:
         assert self._process.stdin is not None
         self._process.stdin.close()
         code = self._process.wait()
+        end_session(self._process.pid)
         shutil.rmtree(self.folder, ignore_errors=True)
         return code
 
@@ -285,13 +291,22 @@ def join(
     if host.startswith("127."):
         raise StartupError("machines cannot join a cluster that was started without --address")
     kept = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
+    process = subprocess.Popen(
         write_join(f"{host}:{port}", address, gpus),
         env=kept | make_environment(key.find(), address),
-        check=False,
+        start_new_session=True,  # Ctrl-C is for this process, which ends all of them
     )
-    if done.returncode not in (0, -signal.SIGTERM, -signal.SIGINT):
-        raise StartupError(f"Ray ended with exit code {done.returncode}")
+    try:
+        code = process.wait()
+    finally:
+        try:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_SECONDS)
+        finally:
+            end_session(process.pid)
+    if code:
+        raise StartupError(f"Ray ended with exit code {code}")
 
 
 def write_join(head: str, address: str, gpus: int | None) -> list[str]:

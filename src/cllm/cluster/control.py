@@ -9,7 +9,10 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
+import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +112,26 @@ def make_environment(key: str, address: str) -> dict[str, str]:
     if ipaddress.ip_address(address).is_loopback:
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return variables
+
+
+def end_session(leader: int) -> None:
+    """Kill what is left of the processes of a session whose leader is or was ``leader``.
+
+    Agents and workers of Ray wait without end for a registry (GCS) that has died. Without /proc
+    they are left alone.
+    """
+    killed: set[int] = set()
+    while found := _list_session(leader) - killed:  # those that are killed may have started others
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _list_session(leader: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(path.name)) == leader:
+                found.add(int(path.name))
+    return found
