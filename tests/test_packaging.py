@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -9,13 +10,16 @@ import subprocess
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from cllm.cli.main import app
 from cllm.config.settings import OPTIONS
+from cllm.config.sources import VARIABLES
 from tools import build_wheels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,7 +134,13 @@ def test_only_what_the_wheels_are_made_from_gets_into_the_image() -> None:
     assert all((ROOT / name).exists() for name in allowed)
 
 
-@pytest.mark.parametrize("file", ["Dockerfile", "compose.yaml", "packaging/systemd/cllm.service"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("Dockerfile", "compose.yaml", "packaging/systemd/cllm.service"),
+        *("packaging/cluster/compose.yaml", "packaging/helm/cllm/values.yaml"),
+    ],
+)
 def test_no_secret_is_written_down(file) -> None:
     text = (ROOT / file).read_text()
     found = [line for line in text.splitlines() if SECRET.search(line)]
@@ -146,6 +156,78 @@ def test_compose_gives_the_service_no_more_than_it_needs(service) -> None:
     assert service["mem_limit"]
     assert service["pids_limit"]
     assert [mount.split(":")[0] for mount in service["tmpfs"]] == ["/tmp"]
+
+
+def read_cluster() -> dict:
+    """Return the services of the cluster's compose file. YAML merges what they share."""
+    return yaml.safe_load((ROOT / "packaging/cluster/compose.yaml").read_text())["services"]
+
+
+def test_compose_gives_a_cluster_no_more_than_it_needs(service) -> None:
+    (volume,) = instructions("VOLUME")
+    services = read_cluster()
+    for name, one in services.items():
+        for key in ("image", "read_only", "cap_drop", "security_opt", "pids_limit", "tmpfs"):
+            assert one[key] == service[key]
+        assert one["volumes"] == [f"{name}:{volume}"], "each has its own storage folder"
+        assert one["environment"]["CLLM_CLUSTER_KEY"].startswith("${CLLM_CLUSTER_KEY:?")
+    assert [name for name, one in services.items() if "ports" in one] == ["front"]
+    assert services["front"]["ports"] == service["ports"]
+
+
+def test_front_of_compose_names_all_replicas() -> None:
+    front, *replicas = read_cluster()
+    command = read_cluster()[front]["command"]
+    assert command[-1] == ",".join(f"http://{name}:{PORT}" for name in replicas)
+    app.parse_args(command)
+
+
+def run_tool(*command: str, **more: Any) -> str:
+    """Return what a program prints, which must succeed; skip if it is not installed."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "packaging/cluster/compose.yaml"])
+def test_docker_accepts_the_compose_file(file) -> None:
+    probe = f"{shutil.which('docker') or 'false'} compose version"
+    if subprocess.run(probe.split(), capture_output=True, check=False).returncode:
+        pytest.skip("docker compose is not installed")
+    own = {"CLLM_CLUSTER_KEY": "x"}
+    run_tool("docker", "compose", "--file", str(ROOT / file), "config", env=os.environ | own)
+
+
+CHART = ROOT / "packaging/helm/cllm"
+
+
+def test_chart_has_the_version_of_the_package() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == VERSION
+
+
+def test_helm_and_kubernetes_accept_the_chart(tmp_path) -> None:
+    """The objects are validated against the schemas of Kubernetes, and settings against ours."""
+    run_tool("helm", "lint", "--strict", str(CHART))
+    values = ["--set", "replicas.count=2", "--set", "model=hf:a/b"]
+    text = run_tool("helm", "template", "test", str(CHART), *values)
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(text)}
+    for _, pods in sorted(objects.items()):
+        if pods["kind"] != "StatefulSet":
+            continue
+        template = pods["spec"]["template"]["spec"]
+        (container,) = template["containers"]
+        app.parse_args(container["args"])
+        names = {one["name"] for one in container["env"]}
+        assert names <= VARIABLES.keys()
+        assert template["securityContext"]["runAsNonRoot"] is True
+    front = objects["StatefulSet", "test-front"]["spec"]["template"]["spec"]["containers"][0]
+    urls = [f"http://test-replica-{number}.test-replica:{PORT}" for number in range(2)]
+    assert front["args"][-1] == ",".join(urls)
+    if kubeconform := shutil.which("kubeconform"):
+        run_tool(kubeconform, "-strict", "-summary", input=text)
 
 
 def test_compose_keeps_the_volume_of_the_image(service) -> None:
