@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 
+import httpx2
 import pytest
 from cluster.conftest import FAKE, start_front
 from conftest import PATIENCE
@@ -96,6 +98,26 @@ def test_each_of_two_fronts_computes_a_conversation_at_most_once(
                 {"role": "assistant", "content": "an answer"},
                 {"role": "user", "content": "and more?"},
             ]
+
+
+def test_front_that_dies_cuts_its_streams_and_the_other_front_goes_on(
+    start_server, front_server, replicas
+):
+    dying = start_front(start_server, *(one.url for one in replicas))
+    message = {"role": "user", "content": "a question about nuts"}
+    body = {"messages": [message], "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+    with dying.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        dying.process.send_signal(signal.SIGKILL)
+        with pytest.raises(httpx2.RemoteProtocolError):
+            list(lines)
+    for replica in replicas:
+        replica.wait_until_idle()  # the request has ended
+    answer = front_server.client.post(
+        "/v1/chat/completions", json=body | {"stream": False, "max_tokens": 4}
+    )
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""``cllm cluster serve``: replicas that Ray Serve places. One cluster for all tests of this file."""
+"""``cllm cluster serve``: replicas that Ray Serve places. One cluster for all tests of this file.
+
+Each replica needs a GPU. The head has none; the machines that join have as many as they say. All of
+them are this machine, with other addresses.
+"""
 
 import contextlib
 import json
@@ -19,16 +23,69 @@ from cluster.conftest import KEY
 from conftest import PATIENCE
 from server.conftest import Server
 
-from cllm.cluster.control import make_environment
+from cllm.cluster.control import end_session, make_environment
 
 pytest.importorskip("ray", reason="the extra cluster is not installed")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 FAKE = ["--backend.name", "fake", "--context", "4096", "--max-num-seqs", "4"]
+FIRST = "127.0.0.1"  # with any other address, agents of Ray listen on all interfaces
+# `ray start` refuses to join a head on loopback
+MACHINE = """
+import sys, types
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+cluster.head_node = types.SimpleNamespace(gcs_address=sys.argv[1])
+memory = 100 * 2**20
+cluster.add_node(
+    wait=False, node_ip_address=sys.argv[2], num_gpus=int(sys.argv[3]), object_store_memory=memory
+)
+sys.stdin.read()
+"""
 
 
 class RayCluster(Server):
-    """A running ``cllm cluster serve``."""
+    """A running ``cllm cluster serve``, and the machines that have joined it."""
+
+    def __init__(self) -> None:
+        arguments = ["--replicas", "1", "--gpus", "1", "--up-after", "1", "--down-after", "3"]
+        arguments += [*FAKE, "--server.drain-timeout", "10"]
+        self._machines: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(*arguments, command=("cluster", "serve"))
+
+    def add_machine(self, address: str, gpus: int) -> None:
+        """Let a machine join."""
+        arguments = [self.status()["address"], address, str(gpus)]
+        others = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
+        self._machines[address] = subprocess.Popen(
+            [sys.executable, "-c", MACHINE, *arguments],
+            env=others | make_environment(KEY, "127.0.0.1"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def kill_machine(self, address: str) -> None:
+        """Kill all processes of a machine."""
+        machine = self._machines.pop(address)
+        for pid in descendants(machine.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        end_session(machine.pid)
+        machine.communicate()
+
+    def pids(self) -> set[int]:
+        """Return the processes of all machines."""
+        roots = [self.process.pid, *(one.pid for one in self._machines.values())]
+        return set().union(*map(descendants, roots))
+
+    def end(self) -> int:
+        """Stop the cluster, then its machines. Return the exit code of the command."""
+        code = self.stop(timeout=120)
+        for address in [*self._machines]:
+            self.kill_machine(address)
+        return code
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of ``cllm cluster`` for this cluster."""
@@ -52,8 +109,6 @@ class RayCluster(Server):
     def wait_for(self, number: int, but: tuple[str, ...] = ()) -> list[dict]:
         """Return the replicas once the front passes requests to ``number``, and none of ``but``."""
         end = time.monotonic() + PATIENCE
-        while "is starting;" in self.run("status").stderr and time.monotonic() < end:
-            time.sleep(0.5)
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log
             replicas = self.status()["replicas"]
@@ -64,6 +119,10 @@ class RayCluster(Server):
             time.sleep(0.3)
         raise TimeoutError(self.log)
 
+    def wait_until_started(self) -> None:
+        """Wait until commands are answered."""
+        self.wait_until(lambda: "is starting;" not in self.run("status").stderr)
+
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something is so."""
         end = time.monotonic() + PATIENCE
@@ -71,18 +130,20 @@ class RayCluster(Server):
             assert time.monotonic() < end, self.log
             time.sleep(0.1)
 
-    def find_busy(self) -> dict:
-        """Return a replica with at least three running requests, when there is one."""
+    def find_busy(self, host: str = "") -> dict:
+        """Return a replica on ``host`` with at least three running requests, when there is one."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             for one in self.status()["replicas"]:
-                if self.metric("num_requests_running", f'replica="{one["name"]}"') >= 3:
+                is_there = one["url"].startswith(f"http://{host}")
+                name = f'replica="{one["name"]}"'
+                if is_there and self.metric("num_requests_running", name) >= 3:
                     return one
         raise TimeoutError(self.log)
 
     def find_actor(self, name: str) -> int | None:
         """Return the process of an actor of Ray."""
-        for pid in descendants(self.process.pid):
+        for pid in self.pids():
             if read_command(pid).startswith(f"ray::{name}"):
                 return pid
         return None
@@ -187,30 +248,33 @@ def descendants(pid: int) -> set[int]:
         pids |= more
 
 
-def processes(word: str) -> list[str]:
-    """Return the commands of all processes that contain ``word``."""
-    commands = [read_command(int(path.name)) for path in Path("/proc").glob("[0-9]*")]
-    return [command for command in commands if word in command]
+def list_commands(sessions: set[int]) -> list[str]:
+    """Return the commands of all processes of some sessions."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) in sessions and (command := read_command(int(path.name))):
+                commands.append(command)
+    return commands
 
 
 @pytest.fixture(scope="module")
 def ray_cluster():
     """A cluster of one replica; nothing may be left of it."""
-    arguments = ["--replicas", "1", "--up-after", "1", "--down-after", "3", *FAKE]
-    arguments += ["--server.drain-timeout", "10"]
-    cluster = RayCluster(*arguments, command=("cluster", "serve"))
+    cluster = RayCluster()
     try:
+        cluster.wait_until_started()
+        cluster.add_machine(FIRST, 3)
         cluster.wait_for(1)
         folder = (cluster.keys.parent / "state" / "ray_folder").read_text()
         yield cluster
     finally:
-        code = cluster.stop(timeout=120)
+        sessions = {os.getsid(pid) for pid in descendants(cluster.process.pid)} - {os.getsid(0)}
+        code = cluster.end()
     assert code == 0, cluster.log
     assert not Path(folder).exists()
     end = time.monotonic() + PATIENCE
-    while (left := processes(folder) + processes(str(cluster.keys.parent))) and (
-        time.monotonic() < end
-    ):
+    while (left := list_commands(sessions)) and time.monotonic() < end:
         time.sleep(0.2)  # without the head, replicas drain on their own
     assert left == []
     cluster.forget()
@@ -260,13 +324,13 @@ def test_ray_asks_for_its_token_wherever_it_listens(ray_cluster):
     listed = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
     (replica,) = ray_cluster.wait_for(1)
     actor = parent_of(replica["pid"])
-    owners = descendants(ray_cluster.process.pid)
+    owners = ray_cluster.pids()
     assert actor in owners
     wide = set()
     for line in listed.splitlines():
         pids = {int(pid) for pid in re.findall(r"pid=(\d+)", line)}
         host, _, port = line.split()[3].rpartition(":")
-        if pids & owners and "127.0.0.1" not in host:
+        if pids & owners and FIRST not in host:
             assert pids == {actor}, line
             wide.add(f"127.0.0.1:{port}")
     assert len(wide) == 1
@@ -301,6 +365,23 @@ def test_killed_replica_is_replaced_and_no_request_fails(ray_cluster, victim):
         ray_cluster.wait_for(2, but=(busy["url"],))
     if victim == "server":  # the server of an actor ends its requests itself
         assert ray_cluster.count("front_continued_streams_total") > before
+
+
+def test_machine_that_dies_fails_no_request_and_another_one_takes_its_place(ray_cluster):
+    """The other machines have no GPU for its replica."""
+    ray_cluster.add_machine("127.0.0.3", 1)
+    assert ray_cluster.run("scale", "4").returncode == 0
+    ray_cluster.wait_for(4)
+    before = ray_cluster.count("front_continued_streams_total")
+    with Load(ray_cluster.url, 20):
+        lost = ray_cluster.find_busy("127.0.0.3")
+        ray_cluster.kill_machine("127.0.0.3")
+        ray_cluster.wait_until(lambda: ray_cluster.count_listed() == 3)
+        ray_cluster.add_machine("127.0.0.4", 1)
+        ready = ray_cluster.wait_for(4, but=(lost["url"],))
+    assert sum(one["url"].startswith("http://127.0.0.4:") for one in ready) == 1
+    assert ray_cluster.count("front_continued_streams_total") > before
+    assert ray_cluster.run("scale", "2").returncode == 0
 
 
 def test_killed_registry_is_rebuilt_and_no_request_fails(ray_cluster):
@@ -342,7 +423,7 @@ def test_second_cluster_with_the_same_folder_is_refused(ray_cluster):
 def test_requests_are_served_while_the_head_is_down(ray_cluster):
     """The last test of the cluster, because nothing can be placed any more."""
     ray_cluster.wait_for(1)
-    own = descendants(ray_cluster.process.pid)
+    own = ray_cluster.pids()
     (gcs,) = [pid for pid in own if "gcs_server" in read_command(pid).partition(" ")[0]]
     with Load(ray_cluster.url):
         os.kill(gcs, signal.SIGKILL)

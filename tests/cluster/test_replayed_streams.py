@@ -102,11 +102,17 @@ class Cluster:
     """A front and its replicas, of which some will be killed."""
 
     def __init__(
-        self, start: Callable[..., Server], number: int, model: Any = FAKE, seconds: float = 600
+        self,
+        start: Callable[..., Server],
+        number: int,
+        model: Any = FAKE,
+        seconds: float = 600,
+        lease_seconds: float = 3,
     ) -> None:
         """A stream waits ``seconds`` for a replica that can continue."""
         self.replicas = [start(*model, *SLOWLY) for _ in range(number)]
-        options = ("--cluster.continue-seconds", str(seconds))
+        options = ["--cluster.continue-seconds", str(seconds)]
+        options += ["--cluster.lease-seconds", str(lease_seconds)]
         self.front = start_front(start, *(one.url for one in self.replicas), options=options)
 
     def slow_down(self, seconds: float = 0.02) -> None:
@@ -212,6 +218,34 @@ def test_64_streams_of_all_kinds_end_right_although_a_replica_is_killed(start_se
             assert read(data) == read(whole), path
         assert (cluster.num_continued > 0) == (victim == "server")
         assert cluster.metric("front_cut_streams_total") == 0
+
+    asyncio.run(test())
+
+
+def test_stream_is_the_same_although_its_replica_falls_silent(start_server):
+    """As if the network between them had been cut: no connection ends, but nothing is answered."""
+    path, body = KINDS[0]
+
+    async def test() -> None:
+        cluster = Cluster(start_server, 2, lease_seconds=1.5)
+        whole = cluster.replicas[0].client.post(path, json=body).content
+        cluster.slow_down()
+        silent: list[Server] = []
+
+        def silence() -> None:
+            busy = cluster.find_busy()
+            assert busy is not None
+            silent.append(busy)
+            busy.process.send_signal(signal.SIGSTOP)
+
+        try:
+            async with opened(cluster.front) as client:
+                data = await follow(client, path, body, len(whole) // 3, silence)
+        finally:
+            for one in silent:
+                one.process.send_signal(signal.SIGCONT)
+        assert read(data) == read(whole)
+        assert cluster.num_continued >= 1
 
     asyncio.run(test())
 
