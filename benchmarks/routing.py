@@ -82,6 +82,7 @@ def make_setup(entries: list[TraceEntry], replicas: int, routing: Routing, seed:
         context=context,
         replicas=replicas,
         routing=routing,
+        lease_seconds=1.0,
         max_num_seqs=MAX_NUM_SEQS,
         num_cells=max(context, 40_000),
         costs=SMALL_MODEL,

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from typing import Any
 
+import msgspec
 import pytest
 
 from cllm.bench.simulation.replica import Course, Replica
@@ -149,3 +150,20 @@ def test_chosen_replicas_are_about_as_good_as_those_of_the_best_rule(
 def test_impossible_clusters_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(StartupError):
         Setup(**(CLUSTER | options))
+
+
+def test_waiting_requests_move_to_engines_of_the_same_server_that_have_room() -> None:
+    """Answers have different lengths, so that some engines run dry while others have a queue."""
+    entries = [
+        msgspec.structs.replace(entry, timestamp=0)
+        for entry in synthesize("multi-turn", 60, 1.0, 1)
+    ]
+    waits = []
+    for lease_seconds in (0.0, 1e6):
+        courses, _, report = run(
+            entries, replicas=4, max_num_seqs=2, lease_seconds=lease_seconds, check=True
+        )
+        assert report.num_failed == 0
+        assert all(len(course.times) == course.entry.output_length for course in courses)
+        waits.append(max(course.times[0] for course in courses))
+    assert waits[0] < 0.9 * waits[1]

@@ -18,7 +18,7 @@ from cllm.bench.simulation.setup import Setup
 from cllm.observe.trace_file import TraceEntry
 from cllm.routing.autoscale import ReplicaLoad, ScalingLimits, ScalingState, scale
 from cllm.routing.prefix_table import choose_landmarks
-from cllm.routing.router import Candidate, RoutingRequest
+from cllm.routing.router import Booking, Candidate, RoutingRequest, is_crowded
 from cllm.scheduler.report import estimate_waiting_seconds
 
 Action = Callable[[float], None]
@@ -130,12 +130,42 @@ class SimulatedCluster:
             place.news.append(choose_landmarks(request.blocks))
         replica = place.replica
         assert replica is not None, "it is ready"
+        self._give(place, name, course, booking, now)
+        # the new one waits until the next step, whether there is room or not
+        if self._setup.is_one_server and replica.num_waiting > 1:
+            for other in self._list_ready():
+                self._relieve(other, now)
+
+    def _give(self, place: Place, name: str, course: Course, booking: Booking, now: float) -> None:
+        """Give a request to a replica, which begins to compute if it is idle."""
+        replica = place.replica
+        assert replica is not None, "it is ready"
         course.replica = replica.number
         version = replica.version
         replica.take(name, course, booking, now)
         if not replica.is_stepping or replica.version != version:
             replica.is_stepping = True
             self._add_end(replica, place)
+
+    def _relieve(self, place: Place, now: float) -> None:
+        """Let an engine take over requests that wait for others, as in process/balancer.py."""
+        target, most = place.replica, self._setup.max_num_seqs
+        candidate = Candidate(place.number, most)
+        while target is not None and (least := len(target.courses)) < most:
+            sources = [
+                one.replica
+                for one in self._list_ready()
+                if one is not place
+                and one.replica is not None
+                and one.replica.num_waiting
+                and (not least or is_crowded(len(one.replica.courses), least, candidate))
+            ]
+            source = max(sources, key=lambda one: len(one.courses), default=None)
+            if source is None or (moved := source.withdraw()) is None:
+                return
+            name, course = moved
+            booking = self._fronts[0].choose(make_routing_request(course.entry), [candidate])
+            self._give(place, name, course, booking, now)
 
     def _add_end(self, replica: Replica, place: Place) -> None:
         end = partial(self._finish_step, replica, place, replica.version)
@@ -146,6 +176,8 @@ class SimulatedCluster:
             return
         if num_ended := replica.finish_step():
             self._on_end(num_ended, now)
+            if self._setup.is_one_server:
+                self._relieve(place, now)
         if replica.step():
             self._add_end(replica, place)
             return

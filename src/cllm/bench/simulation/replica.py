@@ -192,6 +192,19 @@ class Replica:
             self.now = self._ends[-1]
             self.version += 1
 
+    def withdraw(self) -> tuple[str, Course] | None:
+        """Forget the first request that has not begun, and return it, None if there is none."""
+        name = next(filter(self.scheduler.sequences.withdraw, self.courses), None)
+        if name is None:
+            return None
+        self._bookings.pop(name).release()
+        return name, self.courses.pop(name)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that do not run."""
+        return len(self.courses) - len(self.scheduler.sequences.running)
+
     def die(self, now: float) -> list[tuple[str, Course]]:
         """End at ``now``, and return the requests that have not ended."""
         self.version += 1

@@ -25,10 +25,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     Requests come to ``fronts`` in turn. Each has a router of its own, which knows the state of the
     replicas as of the last lease. Leases come every ``lease_seconds``; with 0, the router knows
-    nothing but what it has booked. The first ``slow_replicas`` take ``slow_factor`` times as long.
-    On average, a replica dies every ``death_seconds``, and one is drained every ``drain_seconds``;
-    0 means never. Another one takes its place after ``load_seconds``. If ``max_replicas`` is not 0,
-    there are between ``replicas`` and that many, as routing/autoscale.py decides.
+    nothing but what it has booked, and the replicas of one front are engines of one server: a
+    request that waits moves to one that has room, see process/balancer.py. The first
+    ``slow_replicas`` take ``slow_factor`` times as long. On average, a replica dies every
+    ``death_seconds``, and one is drained every ``drain_seconds``; 0 means never. Another one takes
+    its place after ``load_seconds``. If ``max_replicas`` is not 0, there are between ``replicas``
+    and that many, as routing/autoscale.py decides.
 
     Raises StartupError for inconsistent sizes.
     """
@@ -87,6 +89,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(
                 "--models cannot be combined with --max-engines, --death-seconds or --drain-seconds"
             )
+
+    @property
+    def is_one_server(self) -> bool:
+        """Whether the replicas are the engines of one server."""
+        return self.fronts == 1 and not self.lease_seconds
 
     @property
     def cells(self) -> int:
