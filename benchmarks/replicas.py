@@ -165,15 +165,15 @@ class Shape(NamedTuple):
 
 # room for about 6 of the 8 prefixes on each replica
 SMALL_CACHE = ("--kv.max-memory-mb", 120, "--kv.ram-cache-mb", 0)
+# few places, so that requests of both accounts wait for long
+SHARES = ("--max-num-seqs", 8, "--scheduler.max-queue-seconds", 3600)
 SHAPES = {
     "prefixes": Shape(prefixes, 64),
     "long-talks": Shape(long_talks, 32),
     "agents": Shape(agents, 36),
     "unrelated": Shape(unrelated, 48, target=UNRELATED_TTFT, routers=ROUTERS[1:]),
     "small-caches": Shape(prefixes, 48, SMALL_CACHE, routers=ROUTERS[1:]),
-    "two-accounts": Shape(
-        two_accounts, 300, ("--max-num-seqs", 8), loads=("burst",), routers=ROUTERS[:2]
-    ),
+    "two-accounts": Shape(two_accounts, 300, SHARES, loads=("burst",), routers=ROUTERS[:2]),
 }
 
 
