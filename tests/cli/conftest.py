@@ -39,7 +39,7 @@ def cllm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Result]:
     """Return a function ``cllm(*arguments, text="")`` that runs a command with ``text`` on stdin."""
-    monkeypatch.setattr(log, "configure", lambda level: None)  # it would outlive the test
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)  # it would outlive the test
 
     def run(*arguments: object, text: str = "") -> Result:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))

@@ -78,6 +78,11 @@ class Match(NamedTuple):
     leader: Sequence | None = None
 
     @property
+    def tier(self) -> str:
+        """Where the prefix is loaded from: cells or ram."""
+        return "ram" if isinstance(self.source, Snapshot) else "cells"
+
+    @property
     def must_wait(self) -> bool:
         """Whether a leader still computes the prefix, or it must be read from disk first."""
         return self.leader is not None or (

@@ -21,6 +21,7 @@ from cllm.scheduler.policy import Policy, split_prefill_budget
 from cllm.scheduler.prompt_order import PromptOrder
 from cllm.scheduler.reasons import (
     AllSeqIdsInUse,
+    AwaitsRead,
     DecodingFirst,
     FailedTogether,
     PrefillBudgetUsed,
@@ -316,7 +317,8 @@ class Scheduler:
             if seq.admitted is None:
                 if seq.wait_reason == "" and self._blocked_at >= seq.arrived:
                     seq.wait_reason = self._blocked
-                self.statistics.count_hit(seq, match.source, num_cached)
+                tier = "disk" if isinstance(seq.wait_reason, AwaitsRead) else match.tier
+                self.statistics.count_hit(seq.num_prompt_tokens, tier, num_cached)
             sequences.admit(seq, seq_id, num_cached)
             operations += operations_for_prefix
             growth += self._estimate_growth(seq)

@@ -7,10 +7,6 @@ from typing import Any
 
 import msgspec
 
-from cllm.core.sequence import Sequence
-from cllm.kv_cache.snapshots import Snapshot
-from cllm.scheduler.reasons import AwaitsRead
-
 MAX_STEPS = 512
 MAX_NAMED = 100  # waiting sequences listed in one answer
 
@@ -49,12 +45,9 @@ class Statistics:
         self.num_hits = {"cells": 0, "ram": 0, "disk": 0}  # tokens, by where they were
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
 
-    def count_hit(self, seq: Sequence, source: object, num_cached: int) -> None:
-        """Count a prompt of which ``num_cached`` tokens came from ``source``."""
-        tier = "cells"
-        if isinstance(source, Snapshot):
-            tier = "disk" if isinstance(seq.wait_reason, AwaitsRead) else "ram"
-        self.num_cache_queries += seq.num_prompt_tokens
+    def count_hit(self, num_prompt_tokens: int, tier: str, num_cached: int) -> None:
+        """Count a prompt of which ``num_cached`` tokens came from ``tier``."""
+        self.num_cache_queries += num_prompt_tokens
         self.num_hits[tier] += num_cached
 
     def add(self, step: Step) -> None:
