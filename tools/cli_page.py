@@ -31,6 +31,7 @@ EXAMPLES = {
     "bench": "cllm bench load http://127.0.0.1:8000",
     "simulate": "cllm simulate --help",
     "explain": "cllm explain --steps 5",
+    "usage": "cllm usage --by account,model",
     "rpc-worker": "cllm rpc-worker --address 10.0.0.5:50052",
     "keys": "cllm keys add anna --tokens-per-minute 10000",
     "config": "cllm config show --port 8080",
@@ -48,8 +49,8 @@ EXIT_CODES = {
     "any": "`cllm launch` ends with the exit code of the tool",
 }
 ENVIRONMENT = {
-    "CLLM_URL": "the server that `chat`, `generate`, `run`, `ps`, `stop`, `create`, `launch` and "
-    "`explain` use",
+    "CLLM_URL": "the server that `chat`, `generate`, `run`, `ps`, `stop`, `create`, `launch`, "
+    "`explain` and `usage` use",
     "CLLM_API_KEY": "the key for that server; for `serve`, the key that clients need",
     "CLLM_CONFIG": "the YAML file of settings",
     "CLLM_...": "any [setting](configuration.md), such as `CLLM_SERVER_PORT`",

@@ -236,7 +236,7 @@ def test_batches_are_booked_once_by_a_front_that_starts_again(tmp_path):
         assert accounts.last_taken("replica1", is_saved=True) == before
         await access.ledger.save()
         assert accounts.last_taken("replica1", is_saved=True) == ("epoch", len(batches) + 1)
-        [(_, _, counts)] = await access.ledger.list_days(date(2000, 1, 1), date(3000, 1, 1))
+        [(*_, counts)] = await access.ledger.list_days(date(2000, 1, 1), date(3000, 1, 1))
         await access.ledger.close()
         return counts
 

@@ -431,7 +431,7 @@ def test_usage_as_csv(server):
     complete(server, "bob")
     answer = server.client.get("/usage", params={"format": "csv"}, headers=bearer("bob"))
     head, *rows = answer.text.splitlines()
-    assert head == "account,day,requests,prompt_tokens,cached_tokens,completion_tokens"
+    assert head == "account,day,model,requests,prompt_tokens,cached_tokens,completion_tokens"
     assert rows[0].startswith("bob,")
     assert answer.headers["content-type"].startswith("text/csv")
     wrong = server.client.get("/usage", params={"begin": "2026-02-31"}, headers=bearer("bob"))

@@ -215,7 +215,7 @@ def test_usage_survives_a_crash(tmp_path, clock):
         after.admit(ann, 121, 0, counts(1, 1)).settle(finished=True)
         await after.close()
         days = await (await reopen(tmp_path, clock)).list_days(date.min, date.max)
-        assert days == [("ann", "2027-01-15", UsageCounts(3, 61, 5, 20))]
+        assert days == [("ann", "2027-01-15", "", UsageCounts(3, 61, 5, 20))]
 
     asyncio.run(run())
 
@@ -246,7 +246,7 @@ def test_sum_of_parallel_requests_is_exact(tmp_path, clock):
         await asyncio.gather(saving, return_exceptions=True)
         await ledger.close()
         total = UsageCounts()
-        for _, _, used in await (await reopen(tmp_path, clock)).list_days(date.min, date.max):
+        for *_, used in await (await reopen(tmp_path, clock)).list_days(date.min, date.max):
             total.add(used)
         assert total == expected
 
@@ -378,7 +378,7 @@ def test_failed_request_is_taken_back_from_the_day_on_which_it_was_booked(ledger
     ledger.admit(account(), 1, 0, counts(5)).settle(failed=True)
     charge.settle(failed=True)
     days = asyncio.run(ledger.list_days(date.min, date.max))
-    assert [(day, used.requests) for _, day, used in days] == [("2027-01-15", 0)]
+    assert [(day, used.requests) for _, day, _, used in days] == [("2027-01-15", 0)]
 
 
 def test_usage_without_a_disk_takes_bounded_memory(ledger, clock):
@@ -434,3 +434,29 @@ def test_looking_at_an_account_does_not_list_it(ledger):
     assert not ledger.totals()
     ledger.admit(account("ann"), 1, 0, counts())
     assert [*ledger.totals()] == ["ann"]
+
+
+def test_usage_of_earlier_versions_has_no_model_and_is_moved_once(tmp_path, clock):
+    (tmp_path / "usage.db").touch()
+    with sqlite3.connect(tmp_path / "usage.db") as connection:
+        connection.execute(
+            "CREATE TABLE usage (account TEXT, day TEXT, requests INTEGER, prompt_tokens INTEGER, "
+            "cached_tokens INTEGER, completion_tokens INTEGER)"
+        )
+        connection.execute("INSERT INTO usage VALUES ('ann', '2027-01-15', 1, 20, 0, 10)")
+    connection.close()
+
+    async def run():
+        for _ in range(2):
+            ledger = await reopen(tmp_path, clock)
+            assert ledger.of_month("ann").requests == 1
+            await ledger.close()
+        ledger = await reopen(tmp_path, clock)
+        ledger.admit(account(), 30, 0, counts(1, 2), "small").settle(finished=True)
+        assert await ledger.list_days(date.min, date.max) == [
+            ("ann", "2027-01-15", "", UsageCounts(1, 20, 0, 10)),
+            ("ann", "2027-01-15", "small", UsageCounts(1, 1, 0, 2)),
+        ]
+        await ledger.close()
+
+    asyncio.run(run())

@@ -96,6 +96,7 @@ COMMANDS = {
         "cllm.cli.explain:explain",
         "Show what a running server computes, which requests wait, and why.",
     ),
+    "usage": ("cllm.cli.usage:usage", "Show what accounts have used, by model and day."),
     "rpc-worker": ("cllm.cli.rpc_worker:rpc_worker", RPC_WORKER),
     "keys": ("cllm.cli.keys:app", "Create, list and revoke the API keys of a server."),
     "cluster": ("cllm.cli.cluster:app", "Serve from several machines at one address."),

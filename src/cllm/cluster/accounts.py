@@ -59,12 +59,19 @@ class Admission:
     """
 
     def __init__(
-        self, accounts: Accounts, request: Request, path: str, fields: Fields, num_bytes: int
+        self,
+        accounts: Accounts,
+        request: Request,
+        path: str,
+        fields: Fields,
+        num_bytes: int,
+        model: str,
     ) -> None:
-        """``path`` is the canonical one; the body has ``num_bytes``. Raises RateLimited, and
-        Unauthorized if the key of the account has been revoked.
+        """``path`` is the canonical one; the body has ``num_bytes`` and asks for ``model``. Raises
+        RateLimited, and Unauthorized if the key of the account has been revoked.
         """
         self._accounts = accounts
+        self._model = model
         self._id = request_id(request)
         self._num_attempts = 0
         self._replica = ""  # that was asked last
@@ -90,7 +97,7 @@ class Admission:
         if not self._is_limited:
             num_extra = 0
         ledger = self._accounts.access.ledger
-        self._charge = ledger.admit(self.account, num_tokens, num_extra, self.received)
+        self._charge = ledger.admit(self.account, num_tokens, num_extra, self.received, self._model)
         self._num_reserved = self._charge.num_reserved
         self._charge.end = self._end
 
@@ -180,7 +187,7 @@ class Admission:
             charge.settle(finished=num_more >= 0, failed=num_more < 0)
             if num_more > 0:
                 more = UsageCounts(requests=num_more)
-                self._accounts.access.ledger.book(self.account.name, more)
+                self._accounts.access.ledger.book(self.account.name, more, self._model)
         elif self._has_ended or not self._replica:
             charge.settle(failed=True)
         else:
@@ -202,9 +209,11 @@ class Accounts:
         self._batch_accounts: dict[str, list[str]] = {}  # with unfinished batches, by replica
         self.on_expected: Callable[[str], None] = lambda _: None  # called with a replica's name
 
-    def admit(self, request: Request, path: str, fields: Fields, num_bytes: int) -> Admission:
+    def admit(
+        self, request: Request, path: str, fields: Fields, num_bytes: int, model: str = ""
+    ) -> Admission:
         """Return the admission of a request. Raises what ``Admission`` raises."""
-        return Admission(self, request, path, fields, num_bytes)
+        return Admission(self, request, path, fields, num_bytes, model)
 
     def expect_report(self, admission: Admission, replica: str) -> None:
         until = time.monotonic() + REPORT_SECONDS
@@ -234,7 +243,7 @@ class Accounts:
                 continue
             last = report.number
             if not report.request:  # of a batch
-                self.access.ledger.book(report.account, report.used)
+                self.access.ledger.book(report.account, report.used, report.model)
             elif (expected := self._expected.pop(report.request, None)) is not None:
                 expected[0].note_usage(report.used)
                 expected[0].close()

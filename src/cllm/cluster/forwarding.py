@@ -164,7 +164,9 @@ class Forwarding:
         """Ask for the account's leave, then one replica or two."""
         fields, parts = await self._read_fields()
         accounts, size = self._front.accounts, len(self._body)
-        with closing(accounts.admit(self._request, self._path, fields, size)) as admission:
+        found = self._front.replicas.find(fields.find_model_name())
+        model = found[0].name if found else ""  # whose usage it is
+        with closing(accounts.admit(self._request, self._path, fields, size, model)) as admission:
             admission.on_end(self.end)
             await self._ask_replicas(admission, fields, parts)
 

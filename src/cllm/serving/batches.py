@@ -346,7 +346,8 @@ class Batches:
             await self._on_disk(answers.flush)
             used = charges.confirm()
             if record.carried is not None:
-                self._reports.add(record.carried, used, request="")
+                for name, counts in used.items():
+                    self._reports.add(record.carried, counts, request="", model=name)
         if succeeded:
             record.completed += 1
         else:

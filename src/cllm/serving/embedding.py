@@ -184,7 +184,8 @@ async def compute(
     account, charge = scheduling.account, None
     with service.admission():
         if account.has_key:
-            charge = service.ledger.admit(account, num_tokens, 0, Usage(prompt_tokens=num_tokens))
+            counts = Usage(prompt_tokens=num_tokens)
+            charge = service.ledger.admit(account, num_tokens, 0, counts, service.model_name)
         try:
             waiter = service.engine.embed(request)
         except BaseException:

@@ -443,4 +443,6 @@ class Service:
             limit, num_extra = 0, min(rest, EXPECTED_OUTPUT * len(prompts) * params.n)
         num_tokens = sum(map(len, prompts)) + limit
         with self.admission():
-            return self.ledger.admit(account, num_tokens, num_extra, generation.usage)
+            return self.ledger.admit(
+                account, num_tokens, num_extra, generation.usage, self.model_name
+            )

@@ -31,14 +31,14 @@ class HeldCharges:
     def add(self, charge: Charge) -> None:
         self._charges.append(charge)
 
-    def confirm(self) -> UsageCounts:
-        """Let all charges pay. Returns what they cost together."""
-        total = UsageCounts()
+    def confirm(self) -> dict[str, UsageCounts]:
+        """Let all charges pay. Returns what they cost together, by model."""
+        totals: dict[str, UsageCounts] = {}
         for charge in self._charges:
             charge.confirm()
-            total.add(charge.paid)
+            totals.setdefault(charge.model, UsageCounts()).add(charge.paid)
         self._charges.clear()
-        return total
+        return totals
 
     def forget(self) -> None:
         """Discard all charges without paying."""
@@ -150,7 +150,7 @@ class UsageEntry:
         self.day = self.month = ""  # the latest that the clock has shown
         self.of_month = UsageCounts()
         self.total = UsageCounts()  # since the start; requests that were taken back too
-        self.unsaved: dict[str, UsageCounts] = {}  # by day
+        self.unsaved: dict[tuple[str, str], UsageCounts] = {}  # by day and model
         self.changed: dict[int, list[int]] = {}  # buckets of ``latest`` to write
 
     def count_latest(self, seconds: float) -> tuple[int, int]:
@@ -183,12 +183,16 @@ class UsageEntry:
                 return max(1.0, one[0] + WINDOW + 1 - seconds)
         return float(WINDOW)
 
-    def book(self, used: UsageCounts, now: float) -> str:
+    def book(self, used: UsageCounts, now: float, model: str) -> str:
         """Add ``used`` to the day and the month. Returns the day."""
         day = self.begin_month(now)
-        for one in (self.of_month, self.total, self.unsaved.setdefault(day, UsageCounts())):
+        for one in (self.of_month, self.total, self.get_unsaved(day, model)):
             one.add(used)
         return day
+
+    def get_unsaved(self, day: str, model: str) -> UsageCounts:
+        """Return the usage of a day that has not been written yet."""
+        return self.unsaved.setdefault((day, model), UsageCounts())
 
     def count_used(self, used: UsageCounts, seconds: float) -> list[int]:
         """Count ``used`` in the last minute. Returns its bucket."""
@@ -205,7 +209,7 @@ class UsageEntry:
                 second: bucket for second, bucket in self.changed.items() if second >= first
             }
 
-    def take_back(self, bucket: list[int], day: str | None) -> None:
+    def take_back(self, bucket: list[int], day: str | None, model: str) -> None:
         """Remove a request from the counts: from ``bucket`` and, unless ``day`` is None, from that
         day.
         """
@@ -213,7 +217,7 @@ class UsageEntry:
         self.changed[bucket[0]] = bucket
         if day is None:
             return
-        self.unsaved.setdefault(day, UsageCounts()).requests -= 1
+        self.get_unsaved(day, model).requests -= 1
         if day[:7] == self.month:
             self.of_month.requests -= 1
 
@@ -232,7 +236,10 @@ class Charge:
     ``hold_charges`` explains held charges.
     """
 
-    def __init__(self, clocks: Clocks, entry: UsageEntry, reserved: int, counts: Counts) -> None:
+    def __init__(
+        self, clocks: Clocks, entry: UsageEntry, reserved: int, counts: Counts, model: str
+    ) -> None:
+        self.model = model
         self._clocks = clocks
         self._entry = entry
         self._counts = counts
@@ -248,7 +255,7 @@ class Charge:
         if held is not None:
             held.add(self)
         else:
-            self._day = entry.book(one, clocks.now())
+            self._day = entry.book(one, clocks.now(), model)
             if (usage := _tracked.get()) is not None:
                 usage.charges.append(self)
         self._left = reserved  # of the reserved tokens, those that have not been paid
@@ -288,7 +295,7 @@ class Charge:
             paid.add(used)
             self._release(used.tokens)
             self._entry.count_used(used, self._clocks.seconds())
-            self._entry.book(used, self._clocks.now())
+            self._entry.book(used, self._clocks.now(), self.model)
 
     def settle(self, *, finished: bool = False, failed: bool = False) -> None:
         """End the reservation. May be called again.
@@ -309,7 +316,7 @@ class Charge:
             and self._paid == UsageCounts()
             and not (self._is_held and self._counts.completion_tokens)
         ):
-            self._entry.take_back(self._bucket, self._day)
+            self._entry.take_back(self._bucket, self._day, self.model)
             self._is_taken_back = True
             self._is_held = False
             self._release(self._left)
@@ -319,7 +326,7 @@ class Charge:
         if not self._is_held:
             return
         self._is_held = False
-        self._day = self._entry.book(UsageCounts(requests=1), self._clocks.now())
+        self._day = self._entry.book(UsageCounts(requests=1), self._clocks.now(), self.model)
         self.pay(finished=self._is_finished)
         self._release(self._left)
 

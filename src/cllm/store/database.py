@@ -26,7 +26,14 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE INDEX IF NOT EXISTS batches_of_account ON batches (account, created_at);
 CREATE INDEX IF NOT EXISTS readers ON batches (input_file_id) WHERE NOT has_ended;
 """
+# Earlier versions wrote the table "usage", which told no models apart; its rows are moved.
 USAGE_SCHEMA = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS days (
+    account TEXT NOT NULL, day TEXT NOT NULL, model TEXT NOT NULL, requests INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, PRIMARY KEY (account, day, model)
+);
 CREATE TABLE IF NOT EXISTS usage (
     account TEXT NOT NULL, day TEXT NOT NULL, requests INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
@@ -43,6 +50,13 @@ CREATE TABLE IF NOT EXISTS reports (
     front TEXT NOT NULL, replica TEXT NOT NULL, epoch TEXT NOT NULL, number INTEGER NOT NULL,
     PRIMARY KEY (front, replica)
 );
+INSERT INTO days SELECT account, day, '', requests, prompt_tokens, cached_tokens, completion_tokens
+    FROM usage WHERE true ON CONFLICT DO UPDATE SET requests = requests + excluded.requests,
+    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens,
+    completion_tokens = completion_tokens + excluded.completion_tokens;
+DELETE FROM usage;
+COMMIT;
 """
 # The folder's lock excludes other processes. Without shared memory, SQLite needs no third file.
 ALONE = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")

@@ -70,9 +70,17 @@ class UsageLedger:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def admit(self, account: Account, num_tokens: int, num_extra: int, counts: Counts) -> Charge:
-        """Reserve the tokens that a request may use: ``num_tokens``, and up to ``num_extra`` more
-        that the request does not name. ``counts`` has the tokens of the request so far, and grows.
+    def admit(
+        self,
+        account: Account,
+        num_tokens: int,
+        num_extra: int,
+        counts: Counts,
+        model: str = "",
+    ) -> Charge:
+        """Reserve the tokens that a request to ``model`` may use: ``num_tokens``, and up to
+        ``num_extra`` more that the request does not name. ``counts`` has the tokens of the request
+        so far, and grows.
 
         Raises RateLimited; then nothing has changed.
         """
@@ -96,7 +104,7 @@ class UsageLedger:
                     seconds = 1.0  # until a running request has cost less than it has reserved
                 raise self._limited(account, name, most, seconds, num_tokens)
             num_extra = min(num_extra, left - num_tokens)
-        charge = Charge(self, entry, num_tokens + num_extra, counts)
+        charge = Charge(self, entry, num_tokens + num_extra, counts, model)
         entry.charges.add(charge)
         return charge
 
@@ -182,11 +190,11 @@ class UsageLedger:
             if charge.end is not None:
                 charge.end(error)
 
-    def book(self, name: str, used: UsageCounts) -> None:
-        """Add what requests of an account have cost that were not admitted here."""
+    def book(self, name: str, used: UsageCounts, model: str) -> None:
+        """Add what requests of an account to ``model`` have cost that were not admitted here."""
         entry = self._entry(name)
         entry.count_used(used, self.seconds())
-        entry.book(used, self.now())
+        entry.book(used, self.now(), model)
 
     def note_taken(self, front: str, replica: str, epoch: str, number: int) -> None:
         """Note the last report of a replica that ``front`` has booked."""
@@ -239,8 +247,8 @@ class UsageLedger:
         database = Database(folder / "usage.db", USAGE_SCHEMA, SHARED)
         month = database.rows(
             "SELECT account, MAX(day), SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), "
-            "SUM(completion_tokens) FROM usage AS one WHERE substr(day, 1, 7) = "
-            "(SELECT substr(MAX(day), 1, 7) FROM usage WHERE account = one.account) "
+            "SUM(completion_tokens) FROM days AS one WHERE substr(day, 1, 7) = "
+            "(SELECT substr(MAX(day), 1, 7) FROM days WHERE account = one.account) "
             "GROUP BY account"
         )
         taken = database.rows("SELECT * FROM reports")
@@ -308,9 +316,9 @@ class UsageLedger:
                 return
             changed = [one for one in self._entries.values() if one.changed or one.unsaved]
             usage = [
-                (entry.name, day, *msgspec.structs.astuple(used))
+                (entry.name, *key, *msgspec.structs.astuple(used))
                 for entry in changed
-                for day, used in entry.unsaved.items()
+                for key, used in entry.unsaved.items()
             ]
             latest = [(entry.name, *one) for entry in changed for one in entry.changed.values()]
             taken = [(entry, entry.unsaved, entry.changed) for entry in changed]
@@ -329,8 +337,8 @@ class UsageLedger:
                     log.error("the usage of accounts cannot be written: %s", error)
                 self.num_failed_writes += 1
                 for entry, unsaved, seconds in taken:
-                    for day, used in unsaved.items():
-                        entry.unsaved.setdefault(day, UsageCounts()).add(used)
+                    for key, used in unsaved.items():
+                        entry.get_unsaved(*key).add(used)
                     entry.changed = seconds | entry.changed
             else:
                 self._saved = booked
@@ -344,7 +352,7 @@ class UsageLedger:
     ) -> None:
         with database.transaction() as connection:
             connection.executemany(
-                "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                "INSERT INTO days VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                 "requests = requests + excluded.requests, "
                 "prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
                 "cached_tokens = cached_tokens + excluded.cached_tokens, "
@@ -360,25 +368,27 @@ class UsageLedger:
 
     async def list_days(
         self, begin: date, end: date, accounts: Container[str] | None = None
-    ) -> list[tuple[str, str, UsageCounts]]:
-        """Return the account, the day and the usage for each day from ``begin`` to ``end`` on which
-        one of ``accounts`` used something. None means all accounts.
+    ) -> list[tuple[str, str, str, UsageCounts]]:
+        """Return the account, the day, the model and the usage for each day from ``begin`` to
+        ``end`` on which one of ``accounts`` used a model. None means all accounts. The model is ""
+        for what cLLM 0.1 counted, which told no models apart.
         """
         await self.save()
         first, last = begin.isoformat(), end.isoformat()
-        rows: list[tuple[str, str, UsageCounts]] = []
+        rows: list[tuple[str, str, str, UsageCounts]] = []
 
         def read(database: Database) -> None:
-            query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, account"
-            for name, day, *counts in database.rows(query, first, last):
-                rows.append((name, day, UsageCounts(*counts)))
+            query = "SELECT * FROM days WHERE day BETWEEN ? AND ? ORDER BY day, account, model"
+            for name, day, model, *counts in database.rows(query, first, last):
+                rows.append((name, day, model, UsageCounts(*counts)))
 
         if self._database is not None:
             await self._run(read, self._database)
         else:
             for entry in self._entries.values():
-                days = ((day, used) for day, used in entry.unsaved.items() if first <= day <= last)
-                rows += [(entry.name, day, used) for day, used in days]
+                for (day, model), used in entry.unsaved.items():
+                    if first <= day <= last:
+                        rows.append((entry.name, day, model, used))
         return [row for row in rows if accounts is None or row[0] in accounts]
 
     async def close(self) -> None:

@@ -22,13 +22,14 @@ PAUSE_SECONDS = 1.0  # after which a paused batch looks again whether it may go 
 
 class UsageReport(msgspec.Struct):
     """What one request of a front has cost its account. ``request`` is the id that the front gave
-    the request, or "" for the requests of batches.
+    the request, or "" for the requests of batches, whose ``model`` the front does not know.
     """
 
     number: int
     account: str
     request: str
     used: UsageCounts
+    model: str = ""
 
 
 class ReportBatch(msgspec.Struct):
@@ -63,7 +64,7 @@ class UsageReports:
             message = f"The account {carried.account.name!r} has used up a limit."
             raise RateLimited(message, "tokens_per_minute", PAUSE_SECONDS)
 
-    def add(self, carried: Carried, used: UsageCounts, request: str) -> None:
+    def add(self, carried: Carried, used: UsageCounts, request: str, model: str = "") -> None:
         """Report that a request of ``carried`` has cost ``used``. A front with accounts must know
         if it has cost nothing, because it has reserved tokens for the request.
         """
@@ -75,7 +76,8 @@ class UsageReports:
         self._fronts[carried.front] = reports  # the latest front is the last one
         if len(self._fronts) > MAX_FRONTS:
             del self._fronts[next(iter(self._fronts))]
-        reports.append(UsageReport(self._number, carried.scheduled.name, request, used))
+        name = carried.scheduled.name
+        reports.append(UsageReport(self._number, name, request, used, model))
 
     def take(self, front: str, after: int) -> list[UsageReport]:
         """Return the reports for ``front`` with higher numbers than ``after``, and forget all

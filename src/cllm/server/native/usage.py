@@ -29,6 +29,7 @@ router = APIRouter(tags=["cLLM"])
 class DayUsage(TypedDict):
     account: str
     day: str
+    model: str
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -63,9 +64,10 @@ async def usage(
     end: Day = None,
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
-    """Return what the account of the API key has used, by day (UTC), from the first of the month
-    to today unless ``begin`` and ``end`` say otherwise; for an administrator, of all accounts, or
-    of ``account``. Prompt tokens include the cached ones. With ``format=csv``, the days as CSV.
+    """Return what the account of the API key has used, by day (UTC) and model, from the first of
+    the month to today unless ``begin`` and ``end`` say otherwise; for an administrator, of all
+    accounts, or of ``account``. Prompt tokens include the cached ones. With ``format=csv``, the
+    days as CSV.
     """
     own = get_call(request).account()
     access = get_state(request).access
@@ -83,12 +85,13 @@ async def usage(
         {
             "account": name,
             "day": day,
+            "model": model,
             "requests": used.requests,
             "prompt_tokens": used.prompt_tokens,
             "cached_tokens": used.cached_tokens,
             "completion_tokens": used.completion_tokens,
         }
-        for name, day, used in rows
+        for name, day, model, used in rows
     ]
     if form == "csv":
         text = io.StringIO(newline="")
@@ -102,7 +105,7 @@ async def usage(
         else {
             *access.keyring.names(),
             *access.keyring.accounts,
-            *(name for name, _, _ in rows),
+            *(name for name, *_ in rows),
         }
     )
     content: UsageAnswer = {
