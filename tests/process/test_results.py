@@ -1,5 +1,6 @@
 """The result cache: its keys and what it evicts."""
 
+import msgspec
 import pytest
 
 from cllm.core.output import TokenOutput
@@ -53,6 +54,7 @@ def test_digest_covers_prompt_and_all_parameters():
         ask(seed=1, stop=("b",)),
         ask(seed=1, logit_bias={1: 2.0}),
     ]
+    different.append(msgspec.structs.replace(ask(seed=1), reports_prefill=True))
     assert len(set(map(digest, different))) == len(different)
     assert digest(ask(seed=1, logit_bias={1: 2.0, 3: 4.0})) == digest(
         ask(seed=1, logit_bias={3: 4.0, 1: 2.0})

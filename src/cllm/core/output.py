@@ -51,6 +51,17 @@ class SequenceTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_parked: int = 0
 
 
+class PrefillProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far a prompt of ``num_tokens`` is: ``num_computed`` are done, ``num_cached`` of them were
+    taken from the cache. ``seconds`` have passed since its admission.
+    """
+
+    num_tokens: int
+    num_cached: int
+    num_computed: int
+    seconds: float
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
@@ -64,6 +75,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     NO_TOKEN that do not finish. With mirostat, ``mirostat_mu`` limits the surprise of the next
     token; it does not follow from the tokens. The first token of a sequence and its last output
     have its ``times``.
+
+    If the request wants it, outputs with NO_TOKEN that do not finish have the ``prefill`` of its
+    prompt, before the first token of index 0.
     """
 
     request_id: str
@@ -76,6 +90,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[Logprobs] | None = None
     mirostat_mu: float | None = None
     times: SequenceTimes | None = None
+    prefill: PrefillProgress | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

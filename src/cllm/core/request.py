@@ -49,7 +49,8 @@ class Request(msgspec.Struct, frozen=True):
     Requests share cached prefixes only if their ``cache_salt`` is equal. The prompt's first
     ``num_base_tokens`` are computed without ``adapters``, because an activated LoRA changes the
     model only from there on. Requests with other adapters have other salts, unless all that they
-    can share is computed without adapters.
+    can share is computed without adapters. If it ``reports_prefill``, its outputs tell how far its
+    prompt is.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Request(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     adapters: Adapters = ()
     num_base_tokens: int = 0
+    reports_prefill: bool = False
 
     @property
     def key(self) -> str:

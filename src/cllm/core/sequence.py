@@ -80,6 +80,7 @@ class Sequence:
         "num_parked",
         "num_pending_prompt_logprobs",
         "num_prompt_tokens",
+        "num_reported_tokens",
         "num_uncached_tokens",
         "order",
         "request",
@@ -109,6 +110,7 @@ class Sequence:
         self._array = np.zeros(0, np.int32)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
+        self.num_reported_tokens = -1  # of the prompt, see TokenOutput.prefill
         self.num_failures = 0  # consecutive failed batches that contained this sequence
         self.num_cached_tokens: int | None = None  # set once, at admission
         self.seq_id = -1

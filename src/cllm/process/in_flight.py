@@ -152,7 +152,9 @@ class InFlightRequest:
             self.outputs.append(output)
         if output.times is not None:
             self._note_times(output.index, output.times)
-        if not output.finish:
+        if output.prefill is not None:
+            self.has_begun = True
+        elif not output.finish:
             self._record_progress(output)
         else:
             self._progress.pop(output.index, None)

@@ -50,6 +50,11 @@ class SchedulingBody(Body):
         "salt.",
     )
 
+    @property
+    def reports_prefill(self) -> bool:
+        """Whether the answer is to tell how far the prompt is."""
+        return False
+
     def time_limits(self) -> SchedulingOptions:
         return SchedulingOptions(
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
@@ -74,6 +79,7 @@ class SchedulingBody(Body):
             cache_salt=call.state.access.salt(account, self.cache_salt or ""),
             claim=Claim(ticket, call.body_hash),
             record=call.record,
+            reports_prefill=self.reports_prefill,
         )
 
 

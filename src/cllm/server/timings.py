@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
+from cllm.core.output import PrefillProgress
 from cllm.serving.answer import Generation
 
 
@@ -21,6 +22,26 @@ class Timings(TypedDict):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+
+
+class PromptProgress(TypedDict):
+    """How far a prompt is, in tokens, ``time_ms`` milliseconds after its computation began:
+    ``cache`` of its ``total`` tokens were in the cache, and ``processed`` includes them.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+def build_progress(prefill: PrefillProgress) -> PromptProgress:
+    return {
+        "total": prefill.num_tokens,
+        "cache": prefill.num_cached,
+        "processed": prefill.num_computed,
+        "time_ms": round(prefill.seconds * 1000),
+    }
 
 
 def build_timings(generation: Generation) -> Timings:

@@ -47,7 +47,7 @@ class SchedulingOptions:
     Its cached prefixes and results are shared only with requests that have the same ``cache_salt``.
     ``claim`` identifies a reserved place in the queue. Time limits count from ``arrived``. If
     another server has begun the answer, its client has the part ``delivered``. What becomes of the
-    request is noted in ``record``.
+    request is noted in ``record``. If it ``reports_prefill``, deltas tell how far the prompt is.
     """
 
     account: Account = ANONYMOUS
@@ -59,6 +59,7 @@ class SchedulingOptions:
     arrived: float = field(default_factory=time.monotonic, compare=False)
     delivered: Delivered | None = None
     record: RequestRecord | None = field(default=None, compare=False)
+    reports_prefill: bool = False
 
     def compute_remaining(self, seconds: float | None) -> float | None:
         """Return what is left of a time limit, at least 0; None without a limit."""
@@ -492,4 +493,5 @@ def make_request(
         scheduling.cache_salt if num_base_tokens else use.salt(scheduling.cache_salt),
         use.adapters,
         num_base_tokens,
+        scheduling.reports_prefill,
     )

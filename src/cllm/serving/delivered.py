@@ -101,6 +101,8 @@ class ProgressRecorder:
         for output in outputs:
             if output.finish in FAILURES:
                 return
+            if output.prefill is not None:  # another server has its own
+                continue
             choice = self._first[output.request_id] + output.index
             head = choice, output.token
             # the order and the defaults are those of Delivery

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cllm.core.output import FAILURES, FinishReason, Logprobs, TokenOutput
+from cllm.core.output import FAILURES, FinishReason, Logprobs, PrefillProgress, TokenOutput
 from cllm.core.request import Request
 from cllm.core.vocabulary import Pieces
 from cllm.text.alignment import TokenLogprob
@@ -23,7 +23,8 @@ class Delta(msgspec.Struct, gc=False):
     follows. ``stop`` is the stop string that ended it. ``channel`` says whether the text is the
     visible answer, reasoning, or the arguments of the ``call``-th tool call. The function's
     ``name`` comes with the first delta of its call; the texts of a call form one JSON object. If
-    the request's params ask for logprobs, ``logprobs`` has the tokens that begin in this text.
+    the request's params ask for logprobs, ``logprobs`` has the tokens that begin in this text. A
+    delta with ``prefill`` only tells how far the prompt is.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Delta(msgspec.Struct, gc=False):
     call: int = 0
     name: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    prefill: PrefillProgress | None = None
 
 
 @dataclass(slots=True)
@@ -115,6 +117,7 @@ class OutputReader:
         usage = self.usage
         deltas: dict[int, Delta] = {}
         parsed: list[Delta] = []
+        prefills: list[Delta] = []
         ended: list[Ended] = []
         for output in outputs:
             choice = self._choices[output.request_id, output.index]
@@ -125,6 +128,9 @@ class OutputReader:
                 break
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs[choice.index // self._n] += output.prompt_logprobs
+                continue
+            if output.prefill is not None:
+                prefills.append(Delta(choice.index, "", 0, prefill=output.prefill))
                 continue
             count = int(output.token >= 0)
             usage.cached_tokens += output.num_cached_tokens
@@ -145,7 +151,7 @@ class OutputReader:
                 self._num_going -= 1
                 (parsed[-1] if choice.parser else deltas[choice.index]).stop = choice.stop
                 ended.append(Ended(output.request_id, output.index, finish, bool(output.finish)))
-        return [*deltas.values(), *parsed], ended
+        return [*prefills, *deltas.values(), *parsed], ended
 
     def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
         """Add to ``deltas`` what ``output`` adds to a choice with a parser.

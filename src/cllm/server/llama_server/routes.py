@@ -31,7 +31,7 @@ from cllm.server.resolve import (
     service_for,
 )
 from cllm.server.state import get_state
-from cllm.server.timings import Timings, build_timings
+from cllm.server.timings import Timings, build_progress, build_timings
 from cllm.serving.answer import Answer, Generation
 from cllm.serving.service import Service
 from cllm.text.output_reader import Delta
@@ -328,9 +328,13 @@ class PlainEvents:
     def deltas(self, deltas: list[Delta]) -> bytes:
         self._last = deltas[-1]
         self._has_new_line |= any("\n" in delta.text for delta in deltas)
-        return b"".join(
-            event(self.content(delta.text, is_last=False)) for delta in deltas if delta.text
-        )
+        return b"".join(map(self._encode, deltas))
+
+    def _encode(self, delta: Delta) -> bytes:
+        content = self.content(delta.text, is_last=False)
+        if delta.prefill is not None:
+            return event({**content, "prompt_progress": build_progress(delta.prefill)})
+        return event(content) if delta.text else b""
 
     def end(self) -> bytes:
         return event(self.content("", is_last=True))

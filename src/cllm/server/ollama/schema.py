@@ -169,6 +169,10 @@ class OllamaGenerationBody(LoadingBody):
     refused: ClassVar = {"_debug_render_only": "prompts are not shown"}
 
     stream: bool | None = None
+    return_progress: bool | None = Field(
+        default=False,
+        description="In streams: report how far the prompt is, as prompt_progress.",
+    )
     format: str | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     think: bool | str | None = Field(
@@ -177,6 +181,10 @@ class OllamaGenerationBody(LoadingBody):
 
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def reports_prefill(self) -> bool:
+        return bool(self.return_progress and self.stream is not False)
 
     def params(self, defaults: Sampling) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from cllm.core.vocabulary import VocabularyTable
 from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
+from cllm.server.timings import build_progress
 from cllm.server.token_logprobs import list_logprobs
 from cllm.serving.answer import Answer, Generation
 from cllm.text.alignment import TokenLogprob
@@ -246,14 +247,18 @@ class OllamaLines:
         return b""
 
     def deltas(self, deltas: list[Delta]) -> bytes:
-        self._clock.token()
         self._last = deltas[-1]
+        if self._last.prefill is None:
+            self._clock.token()
         return b"".join(map(self._encode, deltas))
 
     def _encode(self, delta: Delta) -> bytes:
         if delta.channel is Channel.CALL:
             self._calls.feed(delta)
             return self._write_calls()
+        if delta.prefill is not None:
+            progress = {"done": False, "prompt_progress": build_progress(delta.prefill)}
+            return self._line({**text_fields("", chat=self._chat), **progress})
         if not delta.text:
             return b""
         self._calls.end()

@@ -241,7 +241,7 @@ class CompletionChunks(Chunks):
         return super().deltas(waiting)
 
     def encode(self, delta: Delta) -> bytes:
-        if self._is_plain:
+        if self._is_plain or delta.prefill is not None:
             return super().encode(delta)
         index, is_first = delta.index, delta.index not in self._begun
         if not self._formatter.knows_prompt(index):

@@ -104,6 +104,10 @@ class GenerationBody(SchedulingBody, ConstrainedBody):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = Field(
+        default=False,
+        description="In streams: report how far the prompt is, as prompt_progress.",
+    )
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: Limit = None
@@ -137,6 +141,10 @@ class GenerationBody(SchedulingBody, ConstrainedBody):
     )
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     dry_sequence_breakers: list[str] | None = None
+
+    @property
+    def reports_prefill(self) -> bool:
+        return bool(self.return_progress and self.stream)
 
     def num_new_tokens(self) -> int | None:
         given = self.model_fields_set

@@ -8,9 +8,10 @@ from typing import Any, Literal, NotRequired
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from cllm.core.output import PrefillProgress
 from cllm.server.errors import error_event
 from cllm.server.openai.schema import StreamOptions
-from cllm.server.timings import build_timings
+from cllm.server.timings import build_progress, build_timings
 from cllm.serving.answer import Generation
 from cllm.text.alignment import TokenLogprob
 from cllm.text.output_reader import Delta, Usage
@@ -158,7 +159,16 @@ class Chunks:
     def _timings(self) -> bytes:
         return b'"timings":' + to_json(build_timings(self._generation)) + b"}\n\n"
 
+    def _progress(self, index: int, prefill: PrefillProgress) -> bytes:
+        """Return a chunk without text that tells how far the prompt of a choice is."""
+        head = self._head + b'{"index":%d,' % index
+        empty = b'"delta":{}' if self._chat else b'"text":""'
+        progress = b'"prompt_progress":' + to_json(build_progress(prefill)) + b"}\n\n"
+        return head + empty + b',"logprobs":null,"finish_reason":null}],' + progress
+
     def encode(self, delta: Delta) -> bytes:
+        if delta.prefill is not None:
+            return self._progress(delta.index, delta.prefill)
         if delta.channel != Channel.TEXT:
             data = self._call(delta) if delta.channel == Channel.CALL else self._reasoning(delta)
         elif delta.logprobs and self._logprobs is not None:
