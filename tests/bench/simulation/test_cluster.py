@@ -66,7 +66,9 @@ def test_requests_wait_while_the_only_replica_starts() -> None:
 def test_drained_replica_finishes_its_requests() -> None:
     """It gets no more of them, and no request is continued elsewhere."""
     entries = synthesize("chat", 200, 2.0, 1)
-    courses, replicas, report = run(entries, replicas=4, drain_seconds=5, load_seconds=3)
+    courses, replicas, report = run(
+        entries, replicas=4, lease_seconds=1, drain_seconds=5, load_seconds=3
+    )
     assert (report.num_failed, report.num_replays) == (0, 0)
     assert len(replicas) > 8
     for course in courses:
