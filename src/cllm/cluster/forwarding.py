@@ -51,7 +51,6 @@ REPLACED = CREDENTIALS | {b"host", b"content-length", b"expect"}
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
 LARGE = 100_000  # bytes of a body that takes longer to read than to pass to another thread
 LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
-CANNOT_CONTINUE = "The replica that computed this answer has ended, and {}; please retry."
 NONE_CONTINUES = "no other one can continue"
 OTHERS_DIFFER = (
     "no other one has the same model and adapters and makes the same prompt of the request"
@@ -410,7 +409,8 @@ class Forwarding:
                 admission.note_ending(replay.ending)
                 await relay.end_with(replay.fault)
             elif not self._is_left:
-                await self._fail(relay, ReplicaLost(CANNOT_CONTINUE.format(why)))
+                text = f"The replica that computed this answer has ended, and {why}; please retry."
+                await self._fail(relay, ReplicaLost(text))
         finally:
             await relay.close()
 
