@@ -30,7 +30,9 @@ def test_waiting_sequences_are_listed_with_reasons(fake_engine):
         f"behind {head}, the head of the queue" in line for line in waiting[1:-1] if "late" in line
     )
     assert waiting[-1].startswith("  ... and ")
-    assert any("leader.0 running" in line for line in said)
+    leader = next(line for line in said if "leader.0" in line)
+    assert "(account user-ann, class normal)" in leader
+    assert " output tokens after " in leader
 
 
 def test_leader_of_shared_prefix_is_named(fake_engine):
@@ -43,7 +45,8 @@ def test_leader_of_shared_prefix_is_named(fake_engine):
     engine.step()
     said = lines(explain(engine.scheduler, engine.now, 1))
     assert any(
-        "follower.0 normal, 101 tokens, waiting" in line and "leader.0 is computing" in line
+        "follower.0 (class normal) has waited" in line
+        and "a prompt of 101 tokens, because leader.0 is computing" in line
         for line in said
     )
 

@@ -12,7 +12,7 @@ from cyclopts import Parameter, validators
 from cllm.cli.remote import LOCAL, error_message, send
 from cllm.cli.table import format_table
 from cllm.errors import CLLMError
-from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
+from cllm.scheduler.trace import MAX_STEPS, Explanation, SequenceState, Step
 
 MAX_SHOWN = 10  # waiting sequences
 
@@ -92,18 +92,52 @@ def lines(explanation: Explanation) -> list[str]:
     if explanation.token_seconds:
         lines.append(f"Each prompt token adds {explanation.token_seconds * 1e3:.2f} ms.")
     lines += [f"{explanation.cells}", f"Running: {len(explanation.running)}"]
-    lines += [f"  {seq}" for seq in explanation.running]
+    lines += [f"  {describe_sequence(seq)}" for seq in explanation.running]
     lines.append(f"Waiting: {explanation.num_waiting}")
-    for waiter in explanation.waiting[:MAX_SHOWN]:
-        account = f" {waiter.account}" if waiter.account else ""
-        lines.append(
-            f"  {waiter.name} {waiter.priority}{account}, {waiter.num_tokens} tokens, "
-            f"{waiter.status} for "
-            f"{waiter.waited:.1f} s: {waiter.reason}"
-        )
+    lines += [f"  {describe_sequence(seq)}" for seq in explanation.waiting[:MAX_SHOWN]]
     if explanation.num_waiting > MAX_SHOWN:
         lines.append(f"  ... and {explanation.num_waiting - MAX_SHOWN} more")
     return lines
+
+
+def describe_sequence(seq: SequenceState) -> str:
+    """Return what a sequence does, and why it waits or has waited, in sentences."""
+    account = f"account {seq.account}, " if seq.account else ""
+    who = f"{seq.name} ({account}class {seq.priority})"
+    past = seq.phase_seconds
+    if seq.phase == "queued":
+        begin = ""
+        if seq.expected_wait is not None:
+            begin = f" It begins in about {seq.expected_wait:.1f} s."
+        return (
+            f"{who} has waited {past:.1f} s with a prompt of {seq.num_prompt_tokens} tokens, "
+            f"because {seq.reason}.{begin}"
+        )
+    output = f"{seq.num_output_tokens} output tokens"
+    if seq.phase == "parked":
+        return (
+            f"{who} gave up its cells {past:.1f} s ago, after {output}. It continues later, "
+            f"because {seq.reason}."
+        )
+    if seq.phase == "prefill":
+        prompt = seq.num_prompt_tokens + seq.num_output_tokens
+        doing = (
+            f"has computed {seq.num_computed_tokens} of {prompt} tokens of its prompt in "
+            f"{past:.1f} s, {seq.num_cached_tokens} of them from the cache."
+        )
+    else:
+        rate = seq.tokens_per_second
+        doing = f"has {output} after {past:.1f} s"
+        doing += "." if rate is None else f", {rate:.1f} tokens/s."
+    waited = ""
+    if seq.reason and seq.queued:
+        waited = f" It waited {seq.queued:.1f} s before, because {seq.reason}."
+    parked = f" It was parked {count(seq.num_parked, 'time')}." if seq.num_parked else ""
+    return f"{who}, {seq.age:.1f} s old, {doing}{waited}{parked}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def what_is_shown(step: Step) -> tuple[Any, ...]:

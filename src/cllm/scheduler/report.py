@@ -9,10 +9,11 @@ from itertools import chain, islice
 import msgspec
 
 from cllm.core.output import Stats
-from cllm.core.sequence import Sequence
+from cllm.core.sequence import Sequence, Status
 from cllm.scheduler.reasons import DecodingFirst, PrefillBudgetUsed
 from cllm.scheduler.scheduler import Scheduler
-from cllm.scheduler.trace import MAX_NAMED, Explanation, WaitingSequence
+from cllm.scheduler.sequences import Sequences
+from cllm.scheduler.trace import MAX_NAMED, Explanation, Phase, SequenceState
 
 
 def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
@@ -22,30 +23,22 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     waiting: list[Iterable[tuple[Sequence, object]]] = [sequences.deferred.reasons.items()]
     head = sequences.waiting.head(now)
     if head is not None:
-        behind = f"behind {head.name}, the head of the queue"
+        behind = f"it is behind {head.name}, the head of the queue"
         others = ((seq, behind) for seq in sequences.waiting if seq is not head)
         blocked = scheduler.step.blocked
         # these concern running sequences
         if isinstance(blocked, (PrefillBudgetUsed, DecodingFirst)):
             blocked = None
-        waiting = [[(head, blocked or "can be admitted in the next step")], *waiting, others]
+        waiting = [[(head, blocked or "it can be admitted in the next step")], *waiting, others]
     return Explanation(
         steps=[
             msgspec.structs.replace(step, blocked=str(step.blocked))
             for step in [*scheduler.statistics.steps][-num_steps:]
         ],
-        running=[repr(seq) for seq in sequences.running],
+        running=[describe(seq, seq.wait_reason, sequences, now) for seq in sequences.running],
         num_waiting=len(sequences.deferred) + len(sequences.waiting),
         waiting=[
-            WaitingSequence(
-                name=seq.name,
-                account=seq.request.account,
-                priority=seq.request.priority.name.lower(),
-                num_tokens=seq.num_tokens,
-                waited=now - seq.arrived,
-                status=seq.status.value,
-                reason=str(reason),
-            )
+            describe(seq, reason, sequences, now)
             for seq, reason in islice(chain.from_iterable(waiting), MAX_NAMED)
         ],
         row_seconds=dict(sorted(scheduler.cost.per_rows.items())),
@@ -53,6 +46,49 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
         cells=f"{cells.size} KV cells: {cells.num_held} in use, {cells.num_idle} cached, "
         f"{cells.num_free} free",
     )
+
+
+def describe(seq: Sequence, reason: object, sequences: Sequences, now: float) -> SequenceState:
+    """Return the state of a sequence that waits, or has waited, for ``reason``."""
+    first, num_output, kv_cache = seq.first_token_at, seq.num_output_tokens, sequences.kv_cache
+    phase: Phase = "queued"
+    begun, num_cells, num_private = seq.arrived, 0, 0
+    if seq.status is Status.PARKED:
+        phase, begun = "parked", seq.waits_since
+    elif seq.seq_id >= 0:
+        num_cells = kv_cache.count_cells(seq.seq_id)
+        num_private = kv_cache.count_private_cells(seq.seq_id)
+        if seq.num_lacking_tokens > 1 or first is None:
+            phase, begun = "prefill", seq.arrived if seq.admitted is None else seq.admitted
+        else:
+            phase, begun = "decode", first
+    times = seq.sum_up_times()
+    rate = None
+    if first is not None and num_output > 1 and now > first:
+        rate = round((num_output - 1) / (now - first), 2)
+    return SequenceState(
+        name=seq.name,
+        account=seq.request.account,
+        priority=seq.request.priority.name.lower(),
+        phase=phase,
+        phase_seconds=round(now - begun, 3),
+        age=round(now - seq.arrived, 3),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_cached_tokens or 0,
+        num_computed_tokens=seq.num_computed_tokens,
+        num_output_tokens=num_output,
+        num_cells=num_cells,
+        num_shared_cells=num_cells - num_private,
+        num_parked=seq.num_parked,
+        tokens_per_second=rate,
+        queued=round_seconds(times.queued),
+        prefill=round_seconds(times.prefill),
+        reason=str(reason),
+    )
+
+
+def round_seconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def collect_stats(scheduler: Scheduler) -> Stats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -61,16 +61,41 @@ class Statistics:
         self.steps.append(step)
 
 
-class WaitingSequence(msgspec.Struct, frozen=True, rename={"account": "key"}):
-    """A waiting sequence: how long it has waited (seconds), its state, and what it waits for."""
+Phase = Literal["queued", "prefill", "decode", "parked"]
+
+
+class SequenceState(msgspec.Struct, frozen=True, rename={"account": "key"}):
+    """An unfinished sequence.
+
+    It has been in its ``phase`` for ``phase_seconds``, and in the engine for ``age`` seconds. A
+    parked sequence has given up its cells and continues later; in the phase prefill it computes its
+    prompt, and after it was parked also its output so far. ``tokens_per_second`` is the rate since
+    its first token.
+
+    ``reason`` says why it waits or, once it runs, why it waited; "" if it did not. It waited
+    ``queued`` seconds for its first admission, and its prompt took ``prefill`` seconds; None means
+    that this has not ended. ``num_shared_cells`` of its ``num_cells`` belong to other prefixes too.
+    It will begin or continue in about ``expected_wait`` seconds; None if that is unknown.
+    """
 
     name: str
     account: str
     priority: str
-    num_tokens: int
-    waited: float
-    status: str
-    reason: str
+    phase: Phase
+    phase_seconds: float
+    age: float
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cells: int = 0
+    num_shared_cells: int = 0
+    num_parked: int = 0
+    tokens_per_second: float | None = None
+    queued: float | None = None
+    prefill: float | None = None
+    reason: str = ""
+    expected_wait: float | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -82,9 +107,9 @@ class Explanation(msgspec.Struct, frozen=True):
     """
 
     steps: list[Step]
-    running: list[str]
+    running: list[SequenceState]
     num_waiting: int
-    waiting: list[WaitingSequence]
+    waiting: list[SequenceState]
     row_seconds: dict[int, float]
     token_seconds: float | None
     cells: str

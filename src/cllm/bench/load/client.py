@@ -13,7 +13,6 @@ packet have the same time.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import closing
@@ -38,7 +37,6 @@ NOTHING = Group(tasks=[], clients=1)
 REFUSALS = {429, 503}
 FIRST_TIMEOUT = 30.0  # seconds, for the list of models
 POLL, WATCH = 0.02, 1.0  # seconds between looks at the stage, and at the server's progress
-COMPUTED = re.compile(r" (\d+)/(\d+) seq_id=")  # computed and all tokens, in a list of cLLM
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -62,10 +60,18 @@ class Endpoint(msgspec.Struct, frozen=True):
         return DIALECTS[self.api]
 
 
+class RunningSequence(msgspec.Struct):
+    """The part of a sequence in cLLM's /scheduler that the client uses."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+
+
 class RunningSequences(msgspec.Struct):
     """The part of cLLM's /scheduler that the client uses."""
 
-    running: list[str]
+    running: list[RunningSequence]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -306,8 +312,10 @@ async def count_computed_tokens(server: HTTPClient) -> int:
         running = msgspec.json.decode(response.body, type=RunningSequences).running
     except (OSError, msgspec.DecodeError):
         return -1
-    counts = [match.groups() for seq in running if (match := COMPUTED.search(seq))]
-    return max(((int(total), int(done)) for done, total in counts), default=(0, -1))[1]
+    counts = [
+        (seq.num_prompt_tokens + seq.num_output_tokens, seq.num_computed_tokens) for seq in running
+    ]
+    return max(counts, default=(0, -1))[1]
 
 
 def is_retry_after(retry_after: str) -> bool:
