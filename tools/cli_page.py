@@ -32,6 +32,7 @@ EXAMPLES = {
     "simulate": "cllm simulate --help",
     "explain": "cllm explain --steps 5",
     "usage": "cllm usage --by account,model",
+    "top": "cllm top --url http://127.0.0.1:8000",
     "rpc-worker": "cllm rpc-worker --address 10.0.0.5:50052",
     "keys": "cllm keys add anna --tokens-per-minute 10000",
     "config": "cllm config show --port 8080",

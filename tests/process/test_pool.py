@@ -172,7 +172,7 @@ def test_check_room_rejects_by_number_of_tokens():
         with pytest.raises(QueueFull) as again:
             check(101, claim=Claim(caught.value.ticket))
         assert again.value.ticket == caught.value.ticket
-        assert pool.reservations["issued"] == 1
+        assert pool.backlog.reservations.counts["issued"] == 1
         check(10**9, Priority.INTERACTIVE)
         pool.members[0].supervisor.num_failed, pool.members[0].supervisor.ready = 1, False
         with pytest.raises(EngineError, match="not ready"):
@@ -901,7 +901,10 @@ def test_counters_survive_restart():
     """
 
     def counted(metrics, pool):
-        totals = {"num_restarts": pool.num_restarts, "reservations": pool.reservations}
+        totals = {
+            "num_restarts": pool.num_restarts,
+            "reservations": pool.backlog.reservations.counts,
+        }
         page = render([metrics.update(pool.stats_since_start, ready=pool.ready, **totals)]).decode()
         lines = [line for line in page.splitlines() if line.startswith("cllm:")]
         values = {

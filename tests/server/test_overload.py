@@ -524,10 +524,10 @@ def test_tokens_are_counted_while_the_queue_is_full():
         with service.submit(Generation("busy", [[1]], SamplingParams(ignore_eos=True))):
             answer = await client.post("/v1/responses", json={"input": prompt})
             assert answer.status_code == 429
-            issued = service.engine.reservations["issued"]
+            issued = service.engine.backlog.reservations.counts["issued"]
             answer = await client.post("/v1/responses/input_tokens", json={"input": prompt})
             assert (answer.status_code, answer.json()["input_tokens"] > len(prompt)) == (200, True)
-            assert service.engine.reservations["issued"] == issued == 1
+            assert service.engine.backlog.reservations.counts["issued"] == issued == 1
 
     with_service(test, context_length=32_768, requests=0)
 

@@ -97,6 +97,10 @@ COMMANDS = {
         "Show what a running server computes, which requests wait, and why.",
     ),
     "usage": ("cllm.cli.usage:usage", "Show what accounts have used, by model and day."),
+    "top": (
+        "cllm.cli.top:top",
+        "Watch the requests, engines and models of a running server.",
+    ),
     "rpc-worker": ("cllm.cli.rpc_worker:rpc_worker", RPC_WORKER),
     "keys": ("cllm.cli.keys:app", "Create, list and revoke the API keys of a server."),
     "cluster": ("cllm.cli.cluster:app", "Serve from several machines at one address."),

@@ -233,6 +233,14 @@ class Backlog:
         """Note that there is no engine until the next call of ``observe``."""
         self._rate.pause()
 
+    def list_pending(self) -> list[tuple[Priority, str, QueueLoad]]:
+        """Return the requests without a first token, by class and account."""
+        return [
+            (priority, account, load)
+            for priority, loads in self._pending.items()
+            for account, load in loads.items()
+        ]
+
     # --- admission -------------------------------------------------------------------------------
 
     def estimate_position(self, request: Request) -> QueuePosition:

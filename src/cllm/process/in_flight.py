@@ -245,6 +245,10 @@ class InFlightRequests:
         entry = self._by_id.get(request_id)
         return None if entry is None else entry.request
 
+    def list_all(self) -> list[InFlightRequest]:
+        """Return the requests that have not been answered completely."""
+        return list(self._by_id.values())
+
     def list_waiting(self, request_ids: Iterable[str], priority: Priority) -> list[str]:
         """Return the requests among ``request_ids`` that are of this class and are not known to
         have begun.

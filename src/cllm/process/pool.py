@@ -35,7 +35,7 @@ from cllm.process.assignments import Assignments
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
-from cllm.process.in_flight import Begun, InFlightRequests, OutputStream
+from cllm.process.in_flight import Begun, InFlightRequest, InFlightRequests, OutputStream
 from cllm.process.launch import ONE_ENGINE, EngineSpec
 from cllm.process.member import Member
 from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame
@@ -168,6 +168,11 @@ class Pool:
         return len(self._in_flight) + len(self._embeddings)
 
     @property
+    def loaded_share(self) -> float:
+        """The share of the model that the engines have loaded, 0 to 1."""
+        return sum(self._shares) / len(self._shares)
+
+    @property
     def shares_cores(self) -> bool:
         """Whether its engines leave a part of the cores to those of other models."""
         return bool(self.params.cores_file) and self.info is not None and not self.info.on_gpu
@@ -248,7 +253,7 @@ class Pool:
             case Loading(share):
                 self._shares[member.number] = share
                 if self._on_loading is not None:
-                    self._on_loading(sum(self._shares) / len(self._shares))
+                    self._on_loading(self.loaded_share)
             case Ready():
                 self._give_work(member)
             case Death():
@@ -334,9 +339,9 @@ class Pool:
         self._texts.fail(error, member)
 
     @property
-    def reservations(self) -> Mapping[str, int]:
-        """See Reservations.counts."""
-        return self._in_flight.backlog.reservations.counts
+    def backlog(self) -> Backlog:
+        """What is known of the requests without a token."""
+        return self._in_flight.backlog
 
     def end_all(self, error: CLLMError) -> None:
         """End everything that waits for the engine with ``error``: streams, requests for
@@ -440,6 +445,11 @@ class Pool:
         """
         self.check_available()
         return await self._texts.tokenize(texts)
+
+    def list_requests(self) -> list[tuple[Member | None, InFlightRequest]]:
+        """Return the unanswered requests, without those to embed, and the engines that have them."""
+        find = self._assignments.find
+        return [(find(one.request.request_id), one) for one in self._in_flight.list_all()]
 
     async def explain(self, num_steps: int, number: int = 0) -> Explanation:
         """Return the last ``num_steps`` steps of an engine, and what runs or waits there and why.

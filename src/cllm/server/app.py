@@ -18,6 +18,7 @@ from cllm.server.anthropic.batch_lines import ENDPOINT, MessageLines
 from cllm.server.batches import make_batches
 from cllm.server.cluster import routes as cluster
 from cllm.server.http import paths
+from cllm.server.live import routes as live
 from cllm.server.llama_server import adapters, tokens
 from cllm.server.llama_server import routes as llama_server
 from cllm.server.native import benchmark, faults, rerank, texts, usage
@@ -58,6 +59,7 @@ ROUTERS = (
     usage.router,
     benchmark.router,
     faults.router,
+    live.router,
     cluster.router,
     openapi.router,
     page.router,
@@ -112,7 +114,7 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     lines: dict[str, BatchLines] = dict.fromkeys(ENDPOINTS, OpenAILines(state))
     lines[ENDPOINT] = MessageLines(state)
     state.batches = make_batches(state, lines)
-    state.request_log.listeners.append(registry.metrics.count_response)
+    state.request_log.listeners += [registry.metrics.count_response, state.last_minute.note]
     registry.metrics.limit_accounts(settings.metrics.max_accounts)
     app.state = state  # type: ignore[assignment]  # typed, unlike the framework's
     errors.install(app, answer_fault)

@@ -41,7 +41,7 @@ USAGE_HEADER = "x-cllm-usage"  # UsageCounts as JSON
 NEEDED_HEADER = "x-cllm-needed-tokens"  # tokens that the front must reserve for the request
 # Paths that need no key, because they reveal nothing about the model or its users. CORS preflights
 # need none either.
-PUBLIC = PATHS | {"/", "/docs", "/health", "/ping", "/ready"}
+PUBLIC = PATHS | {"/", "/docs", "/health", "/live", "/ping", "/ready"}
 METRICS = "/metrics"
 KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
 MAX_WRONG_KEYS = 20  # from one address within WRONG_KEY_WINDOW; further ones get 429

@@ -14,6 +14,8 @@ from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.cluster.lease import ReplicaIdentity
+from cllm.server.live.last_minute import LastMinute
+from cllm.server.live.watching import LiveView
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
@@ -28,7 +30,7 @@ class ServerState:
 
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters.
-    ``request_log`` gets the requests that have ended.
+    ``request_log`` gets the requests that have ended, and ``last_minute`` notes their latencies.
     """
 
     registry: Registry
@@ -43,11 +45,14 @@ class ServerState:
     identity: ReplicaIdentity = field(init=False)
     hand_over: HandOver = field(init=False)
     request_log: RequestLog = field(init=False)
+    last_minute: LastMinute = field(default_factory=LastMinute)
+    live: LiveView = field(init=False)
 
     def __post_init__(self) -> None:
         self.identity = ReplicaIdentity(self.settings.storage.folder)
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
         self.request_log = RequestLog(self.settings.log)
+        self.live = LiveView(self.registry, self.last_minute)
 
 
 def get_state(request: Request) -> ServerState:

@@ -207,7 +207,7 @@ def update_metrics(model: ServedModel) -> CollectorRegistry:
         engine.stats_since_start,
         ready=service.ready,
         num_restarts=engine.num_restarts,
-        reservations=engine.reservations,
+        reservations=engine.backlog.reservations.counts,
         num_loads=model.num_loads,
         num_bytes=engine.num_bytes,
         engines=[describe_engine(member) for member in engine.members],

@@ -1,0 +1,1 @@
+"""The live view: what the server computes now, as a stream of snapshots."""

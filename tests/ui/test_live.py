@@ -1,0 +1,145 @@
+"""The live view at /live, on the fake backend."""
+
+import contextlib
+import json
+import os
+import signal
+
+import httpx2
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from conftest import PATIENCE
+from playwright.sync_api import expect
+from ui.conftest import Visit
+
+pytestmark = [pytest.mark.slow, pytest.mark.llama]
+
+SMALL = ("--backend.name", "fake", "--max-num-seqs", "2", "--context", "32768")
+# the built-in model with cells for about four texts as long as the context
+SMALL_POOL = ("--kv.layout", "unified", "--kv.max-memory-mb", "1", "--context", "256")
+ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+@pytest.fixture
+def watch(chromium, start_server):
+    """Yield a function that opens the live view of a server. At the end, its console must be
+    without errors, and all requests must have been to the server.
+    """
+    visits = []
+
+    def open_view(server, **options):
+        made = Visit(chromium.new_context(**options), server.url)
+        visits.append(made)
+        made.page.goto(f"{server.url}/live")
+        return made
+
+    yield open_view
+    for made in visits:
+        made.context.close()
+        made.check()
+
+
+@contextlib.contextmanager
+def requests(server, count, **body):
+    """Let ``count`` requests be computed, or wait, meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            own = {"prompt": f"{number} private text", "user": f"u{number}", **ENDLESS, **body}
+            client = stack.enter_context(httpx2.Client(base_url=server.url, timeout=PATIENCE))
+            stack.enter_context(client.stream("POST", "/v1/completions", json=own))
+        yield
+
+
+def rows(view):
+    return view.page.locator("#names button")
+
+
+def test_waiting_request_shows_its_reason_and_prompts_are_not_shown(watch, start_server):
+    server = start_server(*SMALL)
+    view = watch(server)
+    expect(view.page.get_by_role("status")).to_contain_text("Ready")
+    expect(view.page.get_by_text("No request is being computed.")).to_be_visible()
+    with requests(server, 3):
+        expect(rows(view)).to_have_count(3)
+        waiting = rows(view).filter(has_text="waits")
+        expect(waiting).to_contain_text("all 2 places are in use (scheduler.max_num_seqs)")
+        waiting.click()
+        detail = view.page.get_by_role("region", name="Request", exact=True)
+        expect(detail).to_contain_text("because all 2 places are in use")
+        expect(detail).to_contain_text("Timelinequeued")
+        expect(view.page.locator("#queue")).to_contain_text("user-u2")
+        assert "private" not in view.page.content()
+    expect(view.page.get_by_text("No request is being computed.")).to_be_visible()
+
+
+def test_parked_request_is_shown_when_the_pool_is_small(watch, start_server, builtin_path):
+    server = start_server(*SMALL_POOL, "--max-num-seqs", "8", "--server.enable-faults")
+    slow = {"kind": "slow", "num_steps": 1_000_000, "seconds": 0.04}
+    server.client.post("/faults", json={"faults": [slow]})
+    view = watch(server)
+    with requests(server, 8, max_tokens=230):
+        parked = rows(view).filter(has_text="parked for").first
+        parked.click()
+        detail = view.page.get_by_role("region", name="Request", exact=True)
+        expect(detail).to_contain_text("Parkedonce")
+        expect(detail).to_contain_text("parked")
+
+
+def test_two_engines_are_shown_and_the_restart_of_one(watch, start_server):
+    server = start_server(*SMALL, "--engine.count", "2")
+    view = watch(server)
+    engines = view.page.locator(".engine")
+    expect(engines).to_have_count(2)
+    for number in range(2):
+        expect(engines.nth(number)).to_contain_text(f"engine {number}: ready")
+    with requests(server, 2):
+        for number in range(2):
+            expect(engines.nth(number)).to_contain_text("1 running")
+        os.kill(server.children("cllm.process.child")[0], signal.SIGKILL)
+        expect(view.page.locator(".engine", has_text="restarts: 1")).to_have_count(1)
+        expect(view.page.locator(".engine", has_text="not ready")).to_have_count(0)
+
+
+def test_pause_keeps_the_past_which_can_be_exported(watch, start_server):
+    server = start_server(*SMALL)
+    view = watch(server)
+    with requests(server, 1):
+        expect(rows(view)).to_have_count(1)
+        view.page.get_by_role("button", name="Pause").click()
+        expect(view.page.locator("#when")).to_contain_text("s ago")
+    server.wait_until_idle()
+    expect(rows(view)).to_have_count(1)
+    with view.page.expect_download() as download:
+        view.page.get_by_role("button", name="Export").click()
+    content = json.loads(download.value.path().read_text())
+    assert content["format"] == "cllm-live"
+    assert any(one["models"][0]["num_requests"] for one in content["snapshots"])
+    view.page.get_by_role("button", name="Continue").click()
+    expect(rows(view)).to_have_count(0)
+    slider = view.page.get_by_label("Seconds back")
+    slider.fill("-300")  # as far as it goes
+    expect(view.page.get_by_role("button", name="Continue")).to_be_visible()
+
+
+def test_key_is_asked_for(watch, start_server):
+    server = start_server(*SMALL, CLLM_API_KEY="secret")
+    view = watch(server)
+    view.expected_fault = "401"
+    field = view.page.get_by_label("Key of an administrator")
+    field.fill("secret")
+    view.page.get_by_role("button", name="Watch").click()
+    expect(view.page.get_by_role("status")).to_contain_text("Ready")
+    expect(field).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_view_has_no_accessibility_faults_and_fits_the_screen(watch, start_server, scheme, width):
+    server = start_server(*SMALL)
+    view = watch(server, color_scheme=scheme, viewport={"width": width, "height": 844})
+    with requests(server, 3):
+        rows(view).filter(has_text="waits").click()
+        expect(view.page.get_by_role("region", name="Request", exact=True)).to_be_visible()
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+        results = Axe().run(view.page)
+        assert results.violations_count == 0, results.generate_report()
