@@ -420,6 +420,7 @@ def test_progress_of_a_restart_is_not_reported():
     reported = []
 
     async def test(pool):
+        reported.clear()
         pool.members[0].supervisor._take(Loading(0.5))
         os.kill(pool.pid, signal.SIGKILL)
         await until(lambda: not pool.ready)

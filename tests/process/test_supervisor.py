@@ -236,7 +236,7 @@ def test_each_failed_restart_doubles_the_wait(monkeypatch):
     run(test, monkeypatch)
 
 
-def test_restart_shows_no_progress_and_keeps_the_context(monkeypatch):
+def test_restart_keeps_the_context(monkeypatch):
     """Accepted requests must fit into the next engine, whatever memory is free then."""
 
     async def test(supervisor, engines):
@@ -246,7 +246,7 @@ def test_restart_shows_no_progress_and_keeps_the_context(monkeypatch):
         engines.processes[0].end()
         await engines.events.get()
         await engines.events.get()
-        assert engines.shares == []
+        assert engines.shares == [0.5]
         assert engines.processes[0].start.params.context_length is None
         params = engines.processes[1].start.params
         assert params.context_length == READY.info.context_length

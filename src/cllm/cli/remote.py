@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Annotated, Any
 from urllib.parse import quote
 
 from cyclopts import Parameter
 
 from cllm.cli.answers import AnswerFacts, AnswerOptions, AnswerPart, Messages, Parts
+from cllm.cli.loading import show_loading
 from cllm.errors import CLLMError, StartupError
 from cllm.http_client import open_client
 
@@ -83,6 +85,7 @@ class Remote:
 
         timeout = httpx2.Timeout(TIMEOUT, connect=10)
         self.options, self.model, self.last = options, model, AnswerFacts()
+        self.shows_loading = False  # whether a bar shows how the server loads the model
         headers = auth_headers()
         try:
             base = httpx2.URL(server_url(url))
@@ -161,6 +164,17 @@ class Remote:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise CLLMError(NOT_OPENAI) from None
 
+    def _show_loading(self) -> AbstractContextManager[None]:
+        """Show how the server loads the model, if it must be loaded and that is to be shown."""
+        if not self.shows_loading:
+            return nullcontext()
+        try:
+            model = self._get(f"/v1/models/{quote(self.model)}").json()
+            is_loaded, name = model["loaded"], str(model["root"])
+        except (ValueError, LookupError, TypeError):
+            return nullcontext()
+        return nullcontext() if is_loaded else show_loading(self._client, name)
+
     def _chunks(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.last = AnswerFacts()
         body = {
@@ -169,7 +183,9 @@ class Remote:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        with self._client.stream("POST", path, json=body) as response:
+        with ExitStack() as stack:
+            with self._show_loading():  # the answer begins when the model is loaded
+                response = stack.enter_context(self._client.stream("POST", path, json=body))
             if response.status_code != 200:
                 response.read()
                 raise CLLMError(error_message(response))

@@ -94,6 +94,7 @@ def open_talker(
         if given and not remote.model:
             remote.model = pull(given, model)
         if remote.model:
+            remote.shows_loading = True
             if keep_alive is not None:
                 body = {"model": remote.model, "keep_alive": keep_alive, "stream": False}
                 call(given or LOCAL, "POST", "/api/generate", body)

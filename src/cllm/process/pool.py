@@ -206,6 +206,7 @@ class Pool:
         ``on_wanted`` is called for each that arrives.
         """
         self.set_unloaded()  # before anything else can arrive
+        self._shares = [0.0] * len(self.members)
         error = EngineError("The model was unloaded; please retry.")
         for member in self.members:
             member.forget_step(error)
@@ -252,7 +253,7 @@ class Pool:
                 self._balancer.take(event)
             case Loading(share):
                 self._shares[member.number] = share
-                if self._on_loading is not None:
+                if self._on_loading is not None and self.info is None:  # nobody watches a restart
                     self._on_loading(self.loaded_share)
             case Ready():
                 self._give_work(member)

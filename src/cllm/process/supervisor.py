@@ -23,7 +23,7 @@ from cllm.private_files import remove_shared_file
 from cllm.process.futures import resolve
 from cllm.process.launch import EngineSpec
 from cllm.process.liveness import WATCH_SECONDS, Hang, Liveness
-from cllm.process.messages import Failed, FromChild, Loading, Ping, Ready, Start, frame
+from cllm.process.messages import Failed, FromChild, Ping, Ready, Start, frame
 from cllm.process.spawn import EngineProcess, spawn
 from cllm.process.step_record import CurrentStep, StepRecord, create_file
 
@@ -66,7 +66,7 @@ class EngineClient(Protocol):
     def take(self, event: Event) -> None:
         """Handle a message of the engine, or its death.
 
-        Loading comes only from the first engine, and Failed only from later ones.
+        Failed comes only from engines after the first one.
         """
         ...
 
@@ -281,9 +281,6 @@ class Supervisor:
 
     def _take(self, message: FromChild) -> None:
         match message:
-            case Loading():
-                if self.info is None:  # no user watches a restart
-                    self._client.take(message)
             case Ready():
                 resolve(self._loaded, message)
             case Failed():

@@ -19,7 +19,7 @@ from cllm.server.batches import make_batches
 from cllm.server.cluster import routes as cluster
 from cllm.server.http import paths
 from cllm.server.live import routes as live
-from cllm.server.llama_server import adapters, tokens
+from cllm.server.llama_server import adapters, model_events, tokens
 from cllm.server.llama_server import routes as llama_server
 from cllm.server.native import benchmark, faults, rerank, texts, usage
 from cllm.server.native import routes as native
@@ -50,6 +50,7 @@ ROUTERS = (
     ollama.router,
     manage.router,
     tokens.router,
+    model_events.router,
     llama_server.router,
     adapters.router,
     adapters.vllm_router,

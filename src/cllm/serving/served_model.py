@@ -118,6 +118,11 @@ class ServedModel:
         return "loaded" if self.is_loaded else "unloaded"
 
     @property
+    def loaded_share(self) -> float:
+        """The share of the model that has been loaded, 0 to 1."""
+        return 0.0 if self.engine is None else self.engine.loaded_share
+
+    @property
     def is_starting(self) -> bool:
         """Whether its engine is being started or restarted, and requests would be rejected."""
         engine = self.engine

@@ -41,6 +41,8 @@ def load(
 ) -> Backend:
     from cllm.backends.fake.backend import Costs, FakeBackend
 
+    if progress is not None:
+        progress(1.0)  # there is nothing to read
     return FakeBackend(
         context_length=params.context_length or 1024,
         max_num_seqs=params.max_num_seqs,
