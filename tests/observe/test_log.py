@@ -75,15 +75,14 @@ class Stuck(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.may_write = threading.Event()
-        self.num_written = 0
+        self.written: list[str] = []
 
     def emit(self, record):
         self.may_write.wait()
-        self.num_written += 1
+        self.written.append(record.getMessage())
 
 
-def test_log_that_cannot_be_written_blocks_nobody(monkeypatch):
-    """Lines that there is no room for are dropped and counted."""
+def test_log_that_is_not_read_delays_no_request_and_tells_what_it_has_dropped(monkeypatch):
     monkeypatch.setattr(log, "MAX_PENDING", 3)
     stuck = Stuck()
     handler = BackgroundHandler(stuck)
@@ -92,7 +91,9 @@ def test_log_that_cannot_be_written_blocks_nobody(monkeypatch):
     assert handler.num_dropped in (6, 7)  # the thread may have taken one
     stuck.may_write.set()
     handler.close()
-    assert stuck.num_written == 10 - handler.num_dropped
+    *lines, last = stuck.written
+    assert lines == ["x"] * (10 - handler.num_dropped)
+    assert f"so {handler.num_dropped} lines about requests were dropped" in last
 
 
 def test_request_lowers_only_its_own_level():

@@ -69,12 +69,13 @@ class JsonFormatter(logging.Formatter):
 
 class BackgroundHandler(logging.Handler):
     """Passes records to another handler in a thread, without its filters. While that cannot write,
-    records are dropped and counted.
+    records that exceed MAX_PENDING are dropped; a later line tells how many.
     """
 
     def __init__(self, target: logging.Handler) -> None:
         super().__init__()
         self.num_dropped = 0
+        self._num_reported = 0  # dropped records that a line has told
         self._target = target
         self._pending: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_PENDING)
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -88,11 +89,26 @@ class BackgroundHandler(logging.Handler):
 
     def _write(self) -> None:
         while (record := self._pending.get()) is not None:
-            self._target.acquire()
-            try:
-                self._target.emit(record)  # ``handle`` would filter it in this thread's context
-            finally:
-                self._target.release()
+            self._pass_on(record)
+            if self._pending.empty():
+                self._report_dropped()
+        self._report_dropped()
+
+    def _pass_on(self, record: logging.LogRecord) -> None:
+        self._target.acquire()
+        try:
+            self._target.emit(record)  # ``handle`` would filter it in this thread's context
+        finally:
+            self._target.release()
+
+    def _report_dropped(self) -> None:
+        if not (number := self.num_dropped - self._num_reported):
+            return
+        self._num_reported += number
+        text = "the log was not read in time, so %d lines about requests were dropped"
+        self._pass_on(
+            logging.LogRecord(REQUESTS, logging.WARNING, __file__, 0, text, (number,), None)
+        )
 
     def close(self) -> None:
         """Write pending lines for at most CLOSE_TIMEOUT."""
