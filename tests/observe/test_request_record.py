@@ -43,8 +43,10 @@ def test_wait_names_the_account_that_was_ahead_and_the_long_prefill() -> None:
 
 
 def test_request_that_ended_in_the_queue_has_waited() -> None:
-    record = make_record(first_token=None, last_token=None, times=SequenceTimes())
-    assert record.explain_wait() == "waited 13.0 s"
+    unknown = {"first_token": None, "last_token": None, "times": SequenceTimes()}
+    assert make_record(**unknown, outcome="abort").explain_wait() == "waited 13.0 s"
+    finished = make_record(**unknown)  # texts were embedded
+    assert finished.explain_wait() == "took 13.0 s; its parts are not known"
 
 
 def test_line_has_only_what_is_known() -> None:
@@ -67,6 +69,7 @@ def test_line_has_only_what_is_known() -> None:
         ({"status": 503}, "WARNING"),
         ({"outcome": "error"}, "WARNING"),  # in a stream that had begun
         ({"arrived": 50.0}, "WARNING"),  # slow
+        ({"arrived": 50.0, "submitted": 50.0, "times": SequenceTimes()}, "WARNING"),  # shared
     ],
 )
 def test_level_of_the_line_follows_from_the_end(caplog, monkeypatch, fields, level) -> None:

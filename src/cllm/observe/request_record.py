@@ -112,7 +112,8 @@ class RequestRecord:
         """
         whole = self.seconds if self.ttft is None else self.ttft
         queued = self.times.queued
-        if queued is None and self.submitted is not None and self.first_token is None:
+        has_ended_early = self.first_token is None and self.outcome != "finished"
+        if queued is None and self.submitted is not None and has_ended_early:
             queued = whole - (self.preparation or 0.0)  # it ended in the queue, or in its prompt
         account, number = self.busiest
         parts = []
@@ -130,10 +131,10 @@ class RequestRecord:
             computed = self.prompt_tokens - self.cached_tokens
             parts.append(f"prefill of {computed} tokens took {seconds:.1f} s")
         if self.num_parked:
-            parts.append(f"parked {self.num_parked} times")
+            parts.append(f"parked {write_times(self.num_parked)}")
         if self.num_retries:
-            parts.append(f"its engine ended {self.num_retries} times")
-        return "; ".join(parts)
+            parts.append(f"its engine ended {write_times(self.num_retries)}")
+        return "; ".join(parts) or f"took {whole:.1f} s; its parts are not known"
 
     def list_fields(self) -> dict[str, Any]:
         """Return what the log shows of it. Times are in milliseconds; what is not known is left
@@ -168,6 +169,10 @@ class RequestRecord:
             "parked": self.num_parked if is_computed else None,
         }
         return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def write_times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def milliseconds(seconds: float | None) -> float | None:
