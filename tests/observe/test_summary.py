@@ -21,6 +21,7 @@ def visible(caplog, monkeypatch):
 
 def test_line_has_the_rates_since_the_last_one(caplog) -> None:
     summary = Summary(10.0)
+    assert not summary.is_due(90.0)  # the server has just started
     assert summary.is_due(100.0)
     summary.write("m", IDLE, 50)
     assert caplog.records == []  # nothing was computed
@@ -57,6 +58,7 @@ def test_line_has_the_rates_since_the_last_one(caplog) -> None:
 
 def test_model_whose_requests_only_wait_has_lines(caplog) -> None:
     summary = Summary(10.0)
+    summary.is_due(90.0)
     assert summary.is_due(100.0)
     summary.write("m", Stats(num_waiting=1), 0)
     assert len(caplog.records) == 1

@@ -16,12 +16,16 @@ class Summary:
     def __init__(self, seconds: float | None) -> None:
         """``seconds`` are between two lines; None writes none."""
         self._seconds = seconds
-        self._latest = 0.0
+        self._latest: float | None = None  # when the last lines were due
         self._before: dict[str, tuple[Stats, float]] = {}  # by model
 
     def is_due(self, now: float) -> bool:
         """Return whether ``write`` has to be called for each model now, a time in seconds."""
-        if self._seconds is None or now - self._latest < self._seconds:
+        if self._seconds is None:
+            return False
+        if self._latest is None:
+            self._latest = now
+        if now - self._latest < self._seconds:
             return False
         self._elapsed, self._latest = now - self._latest, now
         return True
