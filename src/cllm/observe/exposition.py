@@ -125,7 +125,7 @@ def render(
                 families[family.name] = lines
             else:
                 known += [line for line in lines if not line.startswith("#")]
-    for name in families.keys() & {*aliases}:
+    for name in [one for one in aliases if one in families]:
         old = name.partition(":")[0] + ":"
         families[f"{prefix}{name}"] = [line.replace(old, prefix, 1) for line in families[name]]
     return "\n".join([*chain.from_iterable(families.values()), ""]).encode()

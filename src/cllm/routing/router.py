@@ -18,8 +18,8 @@ import msgspec
 from cllm.routing.prefix_table import PrefixTable, list_bits
 
 CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
-# So many more requests than the least load are not crowded either, but at most half of what a
-# replica can run.
+# A replica with up to this many more requests than the least load is not crowded either. It is at
+# most half of what the replica can run.
 WINDOW = 8
 # A prefix is copied to a further replica when its requests have paid for it. A request that goes to
 # a replica with a load of r times the least load, both plus 1, pays r - 1 times so many tokens.
@@ -262,9 +262,6 @@ class Router:
     def _load(self, replica: Candidate) -> int:
         booked = self._booked[replica.number]
         return booked.num_seqs + booked.num_others
-
-    def _least(self, candidates: Sequence[Candidate]) -> int:
-        return min(map(self._load, candidates))
 
     def _estimate_seconds(self, replica: Candidate, num_tokens: int) -> float:
         """Return the estimated time until a new prompt of ``num_tokens`` is computed."""
