@@ -4,19 +4,29 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import httpx2
+import msgspec
 import pytest
 from conftest import PATIENCE
-from fake_engines import FakeMember
+from fake_engines import FakeMember, ask
 
 from cllm.core.output import SequenceTimes
+from cllm.core.request import Priority
+from cllm.engine.commands import Explained
 from cllm.observe.request_record import RequestRecord
+from cllm.process.backlog import QueuePosition
+from cllm.process.in_flight import InFlightRequest
+from cllm.process.messages import LENGTH, frame
+from cllm.process.reservations import QueueLoad
+from cllm.scheduler.report import explain
 from cllm.scheduler.trace import Explanation
 from cllm.server.live import watching
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.schema import Latencies
+from cllm.server.live.snapshot import Snapshots
 from cllm.server.live.watching import LiveView
 
 ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
@@ -242,3 +252,50 @@ def test_requests_that_no_model_computes_do_not_count():
     asked.ended = 5.0
     last.note(asked)
     assert last.sum_up(10.0) == Latencies()
+
+
+# --- the cost ------------------------------------------------------------------------------------
+
+
+def test_snapshots_of_64_sequences_take_less_than_a_hundredth_of_a_core(fake_engine):
+    """The work of the engine and of the API process, with 16 more sequences that wait."""
+    engine = fake_engine(max_num_seqs=64, context_length=512, length=400)
+    entries = []
+    for number in range(80):
+        request = ask(f"chatcmpl-{number:024d}-0", prompt=[number, 7, 7])
+        entries.append(InFlightRequest(request, QueuePosition(1, 100.0), None))
+        engine.add(request.request_id, [number, 7, 7], account=f"user-{number}", max_tokens=400)
+    for _ in range(30):
+        engine.step()
+    member = FakeMember()
+    pool = SimpleNamespace(
+        members=[member],
+        stats_since_start=member.stats,
+        loaded_share=1.0,
+        num_unfinished=80,
+        list_requests=lambda: [(member, entry) for entry in entries],
+        backlog=SimpleNamespace(list_pending=lambda: [(Priority.NORMAL, "ann", QueueLoad(16))]),
+    )
+    service = SimpleNamespace(metrics=SimpleNamespace(num_generated=0.0))
+    model = SimpleNamespace(
+        name="m",
+        status="loaded",
+        parent=None,
+        num_bytes=0,
+        is_loaded=True,
+        engine=pool,
+        service=service,
+        is_loading=False,
+    )
+    made = Snapshots(SimpleNamespace(models=[model], ready=True), LastMinute())
+    decode = msgspec.msgpack.Decoder(Explained).decode
+    seconds = []
+    for _ in range(20):
+        begun = time.thread_time()
+        explained = Explained(explain(engine.scheduler, engine.now, watching.MAX_STEPS))
+        explanation = decode(frame(explained)[LENGTH.size :]).explanation
+        data = msgspec.json.encode(made.make({member: explanation}))
+        seconds.append(time.thread_time() - begun)
+    phases = [one["phase"] for one in sequences(json.loads(data))]
+    assert (phases.count("decode"), phases.count("queued")) == (64, 16)
+    assert min(seconds) / watching.SECONDS < 0.01

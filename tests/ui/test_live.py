@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 
 import httpx2
 import pytest
@@ -42,10 +43,13 @@ def watch(chromium, start_server):
 @contextlib.contextmanager
 def requests(server, count, **body):
     """Let ``count`` requests be computed, or wait, meanwhile."""
-    with contextlib.ExitStack() as stack:
+    limits = httpx2.Limits(max_connections=None)
+    with (
+        httpx2.Client(base_url=server.url, timeout=PATIENCE, limits=limits) as client,
+        contextlib.ExitStack() as stack,
+    ):
         for number in range(count):
             own = {"prompt": f"{number} private text", "user": f"u{number}", **ENDLESS, **body}
-            client = stack.enter_context(httpx2.Client(base_url=server.url, timeout=PATIENCE))
             stack.enter_context(client.stream("POST", "/v1/completions", json=own))
         yield
 
@@ -143,3 +147,40 @@ def test_view_has_no_accessibility_faults_and_fits_the_screen(watch, start_serve
         assert view.page.evaluate("document.documentElement.scrollWidth") <= width
         results = Axe().run(view.page)
         assert results.violations_count == 0, results.generate_report()
+
+
+COUNT_DRAWINGS = """() => {
+  window.numDrawings = 0;
+  const clear = CanvasRenderingContext2D.prototype.clearRect;
+  CanvasRenderingContext2D.prototype.clearRect = function (...box) {
+    window.numDrawings += this.canvas.id === "bars";
+    return clear.apply(this, box);
+  };
+}"""
+
+
+def test_64_sequences_move_smoothly(watch, start_server):
+    """At least 25 drawings in a second, unless the machine is busy with something else."""
+    server = start_server(
+        *("--backend.name", "fake", "--max-num-seqs", "64", "--context", "4096"),
+        "--server.enable-faults",
+    )
+    slow = {"kind": "slow", "num_steps": 1_000_000, "seconds": 0.1}
+    server.client.post("/faults", json={"faults": [slow]})
+    view = watch(server, viewport={"width": 1280, "height": 800})
+    view.page.evaluate(COUNT_DRAWINGS)
+    with requests(server, 64, max_tokens=4000):
+        expect(rows(view)).to_have_count(64)
+        expect(rows(view).filter(has_text="tokens/s")).to_have_count(64)
+        end, rates = time.monotonic() + PATIENCE, []
+        while not rates or (rates[-1] < 25 and time.monotonic() < end):
+            rates.append(
+                view.page.evaluate(
+                    """async () => {
+                        const [before, begun] = [window.numDrawings, performance.now()];
+                        await new Promise((resolve) => setTimeout(resolve, 1000));
+                        return (1000 * (window.numDrawings - before)) / (performance.now() - begun);
+                    }"""
+                )
+            )
+        assert rates[-1] >= 25, rates

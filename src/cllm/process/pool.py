@@ -448,7 +448,7 @@ class Pool:
         return await self._texts.tokenize(texts)
 
     def list_requests(self) -> list[tuple[Member | None, InFlightRequest]]:
-        """Return the unanswered requests, without those to embed, and the engines that have them."""
+        """Return the unanswered requests, without those to embed, each with its engine."""
         find = self._assignments.find
         return [(find(one.request.request_id), one) for one in self._in_flight.list_all()]
 
