@@ -13,12 +13,14 @@ import threading
 import time
 import urllib.request
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 
+from cllm.cluster.ray.log_file import LogFile
 from cllm.cluster.ray.registry import RAY_SECONDS, get_registry
 from cllm.config.sources import set_value
 from cllm.server.cluster.key import KEY_HEADER
@@ -98,7 +100,8 @@ class ReplicaProcess:
             [sys.executable, "-m", "cllm", "serve", "--config", str(config), *flags],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             env=variables,
             pass_fds=[lock],  # the folder stays taken while the process drains
             start_new_session=True,  # signals for Ray's processes are not for it
@@ -110,15 +113,16 @@ class ReplicaProcess:
 
         def read() -> None:
             assert process.stderr is not None
-            with (folder / "log").open("a") as copy:
-                for line in process.stderr:
-                    self._tail.append(line)
-                    copy.write(line)
-                    copy.flush()
-                    if not found and (match := re.match(r"cLLM serves .* at (http\S+): ", line)):
-                        found.append(match[1])
-                        is_found.set()
+            copy = LogFile(folder / "log")
+            for line in process.stderr:
+                self._tail.append(line)
+                copy.write(line)
+                if not found and (match := re.match(r"cLLM serves .* at (http\S+): ", line)):
+                    found.append(match[1])
+                    is_found.set()
             is_found.set()
+            with suppress(OSError):
+                copy.close()
 
         threading.Thread(target=read, daemon=True).start()
         is_found.wait()
