@@ -1,4 +1,4 @@
-"""The log has one line for each request, with its whole account."""
+"""The log has one line for each request, with its tokens and times."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def ask(server, path="/v1/completions", headers=None, **body):
     return server.client.post(path, json=body, headers=headers)
 
 
-def test_line_has_the_whole_account_of_a_request(server):
-    """Also of a stream, whose usage is known at its end."""
+def test_line_has_the_tokens_and_times_of_a_request(server):
+    """Also those of a stream, whose usage is known at its end."""
     body = {"prompt": SECRET, "max_tokens": 5, "ignore_eos": True, "user": "alice"}
     for stream in (False, True):
         response = ask(server, **body, stream=stream)

@@ -197,8 +197,8 @@ class Replicas:
 
     def set_urls(self, urls: Mapping[str, bool]) -> None:
         """Follow the replicas at new addresses too. Those whose address has False will drain soon,
-        and get no requests. Forget those at other addresses unless they get requests: whoever names
-        the addresses may have forgotten one that works.
+        and get no requests. Forget those at other addresses unless they get requests: the source of
+        the addresses may have lost one that still works.
         """
         for url in urls.keys() - {one.url for one in self.all}:
             replica = Replica(url, make_client(url))

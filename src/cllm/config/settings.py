@@ -544,14 +544,14 @@ class MetricsSettings(Section):
 
     vllm_names: bool = Field(
         default=False,
-        description="Give the metrics that vLLM has too also under its names, so with vllm: in "
-        "place of cllm:, for dashboards made for vLLM.",
+        description="Also export the metrics that vLLM has under vLLM's names, with vllm: instead "
+        "of cllm:, for dashboards made for vLLM.",
     )
     max_accounts: int = Field(
         default=100,
         ge=0,
         le=10_000,
-        description="Accounts whose usage has their names; that of further ones is added up as "
+        description="How many accounts appear under their own names; the others are added up as "
         "other.",
     )
 

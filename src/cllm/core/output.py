@@ -38,7 +38,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SequenceTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the time of a sequence went into, in seconds.
+    """How a sequence has spent its time, in seconds.
 
     It waited ``queued`` from its arrival to its first admission, and its prompt took ``prefill``
     from there to the first token. A time that has not ended yet is None. ``reason`` says why it

@@ -253,7 +253,7 @@ class Sequence:
         )
 
     def sum_up_times(self) -> SequenceTimes:
-        """Return what the time of the sequence went into so far."""
+        """Return how the sequence has spent its time so far."""
         admitted, first = self.admitted, self.first_token_at
         return SequenceTimes(
             None if admitted is None else admitted - self.arrived,

@@ -101,7 +101,7 @@ class Histogram(Collector):
 
 
 class Families(Collector):
-    """Some families, as a registry has them."""
+    """Lets the library write some families, as if they were those of a registry."""
 
     def __init__(self, *families: Metric) -> None:
         self._families = families

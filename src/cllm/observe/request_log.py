@@ -1,4 +1,4 @@
-"""What happens when a request has ended: it is counted, and one line is written."""
+"""Counts each request that has ended, and writes its line to the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of an engine were made of, and what their time went into."""
+"""Histograms of the steps of an engine: their content, and the time of each stage."""
 
 from __future__ import annotations
 
