@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 from cllm.bench.simulation.baselines import ROUTERS, Routing
 from cllm.routing.prefix_table import MAX_CLOSED, choose_landmarks, name_prefixes
 from cllm.routing.router import (
+    AHEAD,
     COPY_TOKENS,
     CROWDED,
     SLACK,
@@ -83,9 +84,8 @@ class RouterMachine(RuleBasedStateMachine):
     def load(self, one: Candidate) -> int:
         return sum(booking.number == one.number for booking, _ in self.open)
 
-    def seconds(self, one: Candidate) -> float:
-        tokens = sum(booking.num_tokens for booking, _ in self.open if booking.number == one.number)
-        return one.waiting_seconds + tokens * one.prompt_token_seconds
+    def tokens(self, one: Candidate) -> int:
+        return sum(booking.num_tokens for booking, _ in self.open if booking.number == one.number)
 
     def known(self, one: Candidate, asked: RoutingRequest) -> int:
         return len(list(takewhile(self.given[one.number].__contains__, asked.blocks)))
@@ -140,8 +140,14 @@ class RouterMachine(RuleBasedStateMachine):
             homes = [one for one in window if self.known(one, asked) == longest]
             load = min(map(self.load, homes))
             name = asked.blocks[longest - 1]
-            self.paid[name] += COPY_TOKENS * (load - least) / (1 + least)
-            if load == least or self.paid[name] < 64 * longest:
+            places = min(one.max_num_seqs for one in offered)
+            if load > least and least < places:
+                ahead = min(self.tokens(one) for one in homes if self.load(one) == load) - min(
+                    self.tokens(one) for one in offered if self.load(one) == least
+                )
+                tokens = COPY_TOKENS * (load - least) / (1 + least) + AHEAD * max(0, ahead)
+                self.paid[name] += (1 - least / places) * tokens
+            if load == least or least >= places or self.paid[name] < 64 * longest:
                 assert chosen in homes, "the longest prefix"
                 assert self.load(chosen) == load, "the least loaded home"
                 return
@@ -294,7 +300,11 @@ def test_request_leaves_crowded_home(least: int, load: int, stays: bool) -> None
 def test_home_is_crowded_earlier_if_it_runs_few_sequences(max_num_seqs: int, stay: int) -> None:
     router = Router(100)
     both = candidates(2, max_num_seqs=max_num_seqs)
-    numbers = [router.choose(request(1), both).number for _ in range(stay + 1)]
+    numbers = []
+    for _ in range(stay + 1):
+        booking = router.choose(request(1), both)
+        booking.finish_prompt()
+        numbers.append(booking.number)
     assert len(set(numbers[:stay])) == 1
     assert numbers[stay] != numbers[0]
 
@@ -344,7 +354,10 @@ def test_unknown_prefix_goes_where_fewer_seconds_are_booked() -> None:
 def test_crowded_prefix_gets_several_homes() -> None:
     router = Router(1000)
     replicas = candidates(8, max_num_seqs=4)
-    bookings = [router.choose(request(1, 2, 10 + i), replicas) for i in range(9)]
+    bookings = []
+    for i in range(9):
+        bookings.append(router.choose(request(1, 2, 10 + i), replicas))
+        bookings[-1].finish_prompt()
     assert len({booking.number for booking in bookings}) == 3
     for booking in bookings:
         booking.release()
@@ -462,6 +475,32 @@ def test_prefix_is_copied_when_its_requests_have_paid_for_it() -> None:
     assert numbers == [0, 0, 1, 1], "the third one is the last that pays"
 
 
+def test_prefix_that_is_being_computed_is_copied_at_once() -> None:
+    """Its requests would wait for the prompt tokens that are ahead of them."""
+    router = Router(100)
+    both = candidates(2, 100)
+    first = router.choose(request(1), both[:1])
+    fill(router, 0, 2)
+    numbers = [router.choose(request(1), both).number for _ in range(2)]
+    assert numbers == [0, 1]
+    first.finish_prompt()
+    assert router.booked(0).num_tokens == 0
+
+
+def test_nothing_is_copied_while_all_replicas_are_full() -> None:
+    router = Router(100)
+    both = candidates(2, max_num_seqs=8)
+    router.choose(request(1), both[:1])
+    fill(router, 0, 11)
+    fill(router, 1, 8)
+    numbers = set()
+    for _ in range(30):
+        booking = router.choose(request(1), both)
+        booking.release()
+        numbers.add(booking.number)
+    assert numbers == {0}
+
+
 def test_equally_loaded_home_keeps_its_prefix() -> None:
     router = Router(100)
     both = candidates(2, 100)
@@ -506,7 +545,9 @@ def test_longer_prompt_has_landmarks_of_a_known_one(num: int) -> None:
     router.prefixes.add(landmarks, 1)
     if num:
         longer = request(*blocks, 1, 2)
-        assert router.choose(longer, candidates(3)).num_tokens == 2 * SIZE
+        booking = router.choose(longer, candidates(3))
+        assert booking.num_tokens == 2 * SIZE
+        booking.release()
         branching = request(*blocks[: num // 2 + 1], 3)
         assert router.choose(branching, candidates(3)).number == 1
 

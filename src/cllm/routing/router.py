@@ -21,9 +21,10 @@ CROWDED = 2  # times the least load; above it, a replica gets no requests for it
 # A replica with up to this many more requests than the least load is not crowded either. It is at
 # most half of what the replica can run.
 WINDOW = 8
-# A prefix is copied to a further replica when its requests have paid for it. A request that goes to
-# a replica with a load of r times the least load, both plus 1, pays r - 1 times so many tokens.
-COPY_TOKENS = 64
+# A prefix is copied to a further replica when its requests have paid for it, in tokens. A request
+# that goes to a replica with r times the least load, both plus 1, pays r - 1 times COPY_TOKENS, and
+# AHEAD times the prompt tokens that are booked there in excess of those at the least loaded ones.
+COPY_TOKENS, AHEAD = 64, 0.5
 MAX_PAYMENTS = 10_000  # prefixes whose payments are remembered
 # Replicas with as many requests are equally good for an unknown prefix if their seconds differ by
 # at most this factor, or by as little as this.
@@ -185,7 +186,7 @@ class Router:
         there, unless it has more than SLACK requests more than the least loaded one.
         """
         loads = [self._load(one) for one in candidates]
-        least, total = min(loads), sum(loads)
+        least = min(loads)
         by_number: dict[int, tuple[Candidate, int]] = {}
         for holders, last in self.prefixes.list_holders(request.blocks):
             if not by_number:
@@ -199,12 +200,12 @@ class Router:
                 if one is not None and not is_crowded(load, least, one)
             ]
             if found:
-                load, number = min(found)
-                # other fronts get as many such requests for each of their own
-                excess = (load - least) / (1 + least) * total / max(1, total - self._num_others)
-                if self._pay(request, last, excess):
+                load = min(found)[0]
+                homes = [by_number[number][0] for each, number in found if each == load]
+                home = min(homes, key=lambda one: self._booked[one.number].num_tokens)
+                if load > least and self._pay(request, last, home, candidates, loads):
                     break
-                return by_number[number][0]
+                return home
         if least >= min(one.max_num_seqs for one in candidates):
             fair = [
                 (self._booked[one.number].accounts[request.account], at)
@@ -215,25 +216,44 @@ class Router:
             kept = [at for own, at in fair if own == fewest]
             candidates, loads = [candidates[at] for at in kept], [loads[at] for at in kept]
             least = min(loads)
-        has_peers = self._num_others > SHARE * total
+        has_peers = self._num_others > SHARE * sum(loads)
         most = least + SLACK if has_peers else least
         return self._choose_new(
             request,
             [one for one, load in zip(candidates, loads, strict=True) if load <= most],
         )
 
-    def _pay(self, request: RoutingRequest, last: int, excess: float) -> bool:
-        """Note that a request goes to a replica with ``excess`` of load because of the prefix that
-        ends with its block ``last``. Return whether that prefix must be copied instead, because
-        such requests have waited as long as computing it again takes.
+    def _pay(
+        self,
+        request: RoutingRequest,
+        last: int,
+        home: Candidate,
+        candidates: Sequence[Candidate],
+        loads: list[int],
+    ) -> bool:
+        """Note that a request goes to ``home`` although others have fewer requests, because of the
+        prefix that ends with its block ``last``. Return whether that prefix must be copied instead,
+        because such requests have waited as long as computing it again takes.
 
         This is the rule of ski rental (Karlin et al., 1988): it costs at most twice as much as the
-        best choice in hindsight.
+        best choice in hindsight. The fuller the replicas, the less is paid: when all are full,
+        computing anything twice makes all requests wait.
         """
-        if not excess:
+        least, total = min(loads), sum(loads)
+        places = min(one.max_num_seqs for one in candidates)
+        if least >= places:
             return False
+        fewest = min(
+            self._booked[one.number].num_tokens
+            for one, load in zip(candidates, loads, strict=True)
+            if load == least
+        )
+        ahead = max(0, self._booked[home.number].num_tokens - fewest)
+        tokens = COPY_TOKENS * (self._load(home) - least) / (1 + least) + AHEAD * ahead
+        # other fronts get as many such requests for each of their own
+        tokens *= (1 - least / places) * total / max(1, total - self._num_others)
         block = request.blocks[last]
-        paid = self._paid.pop(block, 0.0) + excess * COPY_TOKENS
+        paid = self._paid.pop(block, 0.0) + tokens
         if paid >= request.ends[last]:
             return True
         self._paid[block] = paid
