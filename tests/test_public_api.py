@@ -11,8 +11,9 @@ from cllm.cluster.metrics import FrontMetrics
 from cllm.config.settings import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
+from cllm.observe.collectors import EngineFigures
 from cllm.observe.exposition import render
-from cllm.observe.metrics import EngineState, Metrics, ServerMetrics
+from cllm.observe.metrics import Metrics, ServerMetrics
 from cllm.observe.step_histograms import StepHistograms
 from cllm.routing.router import Router
 from cllm.server.app import routes
@@ -65,7 +66,7 @@ def test_commands_and_sections_of_the_configuration():
 
 
 def test_metrics():
-    engines = [EngineState(True, 0, Stats(), StepHistograms())] * 2
+    engines = [EngineFigures(True, 0, Stats(), StepHistograms())] * 2
     current: dict[str, Any] = {"ready": True, "num_restarts": 0, "reservations": {}}
     registries = [
         ServerMetrics().update({}, 0),

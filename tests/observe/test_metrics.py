@@ -9,14 +9,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from cllm.core.output import STAGES, TOTALS, SequenceTimes, Stats
+from cllm.observe.collectors import AccountUsageCollector, EngineFigures
 from cllm.observe.exposition import render
 from cllm.observe.metrics import (
     COUNTERS,
     GAUGES,
     HITS,
     VLLM_NAMES,
-    AccountUsageCollector,
-    EngineState,
     Metrics,
     ServerMetrics,
 )
@@ -64,7 +63,7 @@ def make_page(num_models: int = 1, num_accounts: int = 0, aliases: tuple[str, ..
     """Return the page of models that have computed, and of accounts that have used them."""
     registries = [server.update(usage_of(num_accounts), 0, ["loaded"] * num_models)]
     for metrics in models[:num_models]:
-        engine = EngineState(True, 0, Stats(num_cells=1000), STEPS, 1.0, 1 << 30)
+        engine = EngineFigures(True, 0, Stats(num_cells=1000), STEPS, 1.0, 1 << 30)
         current: dict[str, Any] = {"ready": True, "num_restarts": 0, "engines": [engine]}
         registries.append(metrics.update(Stats(), reservations={"issued": 1}, **current))
     return render(registries, aliases, "vllm:")
@@ -176,6 +175,19 @@ def test_accounts_beyond_the_limit_are_added_up() -> None:
     second = read_samples(render([registry]))
     assert {key for key, value in second.items() if value < first[key]} == set()
     assert second["cllm:account_tokens_total", "other,prompt"] == 99_999 + 1001
+
+
+def test_account_called_other_is_counted_with_the_others() -> None:
+    collector = AccountUsageCollector()
+    registry = CollectorRegistry()
+    registry.register(collector)
+    collector.usage = {"ann": UsageCounts(1), "other": UsageCounts(2)}
+    page = render([registry]).decode()
+    lines = [line for line in page.splitlines() if line.startswith("cllm:account_requests_total")]
+    assert lines == [
+        'cllm:account_requests_total{account="ann"} 1.0',
+        'cllm:account_requests_total{account="other"} 2.0',
+    ]
 
 
 def test_label_values_are_escaped() -> None:

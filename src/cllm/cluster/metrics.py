@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cllm.cluster.leases import Replicas
-from cllm.observe.metrics import AccountCounts, ServerMetrics
+from cllm.observe.collectors import AccountCounts
+from cllm.observe.metrics import ServerMetrics
 
 
 class FrontMetrics:

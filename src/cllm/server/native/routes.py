@@ -17,9 +17,10 @@ from cllm import __version__
 from cllm.core.account import ANONYMOUS
 from cllm.core.model_info import ModelInfo
 from cllm.errors import BadRequest, EngineError
+from cllm.observe.collectors import EngineFigures
 from cllm.observe.cpu_time import read_cpu_seconds, read_resident_bytes
 from cllm.observe.exposition import render
-from cllm.observe.metrics import VLLM_NAMES, EngineState
+from cllm.observe.metrics import VLLM_NAMES
 from cllm.process.member import Member
 from cllm.scheduler.trace import MAX_STEPS, Explanation
 from cllm.server.body import describe_route
@@ -214,9 +215,9 @@ def update_metrics(model: ServedModel) -> CollectorRegistry:
     )
 
 
-def describe_engine(member: Member) -> EngineState:
+def describe_engine(member: Member) -> EngineFigures:
     pid = member.supervisor.pid
-    return EngineState(
+    return EngineFigures(
         member.ready,
         member.supervisor.num_restarts,
         member.stats,
