@@ -31,6 +31,7 @@ EXAMPLES = {
     "bench": "cllm bench load http://127.0.0.1:8000",
     "simulate": "cllm simulate --help",
     "explain": "cllm explain --steps 5",
+    "trace": "cllm trace trace.json --seconds 5",
     "usage": "cllm usage --by account,model",
     "top": "cllm top --url http://127.0.0.1:8000",
     "rpc-worker": "cllm rpc-worker --address 10.0.0.5:50052",
@@ -51,7 +52,7 @@ EXIT_CODES = {
 }
 ENVIRONMENT = {
     "CLLM_URL": "the server that `chat`, `generate`, `run`, `ps`, `stop`, `create`, `launch`, "
-    "`explain` and `usage` use",
+    "`explain`, `trace` and `usage` use",
     "CLLM_API_KEY": "the key for that server; for `serve`, the key that clients need",
     "CLLM_CONFIG": "the YAML file of settings",
     "CLLM_...": "any [setting](configuration.md), such as `CLLM_SERVER_PORT`",

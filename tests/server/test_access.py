@@ -31,7 +31,7 @@ from cllm.store.keys import (
 
 FAKE = ("--backend.name", "fake", "--context", "4096", "--kv.max-memory-mb", "64")
 ADMIN = {
-    *("/scheduler", "/benchmark", "/faults", "/models/load", "/models/unload"),
+    *("/scheduler", "/benchmark", "/faults", "/debug/trace", "/models/load", "/models/unload"),
     *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "POST /lora-adapters"),
 }

@@ -96,6 +96,7 @@ COMMANDS = {
         "cllm.cli.explain:explain",
         "Show what a running server computes, which requests wait, and why.",
     ),
+    "trace": ("cllm.cli.trace:trace", "Record what a running server does, for Perfetto."),
     "usage": ("cllm.cli.usage:usage", "Show what accounts have used, by model and day."),
     "top": (
         "cllm.cli.top:top",

@@ -105,7 +105,8 @@ CHANGES = frozenset(
         *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
     }
 )
-OF_ONE = "/benchmark"  # asks the replica that ?replica= names, or the first one
+# These ask the replica that ?replica= names, or the first one.
+OF_ONE = frozenset({"/benchmark", "/debug/trace"})
 
 
 class Gatherer:
@@ -141,7 +142,7 @@ class Gatherer:
             return as_app(request, handler)
         if request.method == "GET" and path.startswith("/v1/models/"):
             return as_app(request, self._answer_first)
-        if path == OF_ONE or (path in CHANGES and request.method != "GET"):
+        if path in OF_ONE or (path in CHANGES and request.method != "GET"):
             return as_app(request, self._answer_change)
         return None
 
@@ -329,7 +330,7 @@ class Gatherer:
         first answer.
         """
         replicas = self._choose(request)
-        if request.scope["path"] == OF_ONE:
+        if request.scope["path"] in OF_ONE:
             replicas = replicas[:1]
         limit = self._max_body_bytes
         message = f"The body is larger than {limit} bytes."

@@ -8,6 +8,7 @@ import msgspec
 
 from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest, Request, SequenceProgress
+from cllm.core.timeline import Timeline
 from cllm.scheduler.trace import Explanation
 
 if TYPE_CHECKING:
@@ -117,6 +118,20 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     explanation: Explanation
 
 
+class RecordTimeline(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Record from now on what is computed, until TakeTimeline."""
+
+
+class TakeTimeline(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Stop recording, and report what was computed."""
+
+
+class TimelineTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The reply to TakeTimeline; the timeline is empty if nothing was recorded."""
+
+    timeline: Timeline
+
+
 class Withdrawn(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The reply to Withdraw. ``done`` says that the request had not begun, and is forgotten."""
 
@@ -149,9 +164,11 @@ Command = (
     | LoadAdapter
     | AddPrefix
     | Explain
+    | RecordTimeline
+    | TakeTimeline
     | SetFaults
     | SetWeights
     | SetYielding
     | Close
 )
-Reply = EmbeddingOutput | Explained | Withdrawn | AdapterLoaded
+Reply = EmbeddingOutput | Explained | TimelineTaken | Withdrawn | AdapterLoaded

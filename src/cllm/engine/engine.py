@@ -14,6 +14,7 @@ from cllm.core.batch import Batch
 from cllm.core.output import NO_TOKEN, STAGES, FinishReason, Stats, TokenOutput
 from cllm.core.request import SequenceProgress
 from cllm.core.sequence import Sequence
+from cllm.core.timeline import Timeline
 from cllm.engine.commands import (
     Abort,
     AdapterLoaded,
@@ -25,11 +26,14 @@ from cllm.engine.commands import (
     Explain,
     Explained,
     LoadAdapter,
+    RecordTimeline,
     Reply,
     Resume,
     SetFaults,
     SetWeights,
     SetYielding,
+    TakeTimeline,
+    TimelineTaken,
     Withdraw,
     Withdrawn,
 )
@@ -39,6 +43,7 @@ from cllm.engine.faults import Faults
 from cllm.engine.grammars import Grammars
 from cllm.engine.shared_cores import SharedCores
 from cllm.engine.side_jobs import Record, SideJob
+from cllm.engine.timeline import StepMoments, TimelineRecorder
 from cllm.errors import EngineError, StartupError
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
@@ -106,6 +111,8 @@ class Engine:
         self._num_busy = 1  # engines that share the cores now
         self._step_seconds = 0.0  # of the last step
         self._stages = dict.fromkeys(STAGES, 0.0)  # seconds of all steps
+        self._timeline: TimelineRecorder | None = None  # while somebody asks for it
+        self._computed: tuple[Batch, StepMoments] | None = None  # in this step, for the timeline
         self._faults = Faults()
         self._weights = {} if weights is None else weights
 
@@ -124,6 +131,10 @@ class Engine:
                     case Explain():
                         explanation = explain(self.scheduler, self.clock(), command.num_steps)
                         outbox.send_message(Explained(explanation))
+                    case RecordTimeline():
+                        self._timeline = TimelineRecorder(self.scheduler)
+                    case TakeTimeline():
+                        outbox.send_message(TimelineTaken(self._take_timeline()))
                     case Withdraw(request_id):
                         withdrawn[request_id] = self.scheduler.sequences.withdraw(request_id)
                     case LoadAdapter(name, path):
@@ -267,8 +278,17 @@ class Engine:
             self.scheduler.sequences.check()
         if self._record is not None:
             self._record.end()
-        self._step_seconds = self.clock() - begun
+        ended = self.clock()
+        self._step_seconds = ended - begun
+        if self._timeline is not None and self._computed is not None:
+            batch, moments = self._computed
+            self._timeline.add(batch, begun, moments, ended)
+            self._computed = None
         return outputs
+
+    def _take_timeline(self) -> Timeline:
+        recorder, self._timeline = self._timeline, None
+        return Timeline() if recorder is None else recorder.finish(self.clock())
 
     def _divide_cores(self, cores: SharedCores) -> None:
         num_busy = cores.begin(self._step_seconds)  # this step may take as long as the last one
@@ -298,7 +318,10 @@ class Engine:
         stages["schedule_seconds"] += scheduled - now
         stages["forward_seconds"] += computed - scheduled
         stages["sample_seconds"] += sampled - computed
-        stages["update_seconds"] += self.clock() - sampled
+        updated = self.clock()
+        stages["update_seconds"] += updated - sampled
+        if self._timeline is not None:
+            self._computed = batch, StepMoments(now, scheduled, computed, sampled, updated)
         return outputs
 
     def _attempt(self, part: Callable[..., T], *args: float) -> T | list[TokenOutput]:

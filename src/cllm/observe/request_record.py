@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from cllm.core.output import SequenceTimes
@@ -135,6 +136,25 @@ class RequestRecord:
         if self.num_retries:
             parts.append(f"its engine ended {write_times(self.num_retries)}")
         return "; ".join(parts) or f"took {whole:.1f} s; its parts are not known"
+
+    def list_phases(self) -> list[tuple[str, float, float]]:
+        """Return the phases that it has reached, one after the other: their names, begins and
+        ends. The queue and the prefill are those of its first sequence.
+        """
+        if self.submitted is None:
+            return []
+        end = time.monotonic() if self.ended is None else self.ended
+        first = end if self.first_token is None else self.first_token
+        last = first if self.last_token is None else self.last_token
+        # engines on other machines have other clocks, so only their durations count
+        queued = first if self.times.queued is None else self.submitted + self.times.queued
+        bounds = [self.arrived, self.submitted, min(queued, first), first, last, end]
+        names = ("prepare", "queue", "prefill", "decode", "send")
+        return [
+            (name, begin, after)
+            for name, (begin, after) in zip(names, pairwise(bounds), strict=True)
+            if after > begin
+        ]
 
     def list_fields(self) -> dict[str, Any]:
         """Return what the log shows of it. Times are in milliseconds; what is not known is left

@@ -13,7 +13,18 @@ import msgspec
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import Priority
-from cllm.engine.commands import Abort, AdapterLoaded, Command, Explain, Explained, LoadAdapter
+from cllm.core.timeline import Timeline
+from cllm.engine.commands import (
+    Abort,
+    AdapterLoaded,
+    Command,
+    Explain,
+    Explained,
+    LoadAdapter,
+    RecordTimeline,
+    TakeTimeline,
+    TimelineTaken,
+)
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, EngineError
 from cllm.observe.step_histograms import StepHistograms
@@ -108,6 +119,7 @@ class Member:
         self._clock = clock
         # the engine answers in this order
         self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
+        self._pending_timelines: deque[asyncio.Future[Timeline]] = deque()
         self._pending_adapters: dict[str, list[asyncio.Future[str]]] = {}
 
     @property
@@ -150,7 +162,7 @@ class Member:
 
     def has_work(self) -> bool:
         """See EngineClient."""
-        asked = self._pending_explanations or self._pending_adapters
+        asked = self._pending_explanations or self._pending_timelines or self._pending_adapters
         return self.num_requests > 0 or bool(asked)
 
     def owes_answers(self) -> bool:
@@ -252,6 +264,24 @@ class Member:
         self.write(frame(Explain(num_steps)))
         return await future
 
+    async def record_timeline(self, seconds: float) -> Timeline:
+        """Return what the engine does during ``seconds``.
+
+        Raises EngineError if no engine is ready, or if it dies meanwhile.
+        """
+        self.write(frame(RecordTimeline()))
+        try:
+            await asyncio.sleep(seconds)
+        finally:  # also if the caller is cancelled
+            future: asyncio.Future[Timeline] = asyncio.get_running_loop().create_future()
+            if self.ready:
+                self._pending_timelines.append(future)
+                self.write(frame(TakeTimeline()))
+        if not self.ready:
+            seconds = self.supervisor.seconds_until_ready()
+            raise EngineError("The engine is not ready; please retry.", seconds)
+        return await future
+
     async def load_adapter(self, name: str, path: str) -> str:
         """Let the engine load an adapter. Return why that failed, or "".
 
@@ -269,6 +299,8 @@ class Member:
         self.stats = without_work(self.stats)
         for explanation in self._pending_explanations:
             resolve(explanation, error)
+        for timeline in self._pending_timelines:
+            resolve(timeline, error)
         for futures in self._pending_adapters.values():
             for future in futures:
                 resolve(future, error)
@@ -299,6 +331,8 @@ class Member:
                     resolve(future, error)
             case Explained():
                 resolve(self._pending_explanations.popleft(), event.explanation)
+            case TimelineTaken():
+                resolve(self._pending_timelines.popleft(), event.timeline)
             case Ready(info):
                 self._begin(info)
                 self._owner.take(self, event)
@@ -330,6 +364,7 @@ class Member:
         self._file = file
         self.forget_step(EngineError("The engine has been restarted; please retry."))
         self._pending_explanations.clear()  # this engine does not know them
+        self._pending_timelines.clear()
         self._pending_adapters.clear()
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=info.max_num_seqs, num_cells=info.num_cells)

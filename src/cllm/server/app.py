@@ -21,7 +21,7 @@ from cllm.server.http import paths
 from cllm.server.live import routes as live
 from cllm.server.llama_server import adapters, model_events, tokens
 from cllm.server.llama_server import routes as llama_server
-from cllm.server.native import benchmark, faults, rerank, texts, usage
+from cllm.server.native import benchmark, faults, rerank, texts, tracing, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import manage
@@ -59,6 +59,7 @@ ROUTERS = (
     rerank.router,
     usage.router,
     benchmark.router,
+    tracing.router,
     faults.router,
     live.router,
     cluster.router,

@@ -42,6 +42,7 @@ class ServerState:
     batches: Batches | None = None
     skipped: set[str] = field(default_factory=set)
     is_benchmarking: bool = False
+    is_tracing: bool = False
     identity: ReplicaIdentity = field(init=False)
     hand_over: HandOver = field(init=False)
     request_log: RequestLog = field(init=False)

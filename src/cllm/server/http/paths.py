@@ -18,7 +18,15 @@ from cllm.server.cluster.key import INTERNAL
 PREFIX = "/v1"
 OTHER = "other"  # a path without a route
 # The operator's pages cannot be reached under /v1, so a proxy that passes only /v1 hides them.
-PRIVATE = ("/metrics", "/scheduler", "/benchmark", "/faults", "/live", "/live/events")
+PRIVATE = (
+    "/metrics",
+    "/scheduler",
+    "/benchmark",
+    "/faults",
+    "/live",
+    "/live/events",
+    "/debug/trace",
+)
 
 
 class KnownPaths:
