@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from cllm.cli.explain import MAX_SHOWN, lines
+import pytest
+
+from cllm.cli.explain import MAX_SHOWN, describe_sequence, lines
+from cllm.core.request import Priority
 from cllm.scheduler.report import explain
+from cllm.scheduler.trace import SequenceState
 
 
 def test_waiting_sequences_are_listed_with_reasons(fake_engine):
@@ -66,3 +70,75 @@ def test_steps_that_differ_in_their_time_only_are_one_line(fake_engine):
     assert len(rows) < 5
     first, last = map(int, max(rows, key=len).split()[0].split("-"))
     assert last - first > 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"phase": "queued", "reason": "all 2 places are in use", "expected_wait": 3.04},
+            (
+                "a.0 (account ann, class normal) has waited 1.5 s with a prompt of 800 tokens, because "
+                "all 2 places are in use. It begins in about 3.0 s."
+            ),
+        ),
+        (
+            {"phase": "parked", "num_output_tokens": 40, "reason": "all 2 places are in use"},
+            (
+                "a.0 (account ann, class normal) gave up its cells 1.5 s ago, after 40 output tokens. "
+                "It continues later, because all 2 places are in use."
+            ),
+        ),
+        (
+            {"phase": "prefill", "num_computed_tokens": 600, "num_cached_tokens": 500},
+            (
+                "a.0 (account ann, class normal), 4.0 s old, has computed 600 of 800 tokens of its "
+                "prompt in 1.5 s, 500 of them from the cache."
+            ),
+        ),
+        (
+            {
+                "phase": "decode",
+                "num_output_tokens": 40,
+                "tokens_per_second": 26.04,
+                "queued": 2.0,
+                "reason": "b.0 is computing 300 tokens of its prompt",
+                "num_parked": 1,
+            },
+            (
+                "a.0 (account ann, class normal), 4.0 s old, has 40 output tokens after 1.5 s, 26.0 "
+                "tokens/s. It waited 2.0 s before, because b.0 is computing 300 tokens of its prompt. "
+                "It was parked 1 time."
+            ),
+        ),
+    ],
+)
+def test_request_is_described_in_sentences(fields, sentence):
+    common = {"name": "a.0", "account": "ann", "priority": "normal", "phase_seconds": 1.5}
+    assert (
+        describe_sequence(SequenceState(**common, age=4.0, num_prompt_tokens=800, **fields))
+        == sentence
+    )
+
+
+def test_phases_follow_a_sequence_until_it_is_parked(fake_engine):
+    engine = fake_engine(max_num_seqs=1, max_num_batched_tokens=16, context_length=256, length=100)
+    engine.add("low", [1] * 40, account="ann", priority=Priority.BATCH, max_tokens=100)
+    engine.step()
+    (low,) = explain(engine.scheduler, engine.now, 1).running
+    assert (low.phase, low.num_computed_tokens, low.num_cells) == ("prefill", 16, 16)
+    for _ in range(6):
+        engine.now += 0.5
+        engine.step()
+    (low,) = explain(engine.scheduler, engine.now, 1).running
+    assert (low.phase, low.account, low.num_output_tokens) == ("decode", "ann", 5)
+    assert low.tokens_per_second == pytest.approx(2, rel=0.1)
+    assert low.phase_seconds == pytest.approx(2, rel=0.1)
+    engine.add("high", [2], priority=Priority.INTERACTIVE, max_tokens=100)
+    engine.step()
+    explained = explain(engine.scheduler, engine.now, 1)
+    assert [one.name for one in explained.running] == ["high.0"]
+    assert [(one.name, one.phase, one.num_parked) for one in explained.waiting] == [
+        ("low.0", "parked", 1)
+    ]
+    assert explained.waiting[0].num_cells == 0

@@ -90,7 +90,7 @@ def test_snapshot_says_what_runs_and_why_others_wait(new_narrow_server):
             waiting = [one for one in sequences(seen) if one["phase"] == "queued"]
             reasons = sorted(one["reason"] for one in waiting)
             assert reasons[0] == "all 4 places are in use (scheduler.max_num_seqs)"
-            assert reasons[1].endswith(", the head of the queue")
+            assert reasons[1].endswith(f", the head of the queue ({reasons[0]})")
             running = [one for one in sequences(seen) if one["phase"] == "decode"]
             assert all(one["num_prompt_tokens"] == 2 + len(SECRET) for one in running)
             (model,) = seen["models"]

@@ -23,12 +23,13 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     waiting: list[Iterable[tuple[Sequence, object]]] = [sequences.deferred.reasons.items()]
     head = sequences.waiting.head(now)
     if head is not None:
-        behind = f"it is behind {head.name}, the head of the queue"
-        others = ((seq, behind) for seq in sequences.waiting if seq is not head)
         blocked = scheduler.step.blocked
         # these concern running sequences
         if isinstance(blocked, (PrefillBudgetUsed, DecodingFirst)):
             blocked = None
+        behind = f"it is behind {head.name}, the head of the queue"
+        behind += f" ({blocked})" if blocked else ""
+        others = ((seq, behind) for seq in sequences.waiting if seq is not head)
         waiting = [[(head, blocked or "it can be admitted in the next step")], *waiting, others]
     return Explanation(
         steps=[

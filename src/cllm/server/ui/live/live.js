@@ -198,8 +198,9 @@ function createEngine() {
 function collectSteps(time) {
   return (model, engine) => {
     const found = [];
-    for (const snapshot of history.snapshots.slice(-100)) {
+    for (const snapshot of history.snapshots) {
       if (snapshot.at > time) break;
+      if (snapshot.at < time - 20) continue;
       const own = snapshot.models
         .find((one) => one.name === model.name)
         ?.engines.find((one) => one.number === engine.number);
