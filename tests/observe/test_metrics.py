@@ -180,13 +180,14 @@ def test_accounts_beyond_the_limit_are_added_up() -> None:
 def test_account_called_other_is_counted_with_the_others() -> None:
     collector = AccountUsageCollector()
     registry = CollectorRegistry()
+    collector.max_accounts = 1
     registry.register(collector)
-    collector.usage = {"ann": UsageCounts(1), "other": UsageCounts(2)}
+    collector.usage = {"ann": UsageCounts(1), "bob": UsageCounts(1), "other": UsageCounts(2, 50)}
     page = render([registry]).decode()
     lines = [line for line in page.splitlines() if line.startswith("cllm:account_requests_total")]
     assert lines == [
         'cllm:account_requests_total{account="ann"} 1.0',
-        'cllm:account_requests_total{account="other"} 2.0',
+        'cllm:account_requests_total{account="other"} 3.0',
     ]
 
 
