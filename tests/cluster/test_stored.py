@@ -17,7 +17,10 @@ def test_id_names_its_replica(kind):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "file-", "resp__00", "resp_r1_", "resp_R1_00", "call_r1_00", "resp_../x_00", "file-r1_0g"],
+    [
+        *("", "file-", "resp__00", "resp_r1_", "resp_R1_00", "call_r1_00", "resp_../x_00"),
+        *("file-r1_0g", "resp_r1_" + 65 * "0"),
+    ],
 )
 def test_other_ids_name_no_replica(name):
     assert find_replica(name) == ""
