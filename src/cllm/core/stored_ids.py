@@ -10,7 +10,9 @@ import re
 import secrets
 
 REPLICA_NAME = r"[0-9a-z]{1,32}"
-NAMED = re.compile(rf"(?:resp_|msg_|rs_|fc_|ctc_|file-|batch_|msgbatch_)({REPLICA_NAME})_[0-9a-f]{1,64}")
+NAMED = re.compile(
+    rf"(?:resp_|msg_|rs_|fc_|ctc_|file-|batch_|msgbatch_)({REPLICA_NAME})_[0-9a-f]{{1,64}}"
+)
 
 
 def make_id(kind: str, replica: str = "", num_bytes: int = 12) -> str:
