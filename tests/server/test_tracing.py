@@ -6,6 +6,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import PATIENCE
+from span_collector import Collector
 
 from cllm.cli.main import main
 
@@ -62,3 +64,24 @@ def test_unwritable_file_is_one_line(server, tmp_path, capsys):
         main(["trace", str(tmp_path), "--url", server.url, "--seconds", "0.01"])
     assert ended.value.code == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_spans_of_a_stream_belong_to_the_trace_of_its_client(start_server):
+    """They are sent at the latest when the server ends."""
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    collector = Collector()
+    try:
+        options = ("--trace.endpoint", collector.endpoint, "--trace.sample", "0")
+        server = start_server("--backend.name", "fake", *options)
+        body = {"prompt": "a", "max_tokens": 5, "stream": True}
+        for flag in ("00", "01"):
+            headers = {"traceparent": f"00-{trace}-{parent}-{flag}"}
+            server.client.post("/v1/completions", json=body, headers=headers)
+        server.process.terminate()
+        server.process.wait(PATIENCE)
+        spans = collector.list_spans()
+    finally:
+        collector.close()
+    root = spans["POST /v1/completions"]
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (trace, parent)
+    assert {"prefill", "decode"} < spans.keys()

@@ -556,6 +556,22 @@ class MetricsSettings(Section):
     )
 
 
+class TraceSettings(Section):
+    """OpenTelemetry spans of requests, see [monitoring](howto/monitoring.md#opentelemetry)."""
+
+    endpoint: str | None = Field(
+        default=None,
+        description="Where to send spans (OTLP over HTTP), such as "
+        "http://127.0.0.1:4318/v1/traces; needs the extra cllm[otel].",
+    )
+    sample: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="The share of requests that are sent, unless their traceparent header decides.",
+    )
+
+
 class Settings(Section):
     """All settings; ``Settings()`` is all defaults."""
 
@@ -572,6 +588,7 @@ class Settings(Section):
     sampling: Sampling = Sampling()
     log: LogSettings = LogSettings()
     metrics: MetricsSettings = MetricsSettings()
+    trace: TraceSettings = TraceSettings()
 
 
 OPTIONS = {option.key: option for option in list_options(Settings)}

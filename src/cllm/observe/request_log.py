@@ -22,6 +22,7 @@ class RequestLog:
     def __init__(self, settings: LogSettings) -> None:
         self.listeners: list[Callable[[RequestRecord], None]] = []
         self.allows_header = settings.allow_header
+        self.reads_traceparent = False
         self._slow_seconds = settings.slow_seconds
 
     def end(self, record: RequestRecord) -> None:

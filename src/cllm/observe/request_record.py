@@ -43,6 +43,7 @@ class RequestRecord:
     adapter: str = ""
     answer_id: str = ""  # that of the answer, which `cllm explain` shows too
     batch_id: str = ""  # of the stored batch that it belongs to
+    traceparent: str = ""  # the header of W3C Trace Context
     arrived: float = field(default_factory=time.monotonic)
     created: float = field(default_factory=time.time)  # seconds since 1970
     submitted: float | None = None

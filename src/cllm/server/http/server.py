@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cllm import __version__
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
 from cllm.observe.metrics import ServerMetrics
+from cllm.observe.otel import SpanExporter
 from cllm.observe.request_log import RequestLog
 from cllm.observe.summary import Summary
 from cllm.server.access import Access, expand
@@ -173,6 +175,7 @@ class HttpServer(GracefulServer):
         self.registry = registry
         self.batches = batches
         self.hand_over = hand_over
+        self.spans: SpanExporter | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._summary = Summary(settings.log.summary_seconds)
 
@@ -219,6 +222,8 @@ class HttpServer(GracefulServer):
         if self.batches is not None:
             await self.batches.stop()
         await super().shutdown(sockets)
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
 
 def open_server(registry: Registry, settings: Settings, access: Access) -> HttpServer:
@@ -228,7 +233,12 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     registry.on_rescan()
     config = make_config(app, access, settings, app.state.request_log)
     state = app.state
-    return HttpServer(config, registry, state.batches, access, settings, state.hand_over)
+    server = HttpServer(config, registry, state.batches, access, settings, state.hand_over)
+    if settings.trace.endpoint is not None:
+        server.spans = SpanExporter(settings.trace, __version__)
+        state.request_log.listeners.append(server.spans.export)
+        state.request_log.reads_traceparent = True
+    return server
 
 
 def make_config(
