@@ -55,6 +55,7 @@ def test_digest_covers_prompt_and_all_parameters():
         ask(seed=1, logit_bias={1: 2.0}),
     ]
     different.append(msgspec.structs.replace(ask(seed=1), reports_prefill=True))
+    different.append(msgspec.structs.replace(ask(seed=1), reading="one call"))
     assert len(set(map(digest, different))) == len(different)
     assert digest(ask(seed=1, logit_bias={1: 2.0, 3: 4.0})) == digest(
         ask(seed=1, logit_bias={3: 4.0, 1: 2.0})

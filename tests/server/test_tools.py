@@ -231,6 +231,16 @@ def test_parallel_tool_calls_false_ends_after_one_call(create) -> None:
     assert answer.finish_reason == "tool_calls"
 
 
+def test_answer_goes_on_although_an_equal_request_ends_after_one_call(create) -> None:
+    """Their prompts and parameters are equal."""
+    long: dict[str, Any] = {"tools": DECLARED, "extra_body": {"ignore_eos": True}}
+    with create(ASK, stream=True, **long) as chunks:
+        first = next(chunks)
+        other = create(ASK, parallel_tool_calls=False, **long).choices[0]
+        assert streamed([first, *chunks])["finish"] == "length"
+    assert other.finish_reason == "tool_calls"
+
+
 def test_each_choice_has_its_calls_and_max_tokens_truncates_them(create) -> None:
     answer = create(ASK, tools=DECLARED, n=3)
     assert [choice.message.tool_calls[0].function.name for choice in answer.choices] == [

@@ -103,7 +103,7 @@ def test_grouping_of_outputs_changes_no_delta(name, data):
         [[one] for one in outputs],
         [outputs[a:b] for a, b in itertools.pairwise(edges)],
     ):
-        plan = OutputPlan(PIECES, lambda: Parser(family, TOOLS)) if family else None
+        plan = OutputPlan(PIECES, lambda: Parser(family, TOOLS), "") if family else None
         params = SamplingParams(n=2, stop=stop)
         read = OutputReader([Request("a", [1], params)], PIECES, plan)
         deltas, ended = [], []

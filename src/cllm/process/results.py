@@ -30,7 +30,7 @@ def digest(request: Request) -> bytes | None:
     if params.logit_bias:
         params = params.replace_unchecked(logit_bias=dict(sorted(params.logit_bias.items())))
     changes = request.adapters, request.num_base_tokens, request.cache_salt
-    content = request.prompt, params, changes, request.reports_prefill
+    content = request.prompt, params, changes, request.reports_prefill, request.reading
     return hashlib.sha256(_encoder.encode(content)).digest()
 
 

@@ -478,6 +478,7 @@ def make_request(
     params: SamplingParams,
     scheduling: SchedulingOptions,
     use: AdapterUse = NO_ADAPTERS,
+    plan: OutputPlan | None = None,
 ) -> Request:
     num_base_tokens = use.find_begin(prompt)
     if num_base_tokens is None:
@@ -494,4 +495,5 @@ def make_request(
         use.adapters,
         num_base_tokens,
         scheduling.reports_prefill,
+        plan.name if plan else "",
     )

@@ -386,6 +386,7 @@ class Service:
                 generation.params,
                 generation.scheduling,
                 self.adapter_use,
+                generation.plan,
             )
             for i, prompt in enumerate(generation.prompts)
         ]

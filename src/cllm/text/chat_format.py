@@ -37,11 +37,12 @@ EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high", Effort.MAX: "high"}
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     """How to read a message: the bytes of each token id, marks included, and a function that
-    creates a parser.
+    creates a parser. Plans with equal ``name`` end equal texts at the same place.
     """
 
     pieces: Pieces
     parser: Callable[[], Parser]
+    name: str
 
 
 class MessagePlan(NamedTuple):
@@ -283,7 +284,8 @@ class ChatFormat:
             max_calls=chat.max_calls,
             control=self._control_in_marks,
         )
-        return MessagePlan(OutputPlan(self._pieces, parser), params, bound)
+        name = repr((inside, chat.continued, chat.max_calls, [*tools]))
+        return MessagePlan(OutputPlan(self._pieces, parser, name), params, bound)
 
     def _check_tool_choice(self, chat: Chat) -> None:
         """Raise BadRequest for calls that cannot be forced."""
