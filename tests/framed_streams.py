@@ -138,6 +138,7 @@ def read_events(data: bytes) -> list[Any]:
         for line in data.decode().splitlines()
         if (event := line.removeprefix("data: ").strip()) and not line.startswith(("event:", ":"))
     ]
+    events = [part for event in events for part in split_call(event)]
     numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
     assert numbers == [*range(len(numbers))]
     events.sort(key=choice_of)
@@ -150,6 +151,25 @@ def read_events(data: bytes) -> list[Any]:
         else:
             joined.append((key, texts))
     return joined
+
+
+def split_call(event: Any) -> list[Any]:
+    """Return the beginning of a call in a chat and its first arguments, which come in one event if
+    they were read together, as two events.
+    """
+    try:
+        [choice] = event["choices"]
+        [call] = choice["delta"]["tool_calls"]
+        begun = {**call, "function": {**call["function"], "arguments": ""}}
+        more = {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
+        if "name" not in call["function"] or not more["function"]["arguments"]:
+            return [event]
+    except (KeyError, TypeError, ValueError):
+        return [event]
+    return [
+        {**event, "choices": [{**choice, "delta": {**choice["delta"], "tool_calls": [one]}}]}
+        for one in (begun, more)
+    ]
 
 
 def choice_of(event: Any) -> int:
