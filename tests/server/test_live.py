@@ -26,7 +26,7 @@ from cllm.scheduler.trace import Explanation
 from cllm.server.live import watching
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.schema import Latencies
-from cllm.server.live.snapshot import Snapshots
+from cllm.server.live.snapshot import IN_STEP, RESTARTING, Snapshots, list_sequences
 from cllm.server.live.watching import LiveView
 
 ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
@@ -299,3 +299,32 @@ def test_snapshots_of_64_sequences_take_less_than_a_hundredth_of_a_core(fake_eng
     phases = [one["phase"] for one in sequences(json.loads(data))]
     assert (phases.count("decode"), phases.count("queued")) == (64, 16)
     assert min(seconds) / watching.SECONDS < 0.01
+
+
+# --- requests that the engine has not explained --------------------------------------------------
+
+
+def make_entry(name, *, has_started=False, seconds=9.0):
+    entry = InFlightRequest(ask(name), QueuePosition(1, seconds), None)
+    entry.started |= {0} if has_started else set()
+    return entry
+
+
+def test_requests_of_an_engine_that_restarts_are_shown():
+    entries = [make_entry("old", has_started=True), make_entry("new")]
+    old, new = list_sequences(None, entries, RESTARTING)
+    assert (old.name, old.phase, old.expected_wait) == ("old.0", "parked", None)
+    assert (new.name, new.phase, new.reason) == ("new.0", "queued", RESTARTING)
+    assert 0 < new.expected_wait <= 9
+
+
+def test_late_explanation_is_completed_by_what_the_pool_knows(fake_engine):
+    """Requests that have ended since are left out, and new ones wait for the end of the step."""
+    engine = fake_engine(max_num_seqs=2)
+    for name in ("ended", "going"):
+        engine.add(name, [len(name)], max_tokens=100)
+    engine.step()
+    known = explain(engine.scheduler, engine.now, 1)
+    shown = list_sequences(known, [make_entry("going"), make_entry("new", seconds=0.0)], IN_STEP)
+    assert [(one.name, one.reason) for one in shown] == [("going.0", ""), ("new.0", IN_STEP)]
+    assert shown[1].expected_wait is None

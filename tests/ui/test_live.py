@@ -7,11 +7,15 @@ import signal
 import time
 
 import httpx2
+import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import PATIENCE
 from playwright.sync_api import expect
 from ui.conftest import Visit
+
+from cllm.scheduler.trace import SequenceState
+from cllm.server.live.schema import EngineState, Latencies, ModelState, QueueEntry, Snapshot
 
 pytestmark = [pytest.mark.slow, pytest.mark.llama]
 
@@ -184,3 +188,30 @@ def test_64_sequences_move_smoothly(watch, start_server):
                 )
             )
         assert rates[-1] >= 25, rates
+
+
+def test_loading_model_shows_its_progress_and_names_cannot_run_scripts(watch, start_server):
+    hostile = "<img src=x onerror='window.hacked = 1'>"
+    model = ModelState(hostile, "loading", 0.4, 0, 1, 0.0, 0.0, [], [])
+    queued = QueueEntry("normal", hostile, 1, 7)
+    waiting = SequenceState("a.0", hostile, "normal", "queued", 1.0, 1.0, 7, reason=hostile)
+    zeros = dict.fromkeys(EngineState.__struct_fields__, 0)
+    engine = EngineState(**zeros | {"stage_ms": {}, "steps": [], "sequences": [waiting]})
+    model = msgspec.structs.replace(model, engines=[engine], queue=[queued])
+    event = msgspec.json.encode(Snapshot(time.time(), "0", False, [model], Latencies()))
+    server = start_server(*SMALL)
+    view = watch(server)
+    view.page.route(
+        "**/live/events",
+        lambda route: route.fulfill(
+            body=b"data: " + event + b"\n\n", content_type="text/event-stream"
+        ),
+    )
+    view.page.reload()
+    expect(view.page.locator("#models tbody")).to_contain_text("loading, 40 %")
+    expect(view.page.get_by_role("status")).to_contain_text("Connecting again")
+    expect(view.page.locator(".engine")).to_contain_text("not ready")
+    rows(view).click()
+    expect(view.page.get_by_role("region", name="Request", exact=True)).to_contain_text(hostile)
+    assert view.page.locator("main img").count() == 0
+    assert view.page.evaluate("window.hacked") is None
