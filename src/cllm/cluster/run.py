@@ -66,6 +66,8 @@ async def follow(front: Front, find_urls: Callable[[], Mapping[str, bool]]) -> N
             if str(error) != trouble:
                 log.warning("replicas that are new or gone cannot be found: %s", error)
             trouble = str(error)
+        except Exception:  # it must not end the look for replicas
+            log.exception("replicas that are new or gone cannot be found")
         await asyncio.sleep(FOLLOW_SECONDS)
 
 

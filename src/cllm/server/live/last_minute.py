@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from cllm.observe.request_record import RequestRecord
 from cllm.server.live.schema import Latencies
@@ -20,7 +20,7 @@ PERCENTILES = (50, 90, 99)
 class EndedRequest(NamedTuple):
     at: float  # on the monotonic clock
     ttft: float | None
-    gaps: npt.NDArray[np.float32]
+    gaps: array[float]
     has_failed: bool
 
 
@@ -36,7 +36,7 @@ class LastMinute:
         """Take the record of a request that has ended, if a model has computed something for it."""
         if record.submitted is None or record.ended is None:
             return
-        gaps = np.array(record.gaps[:: 1 + len(record.gaps) // MAX_GAPS], np.float32)
+        gaps = array("f", record.gaps[:: 1 + len(record.gaps) // MAX_GAPS])
         has_failed = record.status >= 500 or record.outcome in ("error", "timeout")
         self._ended.append(EndedRequest(record.ended, record.ttft, gaps, has_failed))
 
@@ -50,17 +50,17 @@ class LastMinute:
         if not self._ended:
             self._latencies = Latencies()
             return self._latencies
-        first = np.array([one.ttft for one in self._ended if one.ttft is not None])
         self._latencies = Latencies(
             len(self._ended),
             sum(one.has_failed for one in self._ended),
-            list_percentiles(first),
-            list_percentiles(np.concatenate([one.gaps for one in self._ended])),
+            list_percentiles(one.ttft for one in self._ended if one.ttft is not None),
+            list_percentiles(chain.from_iterable(one.gaps for one in self._ended)),
         )
         return self._latencies
 
 
-def list_percentiles(values: npt.NDArray[np.floating]) -> list[float]:
-    if not len(values):
-        return []
-    return [round(float(value), 5) for value in np.percentile(values, PERCENTILES)]
+def list_percentiles(values: Iterable[float]) -> list[float]:
+    """Return PERCENTILES of values, each of which is one of them."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [round(ordered[round(last * one / 100)], 5) for one in PERCENTILES if ordered]
