@@ -21,7 +21,7 @@ from cllm.server.http import paths
 from cllm.server.live import routes as live
 from cllm.server.llama_server import adapters, model_events, tokens
 from cllm.server.llama_server import routes as llama_server
-from cllm.server.native import benchmark, faults, rerank, texts, tracing, usage
+from cllm.server.native import benchmark, faults, rerank, streams, texts, tracing, usage
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import manage
@@ -58,6 +58,7 @@ ROUTERS = (
     texts.router,
     rerank.router,
     usage.router,
+    streams.router,
     benchmark.router,
     tracing.router,
     faults.router,

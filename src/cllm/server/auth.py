@@ -72,6 +72,12 @@ def name_for_key(key: str) -> str:
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:16]}" if key else ""
 
 
+def find_owner(scope: Scope) -> str:
+    """Return the name of the account that a request's key names, "" without a key."""
+    account: Account | None = scope.get(ACCOUNT)
+    return name_for_key(read_key(Headers(scope=scope))) if account is None else account.name
+
+
 class Guard:
     """Passes allowed requests to the application, with their account in the scope.
 

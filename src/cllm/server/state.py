@@ -14,6 +14,7 @@ from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.cluster.lease import ReplicaIdentity
+from cllm.server.http.resumption import KeptStreams
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.watching import LiveView
 from cllm.serving.registry import Registry
@@ -29,8 +30,9 @@ class ServerState:
     """The state that all routes of an application share; it is ``app.state``.
 
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
-    skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters.
-    ``request_log`` gets the requests that have ended, and ``last_minute`` notes their latencies.
+    skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters. Clients
+    can resume ``streams``. ``request_log`` gets the requests that have ended, and ``last_minute``
+    notes their latencies.
     """
 
     registry: Registry
@@ -46,6 +48,7 @@ class ServerState:
     identity: ReplicaIdentity = field(init=False)
     hand_over: HandOver = field(init=False)
     request_log: RequestLog = field(init=False)
+    streams: KeptStreams = field(default_factory=KeptStreams)
     last_minute: LastMinute = field(default_factory=LastMinute)
     live: LiveView = field(init=False)
 

@@ -24,7 +24,7 @@ from cllm.observe.request_log import RequestLog
 from cllm.observe.summary import Summary
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
-from cllm.server.auth import Guard
+from cllm.server.auth import Guard, find_owner
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.errors import describe
 from cllm.server.http.connections import Connections, max_connections, raise_descriptor_limit
@@ -32,6 +32,7 @@ from cllm.server.http.paths import with_single_slashes
 from cllm.server.http.protocol import Protocol
 from cllm.server.http.recording import with_records
 from cllm.server.http.request_id import with_answer_headers
+from cllm.server.http.resumption import resumable
 from cllm.server.http.sse import streaming
 from cllm.server.ollama.manage import add_all_created
 from cllm.serving.batches import Batches
@@ -231,7 +232,8 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     app = create_app(registry, settings, access)
     registry.on_rescan = partial(add_all_created, registry, app.state.created)
     registry.on_rescan()
-    config = make_config(app, access, settings, app.state.request_log)
+    kept = resumable(app, app.state.streams, find_owner)
+    config = make_config(kept, access, settings, app.state.request_log)
     state = app.state
     server = HttpServer(config, registry, state.batches, access, settings, state.hand_over)
     if settings.trace.endpoint is not None:
