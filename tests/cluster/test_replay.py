@@ -17,6 +17,7 @@ from cllm.store.charges import UsageCounts
 ORIGIN = Origin("id", 1.0, [7], b"digest", 0)
 ENDING = Ending(3, 4, 0, 0)
 FAULT = Ending(3, 4, 0, 0, "the engine died", True)
+DRAINED = Ending(3, 4, 0, 0, "it shuts down", True, True)
 FATAL = Ending(3, 4, 0, 0, "the engine died twice", False)
 
 
@@ -107,6 +108,8 @@ def test_request_ends_after_two_deaths_without_a_token_between_them():
         replay.feed(write(token(number)))
         assert replay.may_try(REPLICA)
     replay.lose(DRAINING)
+    replay.feed(write(ending=DRAINED))
+    replay.lose(REPLICA)  # it has shut down
     replay.lose(REPLICA)
     assert replay.can_continue
     replay.lose(REPLICA)

@@ -35,7 +35,8 @@ class Replay:
     ``ending`` is what the last replica has said about the end of the stream. If another replica may
     continue, ``fault`` has the bytes with which that replica ended it, which the client has not
     got. ``num_deaths`` counts the replicas that have ended since the client has got the latest
-    token. ``tried`` has the runs of replicas that have not continued since then.
+    token, except by a shutdown. ``tried`` has the runs of replicas that have not continued since
+    then.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Replay:
         self.has_begun = False  # whether there has been a frame
         self.has_outputs = False  # whether the latest replica has computed a token
         self.ending: Ending | None = None
+        self._is_drained = False  # whether the latest replica has ended it to shut down
         self.fault = b""
         self.num_deaths = 0
         self.tried: set[tuple[str, str]] = set()
@@ -100,6 +102,7 @@ class Replay:
             decoded = _decoder.decode(progress)
             self.ending = decoded.ending
             if self.ending is not None:
+                self._is_drained = self.ending.is_draining
                 return not self.ending.may_continue
             has_outputs = bool(decoded.outputs)
             if self.has_begun and not has_outputs:
@@ -157,7 +160,8 @@ class Replay:
         self.note_refusal(replica)
         self.has_outputs = self.is_broken = False
         is_draining = replica.lease is not None and replica.lease.status == "draining"
-        self.num_deaths += not is_draining
+        self.num_deaths += not (is_draining or self._is_drained)
+        self._is_drained = False
 
     def note_refusal(self, replica: Replica) -> None:
         """Note that ``replica`` cannot continue."""

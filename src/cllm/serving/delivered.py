@@ -43,7 +43,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     """The end of a stream, with the token counts of the whole answer.
 
     If the stream ended with an error, ``error`` is its message. Then ``may_continue`` says whether
-    another server could compute the rest.
+    another server could compute the rest, and ``is_draining`` whether the server shuts down.
     """
 
     prompt_tokens: Count
@@ -52,6 +52,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     reasoning_tokens: Count
     error: str = ""
     may_continue: bool = False
+    is_draining: bool = False
 
 
 class Delivery(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -133,6 +134,7 @@ class ProgressRecorder:
             usage.reasoning_tokens,
             "" if error is None else str(error) or type(error).__name__,
             isinstance(error, EngineError) and not isinstance(error, FatalRequest),
+            isinstance(error, EngineError) and error.reason == "draining",
         )
 
 

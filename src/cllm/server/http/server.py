@@ -157,7 +157,7 @@ class GracefulServer(uvicorn.Server):
                 log.info("the server has shut down")
 
     def _end_streams(self) -> None:
-        self.end_requests(EngineError("The server is shutting down."))
+        self.end_requests(EngineError("The server is shutting down.", reason="draining"))
 
 
 class HttpServer(GracefulServer):
