@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,9 @@ NO_EVENTS = "it has no live view, or is not a cLLM server"
 def top(
     url: Url = LOCAL,
     *,
-    once: Annotated[bool, Parameter(help="Print the present state, and end.")] = False,
+    once: Annotated[
+        bool, Parameter(help="Print the present state, and end. So does a pipe without --json.")
+    ] = False,
     as_json: Annotated[
         bool, Parameter(name="--json", help="Print JSON, a snapshot on each line.")
     ] = False,
@@ -39,6 +42,7 @@ def top(
 
     A server with keys wants that of an administrator, in CLLM_API_KEY.
     """
+    once = once or not (as_json or sys.stdout.isatty())
     with contextlib.closing(read_snapshots(url)) as snapshots:
         if once:
             next(snapshots, b"")  # rates are those since the snapshot before
