@@ -6,7 +6,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE
 from span_collector import Collector
 
 from cllm.cli.main import main
@@ -77,8 +76,7 @@ def test_spans_of_a_stream_belong_to_the_trace_of_its_client(start_server):
         for flag in ("00", "01"):
             headers = {"traceparent": f"00-{trace}-{parent}-{flag}"}
             server.client.post("/v1/completions", json=body, headers=headers)
-        server.process.terminate()
-        server.process.wait(PATIENCE)
+        server.stop()
         spans = collector.list_spans()
     finally:
         collector.close()

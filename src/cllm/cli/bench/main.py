@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.make_model import make_model as write_model
 from cllm.cli.bench.compare import compare
-from cllm.cli.bench.files import print_json
+from cllm.cli.bench.files import check_writable, print_json, write_file
 from cllm.cli.bench.load import diff, load
 from cllm.cli.bench.pictures import Plot, check_files, write_picture
 from cllm.cli.options import (
@@ -69,6 +69,13 @@ class StagesOptions:
         ),
     ] = None
     seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0
+    flame: Annotated[
+        Path | None,
+        Parameter(
+            help="Only sample the Python functions of an engine with the first number of "
+            "sequences, and write a flame graph: flame.svg, or flame.json for speedscope.app."
+        ),
+    ] = None
     plot: Plot = None
     json: Json = False
 
@@ -86,6 +93,13 @@ def stages(model: ModelFile = None, /, *, options: StagesOptions = StagesOptions
         WorkSize(count, options.prompt_words, options.max_tokens, options.temperature, options.seed)
         for count in options.sequences
     ]
+    if options.flame is not None:
+        from cllm.bench.flame import encode_flame, sample_engine
+
+        check_writable(options.flame)
+        stacks = sample_engine(model or BUILTIN, sizes[0])
+        write_file(options.flame, encode_flame(stacks, options.flame.suffix))
+        return
     with closing(open_bar("measuring stages")) as bar:
         results = run_stages(model or BUILTIN, sizes, options.rounds, bar.update)
     if options.plot is not None:
