@@ -197,7 +197,7 @@ def test_engines_are_asked_only_while_somebody_watches_and_once_for_all(monkeypa
         watchers = [view.watch() for _ in range(5)]
         for _ in range(3):
             assert [await anext(one) for one in watchers] == [b"data: {}\n\n"] * 5
-        assert member.num_asked == len(made)
+        assert member.num_asked - len(made) in (0, 1)  # perhaps it has just been asked again
         assert member in made[0]
         for watcher in watchers:
             await watcher.aclose()
