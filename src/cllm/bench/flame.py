@@ -88,7 +88,16 @@ def sample_engine(path: Path, size: WorkSize, seconds: float = SECONDS) -> Stack
                 count += 1
                 step_engine(engine, Work(size, backend.vocabulary, count))
 
-        return sample(work)
+        return cut(sample(work), name_frame(step_engine.__code__))
+
+
+def cut(stacks: Stacks, name: str) -> Stacks:
+    """Return the stacks with a function, from there on: without the making of prompts."""
+    found: Stacks = Counter()
+    for stack, count in stacks.items():
+        if name in stack:
+            found[stack[stack.index(name) :]] += count
+    return found
 
 
 def encode_flame(stacks: Stacks, suffix: str) -> bytes:
