@@ -6,7 +6,7 @@ from cllm.backends.fake.backend import Costs
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
-from cllm.process.backlog import Backlog, QueueFull, QueueLimits, QueuePosition
+from cllm.process.backlog import MIN_ENDED, Backlog, QueueFull, QueueLimits, QueuePosition
 from cllm.process.reservations import LONGEST_WAIT, Claim
 from cllm.scheduler.policy import Fair, FirstComeFirstServed, Priorities, make_policy
 from cllm.scheduler.report import collect_stats
@@ -19,10 +19,22 @@ def ask(account="", priority=NORMAL, n=1, length=10):
     return Request("r", [1] * length, SamplingParams(n=n), account, priority)
 
 
-def make_backlog(*, policy="fair", weights=None, seconds_each=0.0, clock=lambda: 0.0, **limits):
+def make_backlog(
+    *,
+    policy="fair",
+    weights=None,
+    seconds_each=0.0,
+    num_ended=MIN_ENDED,
+    clock=lambda: 0.0,
+    **limits,
+):
     weights = weights or {}
     backlog = Backlog(QueueLimits(**limits), make_policy(policy, weights), weights, clock)
     backlog.observe(Stats(num_seq_ids=CAPACITY, slot_seconds=seconds_each))
+    for _ in range(num_ended):
+        backlog.record_submission(ask())
+        backlog.record_first_token(ask())
+        backlog.record_end(ask())
     return backlog
 
 
@@ -111,6 +123,15 @@ def test_estimated_wait_is_limited():
     assert (error.bound, error.retry_after) == ("seconds", expected_retry_after(1.0))
 
 
+def test_estimated_wait_rejects_no_request_before_sequences_have_ended():
+    """Until then, the estimate has no evidence of the length of answers. Other limits apply."""
+    backlog = make_backlog(seconds=5.0, requests=50, seconds_each=100.0, num_ended=MIN_ENDED - 1)
+    assert submit(backlog, 100) == CAPACITY + 50
+    backlog.record_first_token(ask())
+    backlog.record_end(ask())
+    assert reject(backlog, ask()).bound == "seconds"
+
+
 def test_retry_after_is_time_until_there_is_room():
     """One request needs one to be served first, ten need ten, and none needs more than are waiting."""
     for count, num_seconds in ((1, 3.0), (10, 30.0), (100, 63.0)):
@@ -148,34 +169,91 @@ def test_estimate_includes_prompt_computation():
     assert backlog.estimate_position(ask(length=400)) == QueuePosition(0, 4.5)
 
 
+class Served:
+    """A stepped engine with a backlog that observes it; ``first`` has the times of first tokens."""
+
+    def __init__(self, engine):
+        self.engine, self.first, self.asked = engine, {}, {}
+        self.backlog = make_backlog(clock=lambda: engine.now)
+
+    def submit(self, count, **params):
+        """Submit requests with different prompts of 33 tokens. Return the last one's name, and the
+        estimated time of its first token.
+        """
+        for _ in range(count):
+            i = len(self.asked)
+            request = self.engine.add(f"{i}", [i % 200, i // 200] + [i % 200] * 31, **params)
+            estimate = self.engine.now + self.backlog.estimate_position(request).seconds
+            self.backlog.record_submission(request)
+            self.asked[request.request_id] = request
+        return request.request_id, estimate
+
+    def step(self):
+        num_seen = len(self.engine.outputs)
+        self.engine.step()
+        self.backlog.observe(collect_stats(self.engine.scheduler))
+        for output in self.engine.outputs[num_seen:]:
+            request = self.asked[output.request_id]
+            if output.request_id not in self.first:
+                self.first[output.request_id] = self.engine.now
+                self.backlog.record_first_token(request)
+            if output.finish:
+                self.backlog.record_end(request)
+
+    def finish(self):
+        while self.engine.scheduler.sequences.has_work():
+            self.step()
+
+
+COSTS = Costs(step=0.01, row=0.002, token=0.001)
+
+
 def test_estimated_time_to_first_token_is_about_right(fake_engine):
     """After one full queue has been observed, the last of eight waiting requests starts at about
     its estimated time.
     """
-    engine = fake_engine(max_num_seqs=CAPACITY, costs=Costs(step=0.005, row=0.0005, token=0.0001))
-    backlog = make_backlog(clock=lambda: engine.now)
-    for wave in ("warm", "seen"):
-        asked = [
-            engine.add(f"{wave} {i}", [i, 1], max_tokens=60, ignore_eos=True)
-            for i in range(CAPACITY + 8)
-        ]
-        sent, estimates, first = engine.now, {}, {}
-        for request in asked:
-            estimates[request.request_id] = backlog.estimate_position(request).seconds
-            backlog.record_submission(request)
-        while engine.scheduler.sequences.has_work():
-            num_seen = len(engine.outputs)
-            engine.step()
-            backlog.observe(collect_stats(engine.scheduler))
-            for output in engine.outputs[num_seen:]:
-                request = asked[int(output.request_id.split()[1])]
-                if output.request_id not in first:
-                    first[output.request_id] = engine.now - sent
-                    backlog.record_first_token(request)
-                if output.finish:
-                    backlog.record_end(request)
-    last = asked[-1].request_id
-    assert estimates[last] == pytest.approx(first[last], rel=0.25)
+    served = Served(fake_engine(max_num_seqs=CAPACITY, costs=COSTS))
+    for _ in range(2):
+        last, estimate = served.submit(CAPACITY + 8, max_tokens=60, ignore_eos=True)
+        sent = served.engine.now
+        served.finish()
+    assert estimate - sent == pytest.approx(served.first[last] - sent, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "count"), [(4, 1500, 30), (200, 1500, 30), (24, 24, 300)]
+)
+def test_estimates_before_first_full_queue_are_about_right(fake_engine, length, max_tokens, count):
+    """The answers of six requests have been seen, which never took all slots. The estimate does not
+    depend on ``max_tokens`` if answers end long before.
+    """
+    served = Served(
+        fake_engine(max_num_seqs=CAPACITY, context_length=2048, length=length, costs=COSTS)
+    )
+    for _ in range(2):
+        served.submit(CAPACITY - 1, max_tokens=max_tokens)
+        served.finish()
+    last, estimate = served.submit(count, max_tokens=max_tokens)
+    sent = served.engine.now
+    served.step()
+    wait = served.engine.now + collect_stats(served.engine.scheduler).waiting_seconds
+    served.finish()
+    seconds = served.first[last] - sent
+    assert seconds / 1.5 < estimate - sent < seconds * 1.5
+    assert seconds / 1.5 < wait - sent < seconds * 1.5
+
+
+def test_estimates_just_after_start_are_about_right(fake_engine):
+    """No answer has ended, but the limit of the answers is known."""
+    served = Served(fake_engine(max_num_seqs=CAPACITY, costs=COSTS))
+    served.submit(CAPACITY, max_tokens=24, ignore_eos=True)
+    for _ in range(6):
+        served.step()
+    last, estimate = served.submit(290, max_tokens=24, ignore_eos=True)
+    sent = served.engine.now
+    served.finish()
+    seconds = served.first[last] - sent
+    assert seconds / 1.5 < estimate - sent < seconds * 1.5
 
 
 def test_lower_classes_do_not_count_as_ahead():

@@ -723,6 +723,14 @@ def test_estimated_wait_ignores_cached_tokens(fake_engine):
     )
 
 
+def test_seconds_of_prompt_token_are_those_of_one_among_many(fake_engine):
+    engine = fake_engine(costs=Costs(step=0.001, row=0.0, token=0.01), context_length=256)
+    for i in range(3):
+        engine.add(f"{i}", [i] * 100, max_tokens=1)
+        engine.finish()
+    assert collect_stats(engine.scheduler).prompt_token_seconds == pytest.approx(0.01, rel=0.05)
+
+
 def test_aged_sequence_is_not_parked_again(fake_engine):
     """A batch request among endless interactive ones runs to its end once it has aged."""
     engine = fake_engine(

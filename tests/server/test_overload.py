@@ -705,8 +705,9 @@ def test_prompt_of_a_client_that_disconnects_is_neither_tokenized_nor_submitted(
 @pytest.mark.parametrize(
     ("limits", "kind"), [({"tokens": 10}, "tokens"), ({"seconds": 5.0}, "requests")]
 )
-def test_queue_limits_of_tokens_and_seconds_reject_too(limits, kind):
+def test_queue_limits_of_tokens_and_seconds_reject_too(limits, kind, monkeypatch):
     """The type of OpenAI's error depends on which limit was reached."""
+    monkeypatch.setattr("cllm.process.backlog.MIN_ENDED", 0)
 
     async def test(service, client):
         with contextlib.ExitStack() as stack:

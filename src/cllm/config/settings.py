@@ -312,7 +312,7 @@ class SchedulerSettings(Section):
         ge=0,
         le=604800,
         description="Longest estimated time to first token, in seconds; further requests get "
-        "429. Null means no limit.",
+        "429. It applies once five sequences have ended. Null means no limit.",
     )
     request_timeout: float | None = Field(
         default=None,

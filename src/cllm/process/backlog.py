@@ -30,6 +30,7 @@ from cllm.scheduler.policy import Policy
 SHARE = 0.2  # weight of a new observation in a running mean
 # sequences over which the rate is measured; ten times the number of slots if that is more
 WINDOW = 100
+MIN_ENDED = 5  # sequences, before which no request is rejected because of an estimated wait
 FIRST_GUESS = 1.0  # seconds that a sequence is assumed to run until something is measured
 OPEN_SHARE = 0.5  # share of the queue that stays open to newcomers despite reservations
 
@@ -53,7 +54,8 @@ class QueueFull(CLLMError):
 class QueueLimits:
     """Limits of the queue; None means no limit.
 
-    ``seconds`` limits the estimated time to a request's first token.
+    ``seconds`` limits the estimated time to a request's first token, once MIN_ENDED sequences have
+    ended.
     """
 
     requests: int | None = None
@@ -174,6 +176,7 @@ class Backlog:
         self._weights = weights
         self._stats = Stats()  # of the engine's last step
         self._rate = ServiceRate(clock)
+        self._num_ended = 0  # sequences that had started
         self.clear()
 
     def clear(self) -> None:
@@ -213,6 +216,7 @@ class Backlog:
         """Note the end of ``num_running`` sequences of ``request`` that had started and
         ``num_waiting`` that had not.
         """
+        self._num_ended += num_running
         self._rate.count_served(num_running / 2)
         self._num_seqs[request.priority] -= num_running + num_waiting
         self._count_seqs()
@@ -356,7 +360,9 @@ class Backlog:
                 f"{num_tokens:.0f} prompt tokens would wait (limit {limits.tokens})", "tokens", wait
             )
         first = self._estimate_behind(ahead, newcomer).seconds
-        if limits.seconds is not None and first > share * limits.seconds:
+        # before some sequences have ended, nobody knows how long answers are
+        is_known = self._num_ended >= MIN_ENDED
+        if limits.seconds is not None and is_known and first > share * limits.seconds:
             what = f"the first token would take {first:.1f} seconds (limit {limits.seconds:g})"
             return Excess(what, "seconds", first - limits.seconds)
         return None

@@ -16,20 +16,30 @@ class LengthEstimates:
 
     def __init__(self) -> None:
         self.output = FIRST_GUESS_OF_OUTPUT
-        self._num_finished = 0
         self.computed = 0.0
-        self._mean_prompt = 0.0  # tokens
+        self._mean_prompt = self._mean_limit = 0.0  # tokens of a prompt, limit of an output
+        self._num_admitted = self._num_finished = 0
 
     def record_admission(self, seq: Sequence) -> None:
         """Learn from the prompt of ``seq``, which has been admitted with its cached prefix."""
-        self._mean_prompt += SHARE * (seq.num_prompt_tokens - self._mean_prompt)
-        self.computed += SHARE * (seq.num_lacking_tokens - self.computed)
+        self._num_admitted += 1
+        share = max(SHARE, 1 / self._num_admitted)
+        self._mean_prompt += share * (seq.num_prompt_tokens - self._mean_prompt)
+        self.computed += share * (seq.num_lacking_tokens - self.computed)
+        self._mean_limit += share * (seq.limit - seq.num_prompt_tokens - self._mean_limit)
 
     def record_finish(self, seq: Sequence) -> None:
         self._num_finished += 1
         self.output = update_mean(
             self.output, seq.num_output_tokens, max(SHARE, 1 / self._num_finished)
         )
+
+    @property
+    def likely_output(self) -> float:
+        """The mean output length; until a sequence has finished, at most the mean limit."""
+        if self._num_finished or not self._num_admitted:
+            return self.output
+        return min(self.output, self._mean_limit)
 
     @property
     def computed_share(self) -> float:

@@ -115,7 +115,7 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         num_disk_bytes=snapshots.num_disk_bytes,
         num_waiting_tokens=sequences.waiting.num_tokens,
         waiting_seconds=estimate_waiting_seconds(scheduler),
-        prompt_token_seconds=scheduler.cost.estimate_prefill(1)
+        prompt_token_seconds=(scheduler.cost.per_token or 0.0)
         * sequences.length_estimates.computed_share,
         step_seconds=scheduler.cost.estimate_decode(max(1, len(sequences.running))),
         slot_seconds=estimate_slot_seconds(scheduler),
@@ -138,12 +138,11 @@ def estimate_slot_seconds(scheduler: Scheduler) -> float:
     """
     sequences = scheduler.sequences
     rows = sequences.kv_cache.seq_ids.size
-    decoding = sequences.length_estimates.output * scheduler.cost.estimate_decode(rows) / rows
-    return (
-        decoding + scheduler.cost.estimate_prefill(1) * sequences.length_estimates.computed
-        if decoding
-        else 0.0
+    decoding = (
+        sequences.length_estimates.likely_output * scheduler.cost.estimate_decode(rows) / rows
     )
+    prefill = sequences.length_estimates.computed * (scheduler.cost.per_token or 0.0)
+    return decoding + prefill if decoding else 0.0
 
 
 def estimate_waiting_seconds(scheduler: Scheduler) -> float:
@@ -157,7 +156,7 @@ def estimate_waiting_seconds(scheduler: Scheduler) -> float:
     rows = max(1, min(sequences.kv_cache.seq_ids.size, num_waiting + len(sequences.running)))
     decoding = (
         num_waiting
-        * sequences.length_estimates.output
+        * sequences.length_estimates.likely_output
         * scheduler.cost.estimate_decode(rows)
         / rows
     )
