@@ -1,4 +1,5 @@
-"""The work of the engine's own Python code for each token, apart from the backend.
+"""The work of cLLM's own Python code for each token: in the engine, apart from the backend, and
+from its outputs to the chunks of a stream.
 
 Counted, not timed: function calls and lines are the same on every machine and under any load. A
 change that needs more raises the numbers here, and says why.
@@ -14,6 +15,12 @@ from typing import Any, Self
 import pytest
 
 import cllm
+from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.server.openai.stream import Chunks
+from cllm.serving.answer import Generation
+from cllm.text.output_reader import OutputReader
 
 # Other versions run other numbers of lines and calls for the same code.
 pytestmark = pytest.mark.skipif(
@@ -89,6 +96,21 @@ def test_cost_of_a_token_stays_within_its_budget(fake_engine, num_seqs, params, 
     found = count_per_token(fake_engine, num_seqs, **params)
     assert found[0] <= calls * TOLERANCE, found
     assert found[1] <= lines * TOLERANCE, found
+
+
+def test_cost_of_a_streamed_token_stays_within_its_budget():
+    """From the engine's output to the chunk of a chat, when each token comes alone."""
+    params = SamplingParams(max_tokens=200)
+    reader = OutputReader([Request("a", [1, 2], params)], [bytes([i]) for i in range(256)])
+    chunks = Chunks(Generation("a", [[1, 2]], params), {"id": "a"}, chat=True, options=None)
+    outputs = [TokenOutput("a", 0, 65 + i % 26) for i in range(20 + NUM_STEPS)]
+    sent = [chunks.deltas(reader.read([output])[0]) for output in outputs[:20]]
+    with Counter() as counter:
+        sent += [chunks.deltas(reader.read([output])[0]) for output in outputs[20:]]
+    assert all(sent)
+    found = counter.num_calls / NUM_STEPS, counter.num_lines / NUM_STEPS
+    assert found[0] <= 13 * TOLERANCE, found
+    assert found[1] <= 52 * TOLERANCE, found
 
 
 def test_counts_do_not_depend_on_the_machine(fake_engine):
