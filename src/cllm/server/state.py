@@ -17,6 +17,7 @@ from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.server.http.resumption import KeptStreams
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.watching import LiveView
+from cllm.server.native.judgements import RecentRequests
 from cllm.serving.registry import Registry
 from cllm.store.created import CreatedModels
 from cllm.store.responses import ResponseStore
@@ -32,7 +33,7 @@ class ServerState:
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters. Clients
     can resume ``streams``. ``request_log`` gets the requests that have ended, and ``last_minute``
-    notes their latencies.
+    notes their latencies; ``recent`` judges them.
     """
 
     registry: Registry
@@ -49,6 +50,7 @@ class ServerState:
     hand_over: HandOver = field(init=False)
     request_log: RequestLog = field(init=False)
     streams: KeptStreams = field(default_factory=KeptStreams)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     last_minute: LastMinute = field(default_factory=LastMinute)
     live: LiveView = field(init=False)
 

@@ -26,6 +26,7 @@ from cllm.scheduler.trace import MAX_STEPS, Explanation
 from cllm.server.body import describe_route
 from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
+from cllm.server.native.judgements import Judgement, judge_memory
 from cllm.server.page import answer_page, wants_page
 from cllm.server.resolve import (
     check_admin,
@@ -74,11 +75,12 @@ class ModelHealth(TypedDict):
 
 
 class Health(TypedDict):
-    """Only level=full has ``models``."""
+    """Only level=full has ``models`` and ``judgements``."""
 
     status: Literal["healthy", "degraded"]
     model_loaded: bool
     models: NotRequired[list[ModelHealth]]
+    judgements: NotRequired[list[Judgement]]
 
 
 class ServerVersion(TypedDict):
@@ -116,7 +118,8 @@ async def root(request: Request) -> Response:
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request, level: Literal["basic", "full"] = "basic") -> Health:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded".
-    level=full adds each model and its engines; it needs an administrator's key.
+    level=full adds each model and its engines, and judgements with reasons, by the thresholds of
+    the alerts in deploy/; it needs an administrator's key.
     """
     if level == "full":
         check_admin(request)
@@ -125,7 +128,9 @@ async def health(request: Request, level: Literal["basic", "full"] = "basic") ->
     healthy = is_loaded or get_state(request).registry.ready
     answer: Health = {"status": "healthy" if healthy else "degraded", "model_loaded": is_loaded}
     if level == "full":
-        answer["models"] = [describe(model) for model in models if model.parent is None]
+        own = [model for model in models if model.parent is None]
+        answer["models"] = [describe(model) for model in own]
+        answer["judgements"] = get_state(request).recent.judge() + judge_memory(own)
     return answer
 
 
