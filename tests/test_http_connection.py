@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import PATIENCE, repeat
@@ -171,6 +172,9 @@ class Pipe(asyncio.Transport):
     def write(self, data: object) -> None:
         pass
 
+    def is_closing(self) -> bool:
+        return False
+
 
 @settings(max_examples=repeat(60, 15), deadline=None)
 @given(cuts=st.lists(st.integers(0, 400)), sizes=st.lists(st.integers(1, 60), max_size=8))
@@ -198,6 +202,16 @@ def test_chunks_split_anywhere_are_joined(cuts: list[int], sizes: list[int]) -> 
         assert (response.status, b"".join(found), connection.reusable) == (200, BODY, True)
 
     asyncio.run(test())
+
+
+def test_request_on_a_connection_that_was_closed_meanwhile_raises_connection_error() -> None:
+    connection, transport = Connection(), Mock()
+    connection.connection_made(transport)
+    transport.is_closing.return_value = True
+    transport.write.side_effect = RuntimeError("the handler is closed")
+    with pytest.raises(ConnectionError):
+        asyncio.run(connection.exchange(b"GET / HTTP/1.1\r\n\r\n", None))
+    assert not connection.reusable
 
 
 def test_events_of_one_packet_share_arrival_time(runner: asyncio.Runner) -> None:

@@ -232,6 +232,9 @@ class Connection(asyncio.Protocol):
         ``feed`` receives the body of a 200, or with ``begin`` that of any response. Raises
         BrokenHTTP, or ConnectionError if the connection is lost.
         """
+        if self._transport.is_closing():  # the transport of uvloop would raise RuntimeError
+            self.reusable = False
+            raise ConnectionResetError("the server has closed the connection")
         response = self._response = Response()
         self._ended = ended = asyncio.get_running_loop().create_future()
         self._wanted, self._begin = feed, begin
