@@ -214,6 +214,15 @@ def test_request_on_a_connection_that_was_closed_meanwhile_raises_connection_err
     assert not connection.reusable
 
 
+def test_body_is_not_written_to_a_connection_that_was_closed_meanwhile() -> None:
+    connection, transport = Connection(), Mock()
+    connection.connection_made(transport)
+    transport.is_closing.return_value = True
+    transport.write.side_effect = RuntimeError("the handler is closed")
+    asyncio.run(connection.write(b"more"))
+    transport.write.assert_not_called()
+
+
 def test_events_of_one_packet_share_arrival_time(runner: asyncio.Runner) -> None:
     answer = asked(runner, sends(CHUNKED + chunk(BODY[:100]) + chunk(BODY[100:]) + b"0\r\n\r\n"))
     assert answer.content_times[0] == answer.content_times[1] > answer.sent

@@ -245,10 +245,13 @@ class Connection(asyncio.Protocol):
         return response
 
     async def write(self, data: bytes) -> None:
-        """Send more of the request's body, once the server has read most of what was sent."""
+        """Send more of the request's body, once the server has read most of what was sent, unless
+        the connection is closed.
+        """
         if self._writable is not None:
             await self._writable
-        self._transport.write(data)
+        if not self._transport.is_closing():  # else the exchange fails
+            self._transport.write(data)
 
     def pause_reading(self) -> None:
         """Stop reading the response, unless the connection is closed. Bytes that have been read are
