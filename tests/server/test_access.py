@@ -193,6 +193,8 @@ def test_second_tenant_walks_all_routes(server, operations, objects):
     """It finds no object of the first one, and nothing that concerns all accounts."""
     seen = Counter()
     for method, template in operations:
+        if template == "/models/sse":  # it never ends, and tells only how far models are loaded
+            continue
         named = [name for name in OBJECTS if name in template]
         path = template
         for name, value in objects.items():
