@@ -15,24 +15,21 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from cllm.cluster.accounts import CHARGED, Admission, NeedsTokens
-from cllm.cluster.ask import quote_path
 from cllm.cluster.body import Fields, read_fields
 from cllm.cluster.faults import write_fault
 from cllm.cluster.front import UPLOADS, Front
 from cllm.cluster.leases import Choice, Replica
 from cllm.cluster.prefixes import list_parts, make_routing_request
-from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay, drop_hop_by_hop
+from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay
 from cllm.cluster.replay import Replay
+from cllm.cluster.request_head import write_continuing_head, write_head
 from cllm.cluster.stored import StoredName, find_stored
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.http_connection import Connection
 from cllm.http_connection import Response as Answer
 from cllm.routing.prefix_table import choose_landmarks
 from cllm.routing.router import Booking, RoutingRequest
-from cllm.server.auth import CARRIED_HEADER, PROGRESS_HEADER
 from cllm.server.body import receive_parts
-from cllm.server.cluster.continuation import CONTINUE_PATH
-from cllm.server.cluster.key import KEY_HEADER
 from cllm.server.http.recording import find_record
 from cllm.server.http.sse import HEARTBEAT, until_disconnect, wait_for_disconnect
 from cllm.server.off_loop import in_thread
@@ -41,13 +38,6 @@ from cllm.server.queueing import TICKET
 log = logging.getLogger("cllm.cluster")
 
 MAX_HELD_BYTES = 512_000_000  # of all request bodies, which are held until their answers end
-# Header fields that only a front may send to a replica. A proxy before a replica could read
-# underscores as hyphens.
-OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-forwarded-")
-# The client's credentials are for the front only. A field x-api-key means Anthropic's dialect, so
-# it is sent, but without a value.
-CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key"})
-REPLACED = CREDENTIALS | {b"host", b"content-length", b"expect"}
 MAX_UPLOAD = 1 << 40  # bytes; replicas have limits of their own
 LARGE = 100_000  # bytes of a body that takes longer to read than to pass to another thread
 LOOK_SECONDS = 0.1  # between looks for a replica that can continue a stream
@@ -55,7 +45,6 @@ NONE_CONTINUES = "no other one can continue"
 OTHERS_DIFFER = (
     "no other one has the same model and adapters and makes the same prompt of the request"
 )
-CHUNKED = (b"transfer-encoding", b"chunked")
 # Methods and paths of requests that change nothing, so that they can be sent again when their
 # connection has been lost
 REPEATABLE = CHARGED | {
@@ -310,8 +299,10 @@ class Forwarding:
         relay.on_first = booking.finish_prompt
         is_cut = False
         try:
-            data = self._write_head(replica, admission) + self._body
-            await self._exchange(replica, admission, relay, connection, data)
+            size = None if self._is_upload else len(self._body)
+            key, carried = self._write_credentials(replica, admission)
+            head = write_head(replica, self._request, self._path, key, carried, size)
+            await self._exchange(replica, admission, relay, connection, head + self._body)
         except StreamCut:
             is_cut = True  # the relay is still needed
             raise
@@ -440,10 +431,8 @@ class Forwarding:
         scope = self._request.scope
         content_type = self._request.headers.get("content-type", "")
         body = replay.make_body(self._path, scope["query_string"], content_type, self._body)
-        fields = self._list_fields(replica, admission)
-        fields = [field for field in fields if field[0] != b"content-type"]
-        fields.append((b"content-length", b"%d" % len(body)))
-        head = replica.client.write_head("POST", CONTINUE_PATH, fields)
+        key, carried = self._write_credentials(replica, admission)
+        head = write_continuing_head(replica, self._request, key, carried, len(body))
         self._front.metrics.continued.inc()
         find_record(self._request.scope).num_retries += 1
         relay.continue_with(connection)
@@ -451,40 +440,10 @@ class Forwarding:
 
     # --- one request to a replica ----------------------------------------------------------------
 
-    def _write_head(self, replica: Replica, admission: Admission) -> bytes:
-        scope = self._request.scope
-        path = quote_path(self._path)
-        query: bytes = scope["query_string"]
-        if query:
-            path += "?" + query.decode("latin-1")
-        fields = self._list_fields(replica, admission)
-        if self._is_upload:
-            length = self._request.headers.get("content-length")
-            framing = (b"content-length", length.encode()) if length else CHUNKED
-            fields.append(framing)
-        elif self._body or self._request.method not in ("GET", "HEAD"):
-            fields.append((b"content-length", b"%d" % len(self._body)))
-        return replica.client.write_head(self._request.method, path, fields)
-
-    def _list_fields(self, replica: Replica, admission: Admission) -> list[tuple[bytes, bytes]]:
-        """Return the header fields for a replica, except the length of the body."""
-        fields = [
-            (name, value)
-            for name, value in drop_hop_by_hop(self._request.scope["headers"])
-            if name not in REPLACED and not name.replace(b"_", b"-").startswith(OWN_FIELDS)
-        ]
-        if "x-api-key" in self._request.headers:
-            fields.append((b"x-api-key", b""))
-        ticket = TICKET.encode()
-        fields = [
-            (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields
-        ]
-        return [
-            *fields,
-            (KEY_HEADER.encode(), self._front.access.cluster_key.find().encode()),
-            (CARRIED_HEADER.encode(), admission.encode(replica.name, self._landmarks).encode()),
-            (PROGRESS_HEADER.encode(), b"1"),
-        ]
+    def _write_credentials(self, replica: Replica, admission: Admission) -> tuple[str, str]:
+        """Return the cluster key, and the field that carries the account for a new attempt."""
+        key = self._front.access.cluster_key.find()
+        return key, admission.encode(replica.name, self._landmarks)
 
     async def _watch(self, connection: Connection) -> None:
         """Send the rest of the body, and return when the client has disconnected."""

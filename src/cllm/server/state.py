@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 
 from cllm.config.settings import Settings
+from cllm.errors import BadRequest
 from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access
 from cllm.server.cluster.hand_over import HandOver
@@ -33,7 +35,8 @@ class ServerState:
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters. Clients
     can resume ``streams``. ``request_log`` gets the requests that have ended, and ``last_minute``
-    notes their latencies; ``recent`` judges them.
+    notes their latencies; ``recent`` judges them. ``alone`` has the work in progress of which there
+    is one at a time.
     """
 
     registry: Registry
@@ -44,8 +47,7 @@ class ServerState:
     routes: Sequence[APIRoute]
     batches: Batches | None = None
     skipped: set[str] = field(default_factory=set)
-    is_benchmarking: bool = False
-    is_tracing: bool = False
+    alone: set[str] = field(default_factory=set)
     identity: ReplicaIdentity = field(init=False)
     hand_over: HandOver = field(init=False)
     request_log: RequestLog = field(init=False)
@@ -59,6 +61,18 @@ class ServerState:
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
         self.request_log = RequestLog(self.settings.log)
         self.live = LiveView(self.registry, self.last_minute)
+
+    @contextmanager
+    def only(self, work: str) -> Iterator[None]:
+        """Do some work that must not run twice at the same time. Raises BadRequest (409)."""
+        if work in self.alone:
+            message = f"Another {work} is running; please retry when it has ended."
+            raise BadRequest(message, code="conflict", status=409)
+        self.alone.add(work)
+        try:
+            yield
+        finally:
+            self.alone.discard(work)
 
 
 def get_state(request: Request) -> ServerState:

@@ -95,17 +95,8 @@ async def benchmark(request: Request) -> Response:
         )
         raise BadRequest(message, param="prompt_tokens", code="context_length_exceeded")
     state = get_state(request)
-    if state.is_benchmarking:
-        raise BadRequest(
-            "Another benchmark is running; please retry when it has ended.",
-            code="conflict",
-            status=409,
-        )
-    state.is_benchmarking = True
-    try:
+    with state.only("benchmark"):
         content = await until_disconnect(request, measure(service, body))
-    finally:
-        state.is_benchmarking = False
     return Response(to_json(content), media_type="application/json")
 
 

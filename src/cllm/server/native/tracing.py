@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.core.timeline import Timeline
-from cllm.errors import BadRequest, EngineError
+from cllm.errors import EngineError
 from cllm.observe.perfetto import write_trace_file
 from cllm.observe.request_record import RequestRecord
 from cllm.process.member import Member
@@ -37,17 +37,8 @@ async def trace(
     """
     check_admin(request)
     state = get_state(request)
-    if state.is_tracing:
-        raise BadRequest(
-            "Another trace is being recorded; please retry when it has ended.",
-            code="conflict",
-            status=409,
-        )
-    state.is_tracing = True
-    try:
+    with state.only("trace"):
         content = await until_disconnect(request, record_trace(state, seconds))
-    finally:
-        state.is_tracing = False
     headers = {"content-disposition": 'attachment; filename="cllm-trace.json"'}
     return Response(content, media_type="application/json", headers=headers)
 
