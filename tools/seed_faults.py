@@ -127,11 +127,15 @@ FAULTS = [
         "routing/router.py",
         "routing/test_router.py",
         ("booked.num_tokens -= self.num_tokens", "pass"),
-        ("knows.index(False) if False in knows else len(knows)", "sum(knows)"),
-        (
-            "booked.num_seqs + booked.num_others <= replica.max_num_seqs",
-            "booked.num_seqs + booked.num_others > replica.max_num_seqs",
-        ),
+        ("if own == fewest]", "if own >= fewest]"),
+        ("if paid >= request.ends[last]:", "if paid >= request.num_tokens * 2:"),
+        ("(1 - least / places)", "(1 + least / places)"),
+    ),
+    *faults_in(
+        "routing/prefix_table.py",
+        "routing/test_router.py",
+        ("blocks[num_known - 1], 0) & known:", "blocks[num_known - 1], 0):"),
+        ("self._read_marks(marks) & ~seen", "self._read_marks(marks)"),
         ("popitem(last=False)", "popitem(last=True)"),
     ),
     *faults_in(

@@ -10,7 +10,8 @@ from cllm.core.request import EmbeddingRequest
 from cllm.engine.commands import Abort
 from cllm.process.assignments import BLOCK, SAMPLED_AFTER, Assignments, describe, name_blocks
 
-SHARED = [7] * 4 * BLOCK  # the beginning of a prompt
+# the beginning of a prompt; so long that few requests do not pay for a copy
+SHARED = [7] * 16 * BLOCK
 
 
 def make(count):
@@ -44,6 +45,7 @@ def test_prompt_goes_to_the_engine_that_knows_its_beginning():
     """Until the cache of that engine is empty."""
     assignments, _ = make(4)
     member = assign(assignments, "a", SHARED)
+    member.bookings["a"].booking.finish_prompt()
     for i in range(5):
         name = f"b{i}"
         assert assign(assignments, name, [*SHARED, i]) is member

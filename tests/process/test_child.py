@@ -201,6 +201,13 @@ os.write(private, b"frames")
     assert process.stderr.endswith(b"printed")
 
 
+def read_after_loading(stream: BinaryIO) -> object:
+    """Return the first message that does not tell how far the model is loaded."""
+    while isinstance(message := DECODER.decode(read_frame(stream) or b""), Loading):
+        pass
+    return message
+
+
 def start(params: EngineParams | None, folder: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "cllm.process.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -214,7 +221,7 @@ def start(params: EngineParams | None, folder: Path) -> subprocess.Popen[bytes]:
 
 def test_engine_answers_until_stdin_ends(tmp_path: Path) -> None:
     process = start(EngineParams(backend="fake", context_length=64, max_num_seqs=2), tmp_path)
-    message = DECODER.decode(read_frame(process.stdout) or b"")
+    message = read_after_loading(process.stdout)
     assert isinstance(message, Ready)
     assert (message.info.context_length, message.info.max_num_seqs) == (64, 2)
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -231,7 +238,7 @@ def test_engine_answers_until_stdin_ends(tmp_path: Path) -> None:
 
 def test_engine_that_cannot_start_says_why_and_exits_with_2(tmp_path: Path) -> None:
     process = start(EngineParams(backend="fake", policy="no.such:Policy"), tmp_path)
-    message = DECODER.decode(read_frame(process.stdout) or b"")
+    message = read_after_loading(process.stdout)
     assert isinstance(message, Failed)
     assert "no.such" in message.reason
     process.wait(PATIENCE)  # with stdin still open, because its end ends the process too

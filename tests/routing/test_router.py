@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from cllm.bench.simulation.baselines import ROUTERS, Routing
-from cllm.routing.prefix_table import MAX_CLOSED, choose_landmarks, name_prefixes
+from cllm.routing.prefix_table import MAX_CLOSED, PrefixTable, choose_landmarks, name_prefixes
 from cllm.routing.router import (
     AHEAD,
     COPY_TOKENS,
@@ -487,6 +487,23 @@ def test_prefix_that_is_being_computed_is_copied_at_once() -> None:
     assert router.booked(0).num_tokens == 0
 
 
+def test_fewer_copies_are_made_the_fuller_the_replicas_are() -> None:
+    paying = []
+    for places in (100, 6):
+        router = Router(100)
+        both = candidates(2, max_num_seqs=places)
+        router.choose(request(1, size=1000), both[:1]).release()
+        fill(router, 0, 5)
+        fill(router, 1, 3)
+        numbers: list[int] = []
+        while 1 not in numbers:
+            booking = router.choose(request(1, size=1000), both)
+            booking.release()
+            numbers.append(booking.number)
+        paying.append(len(numbers))
+    assert paying[1] > 1.5 * paying[0]
+
+
 def test_nothing_is_copied_while_all_replicas_are_full() -> None:
     router = Router(100)
     both = candidates(2, max_num_seqs=8)
@@ -594,6 +611,14 @@ def test_names_are_limited_and_equal_in_every_process() -> None:
         12708375530026083444,
         5006563560519853767,
     ]
+
+
+def test_table_lists_each_replica_once_with_the_longest_prefix_that_it_has() -> None:
+    table = PrefixTable(100)
+    table.add([1, 2, 3], 0)
+    table.add([1], 1)
+    table.add([1, 2], 2)
+    assert [*table.list_holders([1, 2, 3, 4])] == [(0b001, 2), (0b100, 1), (0b010, 0)]
 
 
 def test_heir_gets_the_requests_for_the_prefixes_of_a_replica():

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,12 @@ def children(pid):
     """Return the engine processes of a server."""
     tasks = Path(f"/proc/{pid}/task")
     found = {int(pid) for one in tasks.iterdir() for pid in (one / "children").read_text().split()}
-    return [
-        pid for pid in found if b"cllm.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    engines = []
+    for child in found:
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            if b"cllm.process.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+                engines.append(child)
+    return engines
 
 
 def test_one_of_four_engines_is_killed_under_load(pool):

@@ -100,6 +100,8 @@ def test_page_loads_nothing_from_other_servers(fake_server) -> None:
 
 
 def check(case, document) -> None:
+    if case.operation.path == "/debug/trace" and "seconds" in case.query:
+        case.query["seconds"] /= 1000  # it takes that long to answer
     answer = case.call(timeout=TIMEOUT)
     asked = case.body if isinstance(case.body, dict) else {}
     if answer.status_code != 504 or not DEADLINES & asked.keys():

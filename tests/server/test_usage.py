@@ -18,12 +18,13 @@ def usage_command(capsys, monkeypatch):
     """Return a function that runs ``cllm usage`` with the key of an account."""
 
     def run(server, *arguments, name="root"):
-        monkeypatch.setenv("CLLM_API_KEY", f"key of {name}")
         code: int | str | None = 0
-        try:
-            main(["usage", server.url, *arguments])
-        except SystemExit as end:
-            code = end.code
+        with monkeypatch.context() as patch:  # the servers must not get the key
+            patch.setenv("CLLM_API_KEY", f"key of {name}")
+            try:
+                main(["usage", server.url, *arguments])
+            except SystemExit as end:
+                code = end.code
         output = capsys.readouterr()
         return code, output.out, output.err
 

@@ -303,6 +303,7 @@ def test_model_is_switched_within_a_conversation(visit, start_server, tmp_path):
     chat.page.get_by_label("Model", exact=True).select_option("one")
     chat.page.locator(".message.assistant").last.get_by_role("button", name="Regenerate").click()
     expect(chat.page.locator(".message.assistant h2")).to_have_text(["one", "one"])
+    chat.wait_until_answered()
 
 
 def test_shortcut_starts_a_conversation(visit, server):

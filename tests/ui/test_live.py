@@ -70,6 +70,7 @@ def test_waiting_request_shows_its_reason_and_prompts_are_not_shown(watch, start
     with requests(server, 3):
         expect(rows(view)).to_have_count(3)
         waiting = rows(view).filter(has_text="waits")
+        expect(waiting).to_have_count(1)
         expect(waiting).to_contain_text("all 2 places are in use (scheduler.max_num_seqs)")
         waiting.click()
         detail = view.page.get_by_role("region", name="Request", exact=True)
@@ -146,7 +147,9 @@ def test_view_has_no_accessibility_faults_and_fits_the_screen(watch, start_serve
     server = start_server(*SMALL)
     view = watch(server, color_scheme=scheme, viewport={"width": width, "height": 844})
     with requests(server, 3):
-        rows(view).filter(has_text="waits").click()
+        waiting = rows(view).filter(has_text="waits")
+        expect(waiting).to_have_count(1)
+        waiting.click()
         expect(view.page.get_by_role("region", name="Request", exact=True)).to_be_visible()
         assert view.page.evaluate("document.documentElement.scrollWidth") <= width
         results = Axe().run(view.page)

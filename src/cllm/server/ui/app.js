@@ -17,6 +17,7 @@ import {
   IconButton,
   render,
   useEffect,
+  useLayoutEffect,
   useLatest,
   useReducer,
   useRef,
@@ -184,7 +185,8 @@ function App() {
       if (!message || error.status === 401) report(error); // others are shown in the message
     },
   };
-  useEffect(() => {
+  // not a moment later than what is shown, or a shortcut would find a dialog that is closed already
+  useLayoutEffect(() => {
     const onKeyDown = (event) => {
       const isShortcut = (event.ctrlKey || event.metaKey) && !event.altKey;
       const key = event.key.toLowerCase();
