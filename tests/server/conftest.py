@@ -78,6 +78,7 @@ class Server:
             self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)
         except BaseException:
             self.stop(signal.SIGKILL)
+            self.forget()
             raise
 
     @property
