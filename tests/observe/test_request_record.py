@@ -79,3 +79,16 @@ def test_level_of_the_line_follows_from_the_end(caplog, monkeypatch, fields, lev
     [line] = caplog.records
     assert line.levelname == level
     assert ("slow" in line.fields) == ("arrived" in fields)
+
+
+def test_listener_that_raises_hides_neither_the_line_nor_other_listeners(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(REQUESTS), "propagate", True)
+    caplog.set_level("DEBUG", REQUESTS)
+    request_log, noted = RequestLog(LogSettings()), []
+    request_log.listeners += [lambda record: 1 / 0, noted.append]  # type: ignore[list-item]
+    record = make_record()
+    request_log.end(record)
+    assert noted == [record]
+    failure, line = caplog.records
+    assert failure.exc_info[0] is ZeroDivisionError
+    assert line.getMessage().startswith(record.method)

@@ -16,7 +16,7 @@ log = logging.getLogger(REQUESTS)
 class RequestLog:
     """Gets the record of every request when it has ended.
 
-    ``listeners`` are called with each of them; they must not raise or wait.
+    ``listeners`` are called with each of them; they must not wait. The error of one is logged.
     """
 
     def __init__(self, settings: LogSettings) -> None:
@@ -29,7 +29,10 @@ class RequestLog:
         """Take a record whose request has ended."""
         record.ended = time.monotonic()
         for listener in self.listeners:
-            listener(record)
+            try:
+                listener(record)
+            except Exception:  # it must hide neither the request's own error nor its line
+                log.exception("the end of %s %s could not be noted", record.method, record.route)
         slow = self._explain_if_slow(record)
         level = choose_level(record, is_slow=bool(slow))
         if not log.isEnabledFor(level):
