@@ -1,6 +1,7 @@
 """When a replica leaves, its prefixes and the requests for them go to its heir."""
 
 import time
+import weakref
 
 import pytest
 from conftest import PATIENCE
@@ -84,6 +85,19 @@ def test_heirs_are_found_again_only_after_a_change(
         assert [known.find_heir(replica) for replica in known.all] == urls
     known.lose(known.all[0], "it has ended")
     assert known.find_heir(known.all[1]) != known.all[0].url
+
+
+def test_front_forgets_the_heirs_of_replicas_that_have_left(known: Replicas, heirs: Heirs) -> None:
+    """Replicas that drain are still asked for leases, and so are told their heirs."""
+    left = [weakref.ref(replica) for replica in known.all[1:]]
+    assert all(known.find_heir(replica) for replica in known.all)
+    while len(known.all) > 1:
+        leaver = known.all.pop()
+        known.lose(leaver, "it drains")
+        assert known.find_heir(leaver)
+        known.find_heir(known.all[0])
+    del leaver
+    assert [reference() for reference in left] == [None] * 7
 
 
 def test_requests_follow_the_prefixes_to_the_heir(

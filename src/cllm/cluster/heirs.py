@@ -16,18 +16,18 @@ class Heirs:
     def __init__(self, replicas: Replicas, router: Router) -> None:
         self._replicas = replicas
         self._router = router
-        self._named: dict[str, Replica] = {}  # by the replica's name
-        self._urls: dict[Replica, str] = {}  # until a replica changes
+        # of listed replicas: their heirs, and the addresses of these until a replica changes
+        self._named: dict[Replica, Replica | None] = {}
+        self._urls: dict[Replica, str] = {}
 
     def find_url(self, replica: Replica) -> str:
         """Return the address of the heir of a replica, "" if it has none."""
         url = self._urls.get(replica)
         if url is None:
-            url = ""
-            if (heir := self.find(replica)) is not None:
-                self._named[replica.name] = heir
-                url = heir.url
-            self._urls[replica] = url
+            heir = self.find(replica)
+            url = "" if heir is None else heir.url
+            if replica.is_listed:
+                self._named[replica], self._urls[replica] = heir, url
         return url
 
     def find(self, replica: Replica) -> Replica | None:
@@ -44,7 +44,7 @@ class Heirs:
         Others may have another heir from now on.
         """
         self._urls.clear()
-        if replica.is_listed or (heir := self._named.pop(replica.name, None)) is None:
+        if replica.is_listed or (heir := self._named.pop(replica, None)) is None:
             return
         if not heir.is_listed:
             return
