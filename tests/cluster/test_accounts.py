@@ -267,12 +267,11 @@ def test_batches_wait_for_accounts_that_have_used_up_a_limit(tmp_path):
     }
     write_key_file(tmp_path / "keys.json", KeyFile(accounts=limited))
     accounts = Accounts(Access(make_settings(tmp_path)), "front1")
-    accounts.take("replica1", ReportBatch("epoch", [], ["ann", "bob", "revoked"]))
-    assert accounts.list_paused("replica1") == ["revoked"]
+    assert accounts.list_paused(["ann", "bob", "revoked"]) == ["revoked"]
     used_up = UsageReport(1, "ann", "", UsageCounts(1, 2, 0, 3))
-    accounts.take("replica1", ReportBatch("epoch", [used_up], ["ann", "bob"]))
-    assert accounts.list_paused("replica1") == ["ann"]
-    assert accounts.list_paused("replica2") == []
+    accounts.take("replica1", ReportBatch("epoch", [used_up]))
+    assert accounts.list_paused(["ann", "bob"]) == ["ann"]
+    assert accounts.list_paused([]) == []
 
 
 def test_routes_that_compute_nothing_reserve_nothing(access, accounts):

@@ -206,7 +206,6 @@ class Accounts:
         self.access = access
         self.front = front
         self._expected: dict[str, tuple[Admission, str, float]] = {}  # by the request's id
-        self._batch_accounts: dict[str, list[str]] = {}  # with unfinished batches, by replica
         self.on_expected: Callable[[str], None] = lambda _: None  # called with a replica's name
 
     def admit(
@@ -248,13 +247,12 @@ class Accounts:
                 expected[0].note_usage(report.used)
                 expected[0].close()
         self.access.ledger.note_taken(self.front, replica, taken.epoch, last)
-        self._batch_accounts[replica] = taken.batch_accounts
 
-    def list_paused(self, replica: str) -> list[str]:
-        """Return the accounts whose batches on a replica must wait, because they have used up a
-        limit or lost their key.
+    def list_paused(self, names: list[str]) -> list[str]:
+        """Return those of the accounts ``names`` whose batches must wait, because they have used up
+        a limit or lost their key.
         """
-        return [name for name in self._batch_accounts.get(replica, ()) if not self._may_use(name)]
+        return [name for name in names if not self._may_use(name)]
 
     def _may_use(self, name: str) -> bool:
         try:

@@ -52,7 +52,8 @@ class Replica:
     it gets none if it ``is_leaving``: it will drain soon.
     ``numbers`` has a number for the router for each of its ``models`` that computes, by name.
     ``running`` has the connections on which it answers, ``trouble`` the reason why it has no fresh
-    lease.
+    lease, ``report_trouble`` why its reports of usage cannot be read. The accounts
+    ``batch_accounts`` have unfinished batches there.
     """
 
     url: str
@@ -67,6 +68,8 @@ class Replica:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     running: set[Connection] = field(default_factory=set)
     trouble: str = "it has not answered yet"
+    report_trouble: str = ""
+    batch_accounts: list[str] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -30,7 +30,6 @@ class ReportPuller:
         self._wake = asyncio.Event()
         self._pulls: dict[Replica, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._troubles: dict[Replica, str] = {}  # why the reports of replicas cannot be read
         accounts.on_expected = lambda _: self._wake.set()
 
     def open(self) -> None:
@@ -82,8 +81,9 @@ class ReportPuller:
             return
         accounts, name = self._accounts, replica.name
         epoch, after = accounts.last_taken(name, is_saved=True)
+        paused = accounts.list_paused(replica.batch_accounts)
         fields = [("front", accounts.front), ("epoch", epoch), ("after", after)]
-        query = urlencode([*fields, *(("paused", one) for one in accounts.list_paused(name))])
+        query = urlencode([*fields, *(("paused", one) for one in paused)])
         answer = await ask(replica, accounts.access.cluster_key, "GET", f"{USAGE_PATH}?{query}")
         if answer is None or answer.status != 200:
             return
@@ -92,10 +92,11 @@ class ReportPuller:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._warn(replica, str(error)[:200])
             return
-        self._troubles.pop(replica, None)
+        replica.report_trouble = ""
+        replica.batch_accounts = taken.batch_accounts
         accounts.take(name, taken)
 
     def _warn(self, replica: Replica, trouble: str) -> None:
-        if self._troubles.get(replica) != trouble:
+        if replica.report_trouble != trouble:
             log.warning("the usage that %s reports cannot be read: %s", replica.url, trouble)
-        self._troubles[replica] = trouble
+        replica.report_trouble = trouble
