@@ -11,6 +11,7 @@ import pytest
 
 from cllm.core.account import Account, AccountLimits
 from cllm.errors import RateLimited, Unauthorized
+from cllm.store import usage
 from cllm.store.charges import WINDOW, UsageCounts
 from cllm.store.database import SHARED, USAGE_SCHEMA, VERSION, Database
 from cllm.store.usage import UsageLedger
@@ -460,3 +461,23 @@ def test_usage_of_earlier_versions_has_no_model_and_is_moved_once(tmp_path, cloc
         await ledger.close()
 
     asyncio.run(run())
+
+
+def test_only_the_replicas_that_reported_last_are_remembered(tmp_path, monkeypatch):
+    """Replicas come and go; a table of all of them would grow forever."""
+    monkeypatch.setattr(usage, "MAX_REPLICAS", 3)
+
+    async def run():
+        ledger = UsageLedger()
+        await ledger.open(tmp_path)
+        for number, name in enumerate("abcad", 1):
+            ledger.note_taken("front", name, "epoch", number)
+            await ledger.save()
+        await ledger.close()
+        again = UsageLedger()
+        await again.open(tmp_path)
+        taken = [again.last_taken("front", name) for name in "abcd"]
+        await again.close()
+        return taken
+
+    assert asyncio.run(run()) == [("epoch", 4), ("", 0), ("epoch", 3), ("epoch", 5)]

@@ -34,6 +34,9 @@ from cllm.store.database import SHARED, USAGE_SCHEMA, Database
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies the start of the monotonic clock
 EXPECTED_OUTPUT = 512  # tokens that are reserved for a request that does not limit its output
+# Replicas whose last booked report is remembered. One that comes back after so many others have
+# reported may be booked twice for reports that were on their way when it was lost.
+MAX_REPLICAS = 10_000
 NAMES = {
     "requests_per_minute": "requests per minute",
     "tokens_per_minute": "tokens per minute",
@@ -198,7 +201,10 @@ class UsageLedger:
 
     def note_taken(self, front: str, replica: str, epoch: str, number: int) -> None:
         """Note the last report of a replica that ``front`` has booked."""
-        self._taken[front, replica] = epoch, number
+        self._taken.pop((front, replica), None)
+        self._taken[front, replica] = epoch, number  # the latest one is the last one
+        if len(self._taken) > MAX_REPLICAS:
+            del self._taken[next(iter(self._taken))]
 
     def last_taken(self, front: str, replica: str, *, is_saved: bool = False) -> tuple[str, int]:
         """Return the epoch and the number of the last report that is booked or, if ``is_saved``,
@@ -328,10 +334,11 @@ class UsageLedger:
             reports = [
                 (*key, *last) for key, last in booked.items() if self._saved.get(key) != last
             ]
-            if not taken and not reports:
+            forgotten = [*(self._saved.keys() - booked.keys())]
+            if not taken and not reports and not forgotten:
                 return
             try:
-                await self._run(self._write, self._database, usage, latest, reports)
+                await self._run(self._write, self._database, usage, latest, reports, forgotten)
             except OSError as error:
                 if not self.num_failed_writes:
                     log.error("the usage of accounts cannot be written: %s", error)
@@ -349,6 +356,7 @@ class UsageLedger:
         usage: Iterable[tuple[str | int, ...]],
         latest: Iterable[tuple[str | int, ...]],
         reports: Iterable[tuple[str | int, ...]] = (),
+        forgotten: Iterable[tuple[str, str]] = (),
     ) -> None:
         with database.transaction() as connection:
             connection.executemany(
@@ -361,6 +369,7 @@ class UsageLedger:
             )
             connection.executemany("INSERT OR REPLACE INTO latest VALUES (?, ?, ?, ?)", latest)
             connection.executemany("INSERT OR REPLACE INTO reports VALUES (?, ?, ?, ?)", reports)
+            connection.executemany("DELETE FROM reports WHERE front = ? AND replica = ?", forgotten)
             connection.execute(
                 "DELETE FROM latest WHERE second < ?", (int(self.seconds()) - 10 * WINDOW,)
             )
