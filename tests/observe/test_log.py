@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -93,7 +95,51 @@ def test_log_that_is_not_read_delays_no_request_and_tells_what_it_has_dropped(mo
     handler.close()
     *lines, last = stuck.written
     assert lines == ["x"] * (10 - handler.num_dropped)
-    assert f"so {handler.num_dropped} lines about requests were dropped" in last
+    assert f"so {handler.num_dropped} lines were dropped" in last
+
+
+FULL_PIPE = """
+import logging, sys
+from cllm.observe import log
+log.configure("info", sys.argv[1])
+for _ in range(100):
+    logging.getLogger("cllm.any").warning("%s", "x" * 10_000)
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("uvicorn.error").exception("last")
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_logging(form: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", FULL_PIPE, form]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_no_line_waits_for_a_pipe_that_nobody_reads(form):
+    """All of them are written once somebody reads."""
+    with start_logging(form) as process:
+        assert process.stdout.readline() == "done\n"
+        written = process.communicate("\n")[1]
+    assert process.returncode == 0
+    assert written.count("x" * 10_000) == 100
+    assert "ZeroDivisionError: division by zero" in written[written.index("last") :]
+
+
+@pytest.mark.slow
+def test_process_ends_although_nobody_reads_its_pipe():
+    with start_logging("console") as process:
+        assert process.stdout.readline() == "done\n"
+        process.stdin.close()
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_request_lowers_only_its_own_level():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from cllm.config.settings import LogSettings
@@ -72,8 +70,7 @@ def test_line_has_only_what_is_known() -> None:
         ({"arrived": 50.0, "submitted": 50.0, "times": SequenceTimes()}, "WARNING"),  # shared
     ],
 )
-def test_level_of_the_line_follows_from_the_end(caplog, monkeypatch, fields, level) -> None:
-    monkeypatch.setattr(logging.getLogger(REQUESTS), "propagate", True)
+def test_level_of_the_line_follows_from_the_end(caplog, fields, level) -> None:
     caplog.set_level("DEBUG", REQUESTS)
     RequestLog(LogSettings(slow_seconds=20)).end(make_record(**fields))
     [line] = caplog.records
@@ -81,8 +78,7 @@ def test_level_of_the_line_follows_from_the_end(caplog, monkeypatch, fields, lev
     assert ("slow" in line.fields) == ("arrived" in fields)
 
 
-def test_listener_that_raises_hides_neither_the_line_nor_other_listeners(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(REQUESTS), "propagate", True)
+def test_listener_that_raises_hides_neither_the_line_nor_other_listeners(caplog):
     caplog.set_level("DEBUG", REQUESTS)
     request_log, noted = RequestLog(LogSettings()), []
     request_log.listeners += [lambda record: 1 / 0, noted.append]  # type: ignore[list-item]

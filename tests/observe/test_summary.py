@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from cllm.core.output import Stats
@@ -14,8 +12,7 @@ IDLE = Stats(num_cells=100, num_cells_idle=40)
 
 
 @pytest.fixture(autouse=True)
-def visible(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(REQUESTS), "propagate", True)
+def visible(caplog):
     caplog.set_level("INFO", REQUESTS)
 
 

@@ -1,13 +1,13 @@
 """Logs: one line per event on stderr; never a prompt, never a key.
 
 Lines are text, or JSON objects for programs. Modules log with the standard library; the fields of
-an event are its ``extra={"fields": {...}}``. The lines about requests are formatted and written by
-a thread, so that a terminal or a pipe that is not read delays no request.
+an event are its ``extra={"fields": {...}}``. A thread formats and writes the lines, so that a
+terminal or a pipe that is not read delays no request.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import logging
 import queue
 import sys
@@ -60,8 +60,8 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
-        if record.exc_info:
-            content["exception"] = self.formatException(record.exc_info)
+        if record.exc_text:  # BackgroundHandler has formatted it
+            content["exception"] = record.exc_text
         # line ends that JSON allows within strings
         text = msgspec.json.encode(content).decode()
         return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
@@ -70,6 +70,8 @@ class JsonFormatter(logging.Formatter):
 class BackgroundHandler(logging.Handler):
     """Passes records to another handler in a thread, without its filters. While that cannot write,
     records that exceed MAX_PENDING are dropped; a later line tells how many.
+
+    A process that ends without the interpreter's shutdown calls ``logging.shutdown`` before.
     """
 
     def __init__(self, target: logging.Handler) -> None:
@@ -77,44 +79,60 @@ class BackgroundHandler(logging.Handler):
         self.num_dropped = 0
         self._num_reported = 0  # dropped records that a line has told
         self._target = target
-        self._pending: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_PENDING)
-        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
-        self._thread.start()
+        # unlike Queue's, its ``put`` may be interrupted by a finalizer that logs
+        self._pending: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # from the first record on
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._pending.put_nowait(record)
-        except queue.Full:
+            self._put(self._finish(record))
+        except Exception:  # noqa: BLE001  # as the library's handlers do
+            self.handleError(record)
+
+    def _finish(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Return ``record`` with texts in place of arguments, which may change, and of the
+        traceback, which keeps what its functions have in memory.
+        """
+        record = copy.copy(record)
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            formatter = self._target.formatter or logging.Formatter()
+            record.exc_text, record.exc_info = formatter.formatException(record.exc_info), None
+        return record
+
+    def _put(self, record: logging.LogRecord) -> None:
+        if self._pending.qsize() >= MAX_PENDING:
             self.num_dropped += 1
+            return
+        self._pending.put(record)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter shuts down
+                self._pending.put(None)
+                self._write()
 
     def _write(self) -> None:
         while (record := self._pending.get()) is not None:
-            self._pass_on(record)
+            self._target.emit(record)  # ``handle`` would filter it in this thread's context
             if self._pending.empty():
                 self._report_dropped()
         self._report_dropped()
-
-    def _pass_on(self, record: logging.LogRecord) -> None:
-        self._target.acquire()
-        try:
-            self._target.emit(record)  # ``handle`` would filter it in this thread's context
-        finally:
-            self._target.release()
 
     def _report_dropped(self) -> None:
         if not (number := self.num_dropped - self._num_reported):
             return
         self._num_reported += number
-        text = "the log was not read in time, so %d lines about requests were dropped"
-        self._pass_on(
-            logging.LogRecord(REQUESTS, logging.WARNING, __file__, 0, text, (number,), None)
-        )
+        text = "the log was not read in time, so %d lines were dropped"
+        arguments = ("cllm.log", logging.WARNING, __file__, 0, text, (number,), None)
+        self._target.emit(logging.LogRecord(*arguments))
 
     def close(self) -> None:
         """Write pending lines for at most CLOSE_TIMEOUT."""
-        with contextlib.suppress(queue.Full):
-            self._pending.put(None, timeout=CLOSE_TIMEOUT)
-        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread is not None and self._thread.is_alive():
+            self._pending.put(None)
+            self._thread.join(CLOSE_TIMEOUT)
         super().close()
 
 
@@ -140,18 +158,11 @@ def configure(
     """
     target = logging.StreamHandler(sys.stderr)
     target.setFormatter(JsonFormatter() if form == "json" else Formatter(FORM))
+    handler = BackgroundHandler(target)
     number = logging.getLevelNamesMapping()[level.upper()]
+    if by_request:
+        handler.addFilter(LevelFilter(number))
     root_level = logging.DEBUG if by_request else number
-    logging.basicConfig(level=root_level, handlers=[target], force=True)
+    logging.basicConfig(level=root_level, handlers=[handler], force=True)
     for name in ("uvicorn", "asyncio", "httpx2", "huggingface_hub"):
         logging.getLogger(name).setLevel(max(logging.WARNING, number))
-    requests = logging.getLogger(REQUESTS)
-    for handler in [*requests.handlers]:
-        requests.removeHandler(handler)
-        handler.close()
-    background = BackgroundHandler(target)
-    requests.addHandler(background)
-    requests.propagate = False
-    if by_request:
-        for handler in (target, background):
-            handler.addFilter(LevelFilter(number))

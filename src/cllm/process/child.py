@@ -78,7 +78,7 @@ class PipeInbox:
             logging.getLogger("cllm.engine").exception(
                 "cannot decode a command from the API process"
             )
-            os._exit(1)
+            exit_now(1)
         os._exit(0)  # the parent is gone
 
     def drain(self, block: bool) -> list[Command]:
@@ -134,6 +134,12 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def exit_now(status: int) -> NoReturn:
+    """End the process once its log is written, whatever its threads do."""
+    logging.shutdown()
+    os._exit(status)
+
+
 def main() -> None:
     outbox = PipeOutbox(claim_stdout())
     body = read_frame(sys.stdin.buffer)
@@ -147,7 +153,7 @@ def main() -> None:
 
     def report_failure(reason: str) -> NoReturn:
         outbox.send_message(Failed(reason))
-        os._exit(2)
+        exit_now(2)
 
     def report_progress(share: float) -> None:
         nonlocal reported_share
@@ -177,7 +183,7 @@ def main() -> None:
     outbox.send_message(Ready(backend.info, vocabulary, params))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, outbox)
-    os._exit(0)  # the reader thread blocks in read(); nothing is left to flush
+    exit_now(0)  # the reader thread blocks in read()
 
 
 if __name__ == "__main__":

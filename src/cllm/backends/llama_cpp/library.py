@@ -81,8 +81,10 @@ def _abort(message: bytes) -> None:
         handle(reason)
     if is_worker_lost(reason):
         log.critical("an RPC worker was lost; the engine ends")
+        logging.shutdown()
         os._exit(WORKER_LOST_STATUS)
     log.critical("llama.cpp aborts: %s", reason)
+    logging.shutdown()
 
 
 def is_worker_lost(reason: str) -> bool:

@@ -175,4 +175,5 @@ def main() -> None:
         call_within(spec.drain_timeout + 2 * EXTRA_SECONDS, serve.shutdown)
     server.shutdown()
     call_within(RAY_SECONDS, ray.shutdown)
+    logging.shutdown()
     os._exit(2 if head.has_failed else 0)  # threads may still wait for Ray
