@@ -6,7 +6,8 @@ import pytest
 
 from cllm.core.params import SamplingParams
 from cllm.core.request import AdapterFile
-from cllm.serving.answer import AdapterUse, SchedulingOptions, make_request
+from cllm.serving.adapter_use import AdapterUse
+from cllm.serving.answer import SchedulingOptions, make_request
 
 OPTIONS = SchedulingOptions(cache_salt="salt")
 

@@ -23,7 +23,8 @@ from cllm.errors import BadRequest, EngineError
 from cllm.observe.request_record import RequestRecord
 from cllm.process.backlog import QueueLimits
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
-from cllm.serving.answer import NO_ADAPTERS, RequestTimeout, SchedulingOptions
+from cllm.serving.adapter_use import NO_ADAPTERS
+from cllm.serving.answer import RequestTimeout, SchedulingOptions
 from cllm.serving.embedding import (
     MAX_TOKENS,
     Embedding,

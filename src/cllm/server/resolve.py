@@ -17,7 +17,8 @@ from cllm.server.auth import route_not_allowed
 from cllm.server.call import Call, get_call
 from cllm.server.http.sse import until_disconnect
 from cllm.server.state import get_state
-from cllm.serving.answer import AdapterUse, list_limits, took_too_long
+from cllm.serving.adapter_use import AdapterUse
+from cllm.serving.answer import list_limits, took_too_long
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.service import Service

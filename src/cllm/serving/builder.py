@@ -18,7 +18,7 @@ from cllm.models.memory import USUAL_KV_BYTES, weigh
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.pool import Pool
-from cllm.serving.answer import AdapterUse
+from cllm.serving.adapter_use import AdapterUse
 from cllm.serving.engines import Engines
 from cllm.serving.model_texts import ModelTexts
 from cllm.serving.registry import Registry

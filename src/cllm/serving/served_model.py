@@ -15,7 +15,7 @@ from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError
 from cllm.models.task import Task
 from cllm.process.pool import Pool
-from cllm.serving.answer import NO_ADAPTERS, AdapterUse
+from cllm.serving.adapter_use import NO_ADAPTERS, AdapterUse
 from cllm.serving.service import Service
 
 

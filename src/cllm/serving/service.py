@@ -24,9 +24,8 @@ from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError, PromptTooLong, RateLimited
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
+from cllm.serving.adapter_use import NO_ADAPTERS, AdapterUse
 from cllm.serving.answer import (
-    NO_ADAPTERS,
-    AdapterUse,
     Answer,
     Generation,
     SchedulingOptions,

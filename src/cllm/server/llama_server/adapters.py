@@ -42,7 +42,7 @@ from cllm.server.resolve import (
     service_for,
 )
 from cllm.server.state import get_state
-from cllm.serving.answer import AdapterUse
+from cllm.serving.adapter_use import AdapterUse
 from cllm.serving.registry import MAX_NAME, Registry
 from cllm.serving.served_model import ServedModel
 from cllm.serving.sources import inspect_adapter
