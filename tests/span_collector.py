@@ -44,10 +44,14 @@ class Collector:
         self._server.server_close()
 
     def list_spans(self) -> dict:
-        """Return the spans that were sent, by name."""
-        found = {}
+        """Return the spans that were sent, by name; the last one of each name."""
+        return {span.name: span for span in self.take()}
+
+    def take(self) -> list:
+        """Return the spans that were sent."""
+        found = []
         while not self.spans.empty():
             path, span = self.spans.get()
             assert path == "/v1/traces"
-            found[span.name] = span
+            found.append(span)
         return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cllm.observe.request_record import RequestRecord
 from cllm.server.http import sse
 from cllm.server.http.sse import (
     HEARTBEAT_BYTES,
@@ -119,6 +120,7 @@ class FakeAnswer:
 
     def __init__(self, *chunks) -> None:
         self.chunks = list(chunks)
+        self.record = RequestRecord()
         self.finished = False
         self.is_closed = False
         self.on_news: Any = None

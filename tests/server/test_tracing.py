@@ -83,3 +83,37 @@ def test_spans_of_a_stream_belong_to_the_trace_of_its_client(start_server):
     root = spans["POST /v1/completions"]
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (trace, parent)
     assert {"prefill", "decode"} < spans.keys()
+
+
+def test_spans_show_each_step_of_a_chat(start_server):
+    """Of a prompt in two chunks, because a step computes at most 64 tokens of it."""
+    collector = Collector()
+    try:
+        options = ("--trace.endpoint", collector.endpoint, "--trace.sample", "1")
+        server = start_server(
+            *("--backend.name", "fake", "--max-num-batched-tokens", "64", "--context", "256"),
+            *options,
+        )
+        messages = [{"role": "user", "content": "x" * 90}]
+        body = {"messages": messages, "max_tokens": 5, "stream": True, "ignore_eos": True}
+        answer = server.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        server.stop()
+        spans = collector.take()
+    finally:
+        collector.close()
+    names = {span.name for span in spans}
+    assert names >= {"accept", "render", "tokenize", "queue", "prefill", "decode"}
+    assert names >= {"detokenize", "send"}
+    values = [(span, {one.key: one.value.int_value for one in span.attributes}) for span in spans]
+    chunks = [found["cllm.tokens"] for span, found in values if span.name == "prefill chunk"]
+    [prompt] = [found["cllm.prompt_tokens"] for _, found in values if "cllm.prompt_tokens" in found]
+    assert sum(chunks) == prompt
+    assert len(chunks) >= 2
+    [send] = [found for span, found in values if span.name == "send"]
+    assert send["cllm.count"] >= 5
+    inside = {span.span_id: span for span in spans}
+    for span in spans:
+        if (parent := inside.get(span.parent_span_id)) is not None:
+            assert parent.start_time_unix_nano <= span.start_time_unix_nano, span.name
+            assert span.end_time_unix_nano <= parent.end_time_unix_nano, span.name

@@ -37,18 +37,28 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[int, float]]
 
 
+class PrefillChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a prompt that one step has computed. Times are in seconds since the admission."""
+
+    begin: float
+    end: float
+    num_tokens: int
+
+
 class SequenceTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How a sequence has spent its time, in seconds.
 
     It waited ``queued`` from its arrival to its first admission, and its prompt took ``prefill``
     from there to the first token. A time that has not ended yet is None. ``reason`` says why it
-    waited, "" if it did not. It was parked ``num_parked`` times.
+    waited, "" if it did not. It was parked ``num_parked`` times. ``chunks`` are those of the
+    prompt, if its request is traced.
     """
 
     queued: float | None = None
     prefill: float | None = None
     reason: str = ""
     num_parked: int = 0
+    chunks: tuple[PrefillChunk, ...] = ()
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -50,8 +50,9 @@ class Request(msgspec.Struct, frozen=True):
     ``num_base_tokens`` are computed without ``adapters``, because an activated LoRA changes the
     model only from there on. Requests with other adapters have other salts, unless all that they
     can share is computed without adapters. If it ``reports_prefill``, its outputs tell how far its
-    prompt is. Requests share results only if their ``reading`` is equal, a text that differs if the
-    readers of their outputs may end these at other places.
+    prompt is; if it ``is_traced``, its times have the chunks of its prompt. Requests share results
+    only if their ``reading`` is equal, a text that differs if the readers of their outputs may end
+    these at other places.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Request(msgspec.Struct, frozen=True):
     num_base_tokens: int = 0
     reports_prefill: bool = False
     reading: str = ""
+    is_traced: bool = False
 
     @property
     def key(self) -> str:

@@ -9,8 +9,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cllm.core.output import NO_TOKEN, FinishReason, SequenceTimes, TokenOutput
+from cllm.core.output import (
+    NO_TOKEN,
+    FinishReason,
+    PrefillChunk,
+    PrefillProgress,
+    SequenceTimes,
+    TokenOutput,
+)
 from cllm.core.request import Adapters, Request, SequenceProgress
+
+MAX_CHUNKS = 1000  # of a prompt that are noted; later ones count as part of the last one
 
 
 class Status(enum.Enum):
@@ -66,6 +75,7 @@ class Sequence:
         "_array",
         "admitted",
         "arrived",
+        "chunks",
         "effective_priority",
         "expires",
         "first_token_at",
@@ -120,6 +130,7 @@ class Sequence:
         self.first_token_at: float | None = None
         self.wait_reason: object = ""  # its text is the reason
         self.num_parked = 0
+        self.chunks: list[PrefillChunk] = []  # if the request is traced
         self.expires: float | None = None
         self.order = 0
         self.num_uncached_tokens = 0
@@ -260,7 +271,40 @@ class Sequence:
             None if admitted is None or first is None else first - admitted,
             str(self.wait_reason),
             self.num_parked,
+            tuple(self.chunks),
         )
+
+    def note_chunk(self, begun: float, ended: float, num_tokens: int) -> list[TokenOutput]:
+        """Note that a step has computed a chunk of the prompt. Return outputs that tell of it, if
+        the request wants them.
+        """
+        if self.request.is_traced:
+            admitted = self.admitted or 0.0
+            begin = begun - admitted
+            if len(self.chunks) == MAX_CHUNKS:
+                last = self.chunks.pop()
+                begin, num_tokens = last.begin, last.num_tokens + num_tokens
+            self.chunks.append(PrefillChunk(begin, ended - admitted, num_tokens))
+        return self._report_prefill(ended) if self.request.reports_prefill else []
+
+    def _report_prefill(self, now: float) -> list[TokenOutput]:
+        """Return how far the prompt is: the first time also what the cache had of it."""
+        num_cached, num_computed = self.num_cached_tokens or 0, self.num_computed_tokens
+        if self.index or self.num_output_tokens:
+            return []
+        reported = self.num_reported_tokens
+        self.num_reported_tokens = max(reported, num_computed)
+        seconds = 0.0 if self.admitted is None else now - self.admitted
+        return [
+            TokenOutput(
+                self.request.request_id,
+                0,
+                NO_TOKEN,
+                prefill=PrefillProgress(self.num_prompt_tokens, num_cached, count, seconds),
+            )
+            for count in dict.fromkeys((num_cached, num_computed))
+            if count > reported
+        ]
 
     @property
     def name(self) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from cllm.config.settings import TraceSettings
 from cllm.errors import StartupError
 from cllm.observe.request_record import RequestRecord
+from cllm.observe.request_steps import RequestSteps, Work
 
 TIMEOUT = 2.0  # seconds for a request to the collector
 MISSING = "trace.endpoint needs OpenTelemetry: pip install 'cllm[otel]'"
+Attributes = dict[str, str | int | float]
 
 
 class SpanExporter:
     """Sends a span for each sampled request that a model computes or that is rejected, with one for
-    each of its phases, over OTLP/HTTP. A thread sends them; if the collector does not answer, they
-    are dropped.
+    each of its phases and their parts, over OTLP/HTTP. A thread sends them; if the collector does
+    not answer, they are dropped.
     """
 
     def __init__(self, settings: TraceSettings, version: str) -> None:
@@ -46,28 +49,44 @@ class SpanExporter:
         self._server = trace.SpanKind.SERVER
         self._error = trace.StatusCode.ERROR
 
-    def export(self, record: RequestRecord) -> None:
-        """Make the spans of a request that has ended."""
-        if record.ended is None or not (record.is_computed or record.status >= 400):
-            return
-        offset = record.created - record.arrived  # from the monotonic clock to that of the day
+    def begin(self, record: RequestRecord, traceparent: str) -> None:
+        """Choose whether a request that has arrived is traced. ``traceparent`` is its header of W3C
+        Trace Context, "" without one.
+        """
         span = self._tracer.start_span(
             f"{record.method} {record.route}",
-            context=self._read_parent({"traceparent": record.traceparent}),
+            context=self._read_parent({"traceparent": traceparent}),
             kind=self._server,
-            start_time=nanoseconds(record.arrived + offset),
+            start_time=nanoseconds(record.created),
         )
         if span.is_recording():
-            span.set_attributes(list_attributes(record))
-            if record.status >= 500 or record.outcome in ("error", "timeout"):
-                span.set_status(self._error, record.error_code or record.outcome)
-            within = self._in_context(span)
-            for name, begin, end in record.list_phases():
-                part = self._tracer.start_span(
-                    name, context=within, start_time=nanoseconds(begin + offset)
-                )
-                part.end(nanoseconds(end + offset))
+            record.steps = RequestSteps(span)
+
+    def export(self, record: RequestRecord) -> None:
+        """Make the spans of a request that has ended."""
+        if (steps := record.steps) is None or record.ended is None:
+            return
+        if not (record.is_computed or record.status >= 400):
+            return
+        offset = record.created - record.arrived  # from the monotonic clock to that of the day
+        span = steps.span
+        span.set_attributes(list_attributes(record))
+        if record.status >= 500 or record.outcome in ("error", "timeout"):
+            span.set_status(self._error, record.error_code or record.outcome)
+        for part in list_parts(record, steps):
+            self._add(part, span, offset)
         span.end(nanoseconds(record.ended + offset))
+
+    def _add(self, part: Part, parent: Any, offset: float) -> None:
+        span = self._tracer.start_span(
+            part.name,
+            context=self._in_context(parent),
+            attributes=part.attributes,
+            start_time=nanoseconds(part.begin + offset),
+        )
+        for inner in part.parts:
+            self._add(inner, span, offset)
+        span.end(nanoseconds(part.end + offset))
 
     def close(self) -> None:
         """Send what has not been sent; this takes as long as the collector, TIMEOUT at most."""
@@ -79,7 +98,64 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def list_attributes(record: RequestRecord) -> dict[str, str | int | float]:
+class Part(NamedTuple):
+    """A part of a request, with its own ``parts``. Times are in seconds, monotonic clock."""
+
+    name: str
+    begin: float
+    end: float
+    attributes: Attributes | None = None
+    parts: tuple[Part, ...] = ()
+
+
+def list_parts(record: RequestRecord, steps: RequestSteps) -> list[Part]:
+    """Return the phases of a request and what they consist of.
+
+    A stream is sent while it decodes, so its part ``send`` begins with the first token.
+    """
+    parts = []
+    for name, begin, end in record.list_phases():
+        part = Part(name, begin, end)
+        if name == "prepare":
+            prepared = [Part(*step) for step in steps.preparation]
+            accepted = Part("accept", begin, min([end, *(step.begin for step in prepared)]))
+            part = part._replace(parts=(accepted, *prepared))
+        elif name == "prefill":
+            part = part._replace(parts=list_chunks(record, begin, end))
+        elif name == "decode":
+            detokenized = Part("detokenize", begin, end, describe(steps.detokenizing))
+            part = part._replace(parts=(detokenized,))
+        elif name == "send" and steps.sending.count:
+            formatting = {"cllm.format_ms": milliseconds(steps.formatting.seconds)}
+            attributes = describe(steps.sending) | formatting
+            part = Part(name, record.first_token or begin, end, attributes)
+        parts.append(part)
+    return parts
+
+
+def list_chunks(record: RequestRecord, begin: float, end: float) -> tuple[Part, ...]:
+    """Return the chunks of the prompt, which the engine's clock has measured, within a time."""
+    return tuple(
+        Part(
+            "prefill chunk",
+            min(end, begin + chunk.begin),
+            min(end, begin + chunk.end),
+            {"cllm.tokens": chunk.num_tokens},
+        )
+        for chunk in record.times.chunks
+    )
+
+
+def describe(work: Work) -> Attributes:
+    """Return how often some work was done, and how long it took in all."""
+    return {"cllm.count": work.count, "cllm.busy_ms": milliseconds(work.seconds)}
+
+
+def milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def list_attributes(record: RequestRecord) -> Attributes:
     """Return the attributes of a request's span: OpenTelemetry's names where it has some, and the
     fields of its log line.
     """

@@ -17,12 +17,14 @@ class RequestLog:
     """Gets the record of every request when it has ended.
 
     ``listeners`` are called with each of them; they must not wait. The error of one is logged.
+    ``tracer``, if there is one, is called with the record of a request that has arrived, and its
+    header traceparent.
     """
 
     def __init__(self, settings: LogSettings) -> None:
         self.listeners: list[Callable[[RequestRecord], None]] = []
         self.allows_header = settings.allow_header
-        self.reads_traceparent = False
+        self.tracer: Callable[[RequestRecord, str], None] | None = None
         self._slow_seconds = settings.slow_seconds
 
     def end(self, record: RequestRecord) -> None:

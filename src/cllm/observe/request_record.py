@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from array import array
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from cllm.core.output import SequenceTimes
+from cllm.observe.request_steps import RequestSteps
 
 UNKNOWN = SequenceTimes()
+NOT_TIMED = nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +33,8 @@ class RequestRecord:
     The request was ``submitted`` to the engines after it had been read, rendered and tokenized, and
     perhaps had waited for its model to be loaded. Then ``num_ahead`` requests were in the
     engines, ``busiest`` is the account with most of them, and their number. ``times`` are those of
-    its first sequence. ``gaps`` are the seconds between two deliveries of tokens.
+    its first sequence. ``gaps`` are the seconds between two deliveries of tokens. A request that is
+    traced has ``steps``.
     """
 
     request_id: str = ""
@@ -43,7 +47,6 @@ class RequestRecord:
     adapter: str = ""
     answer_id: str = ""  # that of the answer, which `cllm explain` shows too
     batch_id: str = ""  # of the stored batch that it belongs to
-    traceparent: str = ""  # the header of W3C Trace Context
     arrived: float = field(default_factory=time.monotonic)
     created: float = field(default_factory=time.time)  # seconds since 1970
     submitted: float | None = None
@@ -67,6 +70,11 @@ class RequestRecord:
     replica: str = ""  # of a cluster, which has answered
     num_retries: int = 0
     num_parked: int = 0
+    steps: RequestSteps | None = None
+
+    def timing(self, name: str) -> AbstractContextManager[None]:
+        """Note a step before the submission if the request is traced."""
+        return NOT_TIMED if self.steps is None else self.steps.timing(name)
 
     @property
     def seconds(self) -> float:

@@ -166,9 +166,7 @@ class InFlightRequest:
         """Keep the times of a sequence. It has waited in the engine that had it first."""
         before = self.times.get(index)
         if before is not None and before.prefill is not None:
-            times = msgspec.structs.replace(
-                times, queued=before.queued, prefill=before.prefill, reason=before.reason
-            )
+            times = msgspec.structs.replace(before, num_parked=times.num_parked)
         self.times[index] = times
 
     def _record_progress(self, output: TokenOutput) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from cllm.core.batch import Batch, Operation, Row
-from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, PrefillProgress, TokenOutput
+from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutput
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.cache import KVCache, Match
 from cllm.scheduler.adapter_turns import AdapterTurns
@@ -412,8 +412,8 @@ class Scheduler:
                 num_accepted += 1
             seq.num_computed_tokens = row.start + row.num_tokens + num_accepted
             seq.num_failures = 0
-            if seq.first_token_at is None and seq.request.reports_prefill:
-                outputs += report_prefill(seq, now)
+            if seq.first_token_at is None:
+                outputs += seq.note_chunk(step.at, now, row.num_tokens)
             if row.num_samples and row.num_tokens == 1:
                 step.num_rows += 1
             else:
@@ -483,23 +483,3 @@ class Scheduler:
             mirostat_mu=mu,
             times=seq.sum_up_times() if is_first or finish else None,
         )
-
-
-def report_prefill(seq: Sequence, now: float) -> list[TokenOutput]:
-    """Return how far the prompt of a sequence is: the first time also what the cache had of it."""
-    num_cached, num_computed = seq.num_cached_tokens or 0, seq.num_computed_tokens
-    if seq.index or seq.num_output_tokens:
-        return []
-    reported = seq.num_reported_tokens
-    seq.num_reported_tokens = max(reported, num_computed)
-    seconds = 0.0 if seq.admitted is None else now - seq.admitted
-    return [
-        TokenOutput(
-            seq.request.request_id,
-            0,
-            NO_TOKEN,
-            prefill=PrefillProgress(seq.num_prompt_tokens, num_cached, count, seconds),
-        )
-        for count in dict.fromkeys((num_cached, num_computed))
-        if count > reported
-    ]

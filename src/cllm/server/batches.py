@@ -67,6 +67,8 @@ def recording(
     will be tried again because the queue is full.
     """
     record = RequestRecord(new_request_id(), "POST", batch.endpoint, dialect, batch_id=batch.id)
+    if state.request_log.tracer is not None:
+        state.request_log.tracer(record, "")
     try:
         yield record
         record.status = 200

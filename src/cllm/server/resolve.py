@@ -140,8 +140,9 @@ async def load(registry: Registry, model: ServedModel, call: Call) -> Service:
     timeout = call.state.settings.scheduler.request_timeout
     first = min(list_limits(timeout, call.time_limits), key=attrgetter("at"), default=None)
     try:
-        async with asyncio.timeout(first and first.at - time.monotonic()):
-            return await registry.load(model)
+        with call.record.timing("load"):
+            async with asyncio.timeout(first and first.at - time.monotonic()):
+                return await registry.load(model)
     except TimeoutError:
         raise first.error if first else took_too_long(0) from None
     except EngineError as error:

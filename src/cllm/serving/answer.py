@@ -7,6 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -16,7 +17,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
-from cllm.observe.request_record import RequestRecord
+from cllm.observe.request_record import NOT_TIMED, RequestRecord
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.in_flight import OutputStream
@@ -60,6 +61,10 @@ class SchedulingOptions:
     delivered: Delivered | None = None
     record: RequestRecord | None = field(default=None, compare=False)
     reports_prefill: bool = False
+
+    def timing(self, name: str) -> AbstractContextManager[None]:
+        """Note a step of the request's preparation in its record; see RequestRecord."""
+        return NOT_TIMED if self.record is None else self.record.timing(name)
 
     def compute_remaining(self, seconds: float | None) -> float | None:
         """Return what is left of a time limit, at least 0; None without a limit."""
@@ -329,17 +334,18 @@ class Answer:
                 self._progress.add(outputs)
             now, before = time.monotonic(), self.generation.usage.completion_tokens
             deltas = self._read(outputs)
+            if (steps := self.record.steps) is not None:
+                steps.detokenizing.add(time.monotonic() - now)
             if count := self.generation.usage.completion_tokens - before:
                 times = self.generation.times
                 self._metrics.observe_tokens(count, now - times.latest, first=before == 0)
                 self.record.last_token = now
                 if before == 0:
                     times.first = self.record.first_token = now
+                    self._limits = [one for one in self._limits if not one.is_for_start]
                 else:
                     self.record.gaps.append(now - times.latest)
                 times.latest = now
-                if before == 0:
-                    self._limits = [one for one in self._limits if not one.is_for_start]
         except Exception as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             self.record.error_code = getattr(error, "code", None) or type(error).__name__
@@ -444,4 +450,5 @@ def make_request(
         num_base_tokens,
         scheduling.reports_prefill,
         plan.name if plan else "",
+        is_traced=scheduling.record is not None and scheduling.record.steps is not None,
     )

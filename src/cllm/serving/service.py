@@ -152,11 +152,12 @@ class Service:
         """
         if not texts:
             return []
+        scheduling = scheduling or SchedulingOptions()
         self._check_limits(scheduling)
-        limits = list_limits(self.request_timeout, scheduling or SchedulingOptions())
+        limits = list_limits(self.request_timeout, scheduling)
         first = min(limits, key=attrgetter("at"), default=None)
         try:
-            with self.admission():
+            with self.admission(), scheduling.timing("tokenize"):
                 async with asyncio.timeout(first and first.at - time.monotonic()):
                     return await self.engine.tokenize([*texts])
         except TimeoutError:
@@ -187,7 +188,8 @@ class Service:
         plan = chat_format.plan_output(prompt, begun, params)
         params, unenforced = plan.params, answer.unenforced
         if plan.constraint is not None:
-            checked = await self.texts.grammars.bind(plan.constraint, scheduling.cache_salt)
+            with scheduling.timing("grammar"):
+                checked = await self.texts.grammars.bind(plan.constraint, scheduling.cache_salt)
             params = plan.constrained_params(checked.grammar)
             unenforced += checked.unenforced
         return Generation(
@@ -203,7 +205,7 @@ class Service:
         self.texts.mark_tokens.update(zip(marks, tokens, strict=True))
 
     async def encode_chat(
-        self, chat: Chat, scheduling: SchedulingOptions | None = None, param: str = "messages"
+        self, chat: Chat, scheduling: SchedulingOptions, param: str = "messages"
     ) -> list[int]:
         """Return the tokens of a conversation by the model's template.
 
@@ -215,7 +217,8 @@ class Service:
         self._check_length(length, param)
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
             self._check_room(length, scheduling)
-        text = await self.render_chat(chat)
+        with scheduling.timing("render"):
+            text = await self.render_chat(chat)
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
         self._check_length(len(text) - 2 * num_fenced, param)
         self._check_length(num_fenced * self.vocabulary.longest_piece, param)
@@ -297,7 +300,8 @@ class Service:
         Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being
         checked.
         """
-        return await self.texts.grammars.check(constraint, param, scheduling.cache_salt)
+        with scheduling.timing("grammar"):
+            return await self.texts.grammars.check(constraint, param, scheduling.cache_salt)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self.least_tokens(num_characters)

@@ -46,8 +46,8 @@ def with_records(
                     record.request_id = given[0].decode(errors="replace")
             await send(message)
 
-        if request_log.reads_traceparent:
-            record.traceparent = Headers(scope=scope).get("traceparent", "")
+        if request_log.tracer is not None:
+            request_log.tracer(record, Headers(scope=scope).get("traceparent", ""))
         if request_log.allows_header:
             request_level.set(LEVELS.get(Headers(scope=scope).get(LEVEL_HEADER, "").upper()))
         try:

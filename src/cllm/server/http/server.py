@@ -239,7 +239,7 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     if settings.trace.endpoint is not None:
         server.spans = SpanExporter(settings.trace, __version__)
         state.request_log.listeners.append(server.spans.export)
-        state.request_log.reads_traceparent = True
+        state.request_log.tracer = server.spans.begin
     return server
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cllm.observe.request_steps import Work
 from cllm.serving.answer import Answer
 from cllm.serving.delivered import LENGTH, ProgressRecorder
 from cllm.text.output_reader import Delta
@@ -129,6 +130,9 @@ class EventStream(Response):
 
     async def _run(self, receive: Receive, send: Send) -> None:
         self._send = send
+        if (steps := self._answer.record.steps) is not None:
+            self._send = steps.sending.timed_async(send)
+            self._events = TimedEvents(self._events, steps.formatting)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(wait_for_disconnect(receive))
         error: BaseException | None = None
@@ -248,6 +252,14 @@ class EventStream(Response):
             self._ended.set_exception(error)
         else:
             self._ended.set_result(None)
+
+
+class TimedEvents:
+    """Formats an answer as ``events`` does, and adds the time that this takes to ``work``."""
+
+    def __init__(self, events: AnswerEvents, work: Work) -> None:
+        self.begin, self.fault = events.begin, events.fault
+        self.deltas, self.end = work.timed(events.deltas), work.timed(events.end)
 
 
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
