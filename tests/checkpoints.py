@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 Tensor = tuple[str, list[int], bytes]
 """A tensor's type, its shape and its bytes."""
 
@@ -55,3 +57,71 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor] = TENSORS) -> Path:
         (folder / places[name]).write_bytes(pack_tensors({name: tensor}))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return folder
+
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def add_tokens(*texts: str, first: int = 0, special: bool = True) -> list[dict[str, Any]]:
+    """Return entries of ``added_tokens`` in ``tokenizer.json``."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [
+        {"id": token, "content": text, "special": special} | flags
+        for token, text in enumerate(texts, first)
+    ]
+
+
+def make_tokenizer(model: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
+    """Return the content of ``tokenizer.json``."""
+    empty = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    return {"version": "1.0", "added_tokens": [], **empty, "model": model} | parts
+
+
+def convert_tokenizer(path: Path) -> dict[str, Any]:
+    """Return the vocabulary of a GGUF file of the kind "qwen2" as ``tokenizer.json``."""
+    fields = gguf.GGUFReader(path).fields
+    tokens, kinds, merges = (
+        fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges")
+    )
+    added = [
+        entry
+        for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind != gguf.TokenType.NORMAL
+        for entry in add_tokens(text, first=token, special=kind == gguf.TokenType.CONTROL)
+    ]
+    model = {
+        "type": "BPE",
+        "vocab": {text: token for token, text in enumerate(tokens)},
+        "merges": [merge.split(" ") for merge in merges],
+    }
+    words = {
+        "type": "Split",
+        "pattern": {"Regex": QWEN_WORDS},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    letters = BYTE_LEVEL | {"use_regex": False}
+    return make_tokenizer(
+        model,
+        added_tokens=added,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [words, letters]},
+        decoder=letters,
+    )
+
+
+def write_tokenizer(folder: Path, path: Path) -> None:
+    """Write the files about the vocabulary of a GGUF file of the kind "qwen2"."""
+    fields = gguf.GGUFReader(path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    settings: dict[str, Any] = {
+        f"{name}_token": tokens[field.contents()]
+        for name in ("bos", "eos")
+        if (field := fields.get(f"tokenizer.ggml.{name}_token_id"))
+    }
+    settings["chat_template"] = fields["tokenizer.chat_template"].contents()
+    (folder / "tokenizer.json").write_text(json.dumps(convert_tokenizer(path)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

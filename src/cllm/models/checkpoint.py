@@ -154,11 +154,18 @@ def read_json_value(path: Path, limit: int = MAX_JSON) -> Any:
     content = read_bytes(path, limit)
     try:
         return json.loads(content)
-    except RecursionError:
-        _fail(path, "is damaged: its JSON is nested too deeply")
-    except ValueError as error:  # also if it is not UTF-8
-        explained = explain_format(content[:64])
-        _fail(path, f"is not JSON{explained}" if explained else f"is not valid JSON: {error}")
+    except (ValueError, RecursionError) as error:  # ValueError also if it is not UTF-8
+        _fail(path, explain_json(content[:64], error))
+
+
+def explain_json(start: bytes, error: Exception) -> str:
+    """Return what is wrong with a file that begins with ``start`` and could not be decoded."""
+    if isinstance(error, RecursionError):
+        return "is damaged: its JSON is nested too deeply"
+    if isinstance(error, msgspec.ValidationError):
+        return f"is damaged: {str(error)[:200]}"
+    explained = explain_format(start)
+    return f"is not JSON{explained}" if explained else f"is not valid JSON: {str(error)[:200]}"
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -1,0 +1,1 @@
+"""The PyTorch backend: serves checkpoints in the form in which training writes them."""
