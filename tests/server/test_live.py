@@ -287,7 +287,8 @@ def test_snapshots_of_64_sequences_take_less_than_a_hundredth_of_a_core(fake_eng
         service=service,
         is_loading=False,
     )
-    made = Snapshots(SimpleNamespace(models=[model], ready=True), LastMinute())
+    loaded = SimpleNamespace(draining=False)
+    made = Snapshots(SimpleNamespace(models=[model], ready=True, loaded=loaded), LastMinute())
     decode = msgspec.msgpack.Decoder(Explained).decode
     seconds = []
     for _ in range(20):

@@ -15,7 +15,7 @@ from cllm.cli.remote import LOCAL, Url, auth_headers, error_message, lost, read_
 from cllm.errors import CLLMError, StartupError
 from cllm.http_client import open_client
 from cllm.scheduler.trace import SequenceState
-from cllm.server.live.schema import EngineState, ModelState, Snapshot
+from cllm.server.live.schema import EngineState, ModelState, ReplicaState, Snapshot
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SILENCE = 60.0  # seconds without a snapshot after which the connection counts as lost
 WIDTH = 20  # characters of the bars of cells
 COLORS = {"queued": "yellow", "prefill": "cyan", "decode": "green", "parked": "magenta"}
+SHOWN_AGE = 3.0  # seconds above which the age of what is shown of a replica is named
 NO_EVENTS = "it has no live view, or is not a cLLM server"
 
 
@@ -37,8 +38,8 @@ def top(
         bool, Parameter(name="--json", help="Print JSON, a snapshot on each line.")
     ] = False,
 ) -> None:
-    """Watch the requests, engines and models of a running server, until Ctrl-C. The same is shown
-    at the address /live of the server, with a history.
+    """Watch the requests, engines and models of a running server, or of all replicas behind a front
+    of a cluster, until Ctrl-C. The same is shown at the address /live, with a history.
 
     A server with keys wants that of an administrator, in CLLM_API_KEY.
     """
@@ -120,20 +121,27 @@ def render(snapshot: Snapshot, url: str, height: int | None) -> RenderableType:
 
     state = "ready" if snapshot.is_ready else "not ready"
     last = snapshot.last_minute
+    if snapshot.is_draining:
+        state = "shuts down after its requests"
     lines = [
         Text.assemble((f"cLLM {snapshot.version} at {url}", "bold"), f", {state}"),
         Text(f"Last minute: {last.num_requests} requests, {last.num_failed} failed")
         + Text(format_percentiles("first token", last.ttft, 1.0, "s"))
         + Text(format_percentiles("between tokens", last.itl, 1000.0, "ms")),
     ]
-    sequences: list[SequenceState] = []
+    lines += map(describe_replica, snapshot.replicas)
+    sequences = [("front: ", seq) for seq in snapshot.at_front]
     for model in snapshot.models:
-        lines.append(describe_model(model))
+        where = f"{model.replica}: " if model.replica else ""
+        lines.append(describe_model(model, where))
         lines += [describe_engine(engine) for engine in model.engines]
-        sequences += [seq for engine in model.engines for seq in engine.sequences]
+        sequences += [(where, seq) for engine in model.engines for seq in engine.sequences]
     lines.append(Text(f"Requests: {len(sequences)}"))
     room = None if height is None else max(0, height - len(lines) - 1)
-    lines += [Text(describe_sequence(seq), COLORS[seq.phase]) for seq in sequences[:room]]
+    lines += [
+        Text(where + describe_sequence(seq) + describe_journey(seq, snapshot), COLORS[seq.phase])
+        for where, seq in sequences[:room]
+    ]
     if room is not None and len(sequences) > room:
         lines.append(Text(f"... and {len(sequences) - room} more"))
     for line in lines:
@@ -148,7 +156,23 @@ def format_percentiles(what: str, values: list[float], factor: float, unit: str)
     return f"; {what}: {factor * values[0]:.3g} {unit}, 99 %: {factor * values[-1]:.3g} {unit}"
 
 
-def describe_model(model: ModelState) -> Text:
+def describe_replica(replica: ReplicaState) -> Text:
+    from rich.text import Text
+
+    facts = [replica.status + (f" ({replica.trouble})" if replica.trouble else "")]
+    facts.append(f"{replica.num_requests} requests of this front")
+    if replica.seconds_old is not None and replica.seconds_old > SHOWN_AGE:
+        facts.append(f"shown as it was {replica.seconds_old:.0f} s ago")
+    return Text.assemble("replica ", (replica.name, "bold"), ": ", ", ".join(facts))
+
+
+def describe_journey(seq: SequenceState, snapshot: Snapshot) -> str:
+    """Return which replicas a front has asked for a sequence, if there were several."""
+    sentences = snapshot.journeys.get(seq.name.rpartition("-")[0])
+    return f" Sent more than once: {'; '.join(sentences)}." if sentences else ""
+
+
+def describe_model(model: ModelState, where: str) -> Text:
     from rich.text import Text
 
     facts = [model.status]
@@ -161,7 +185,7 @@ def describe_model(model: ModelState) -> Text:
         f"{model.output_tokens_per_s:.0f} output tokens/s",
         f"{model.prompt_tokens_per_s:.0f} prompt tokens/s",
     ]
-    return Text.assemble((model.name, "bold"), ": ", ", ".join(facts))
+    return Text.assemble(where, (model.name, "bold"), ": ", ", ".join(facts))
 
 
 def describe_engine(engine: EngineState) -> Text:

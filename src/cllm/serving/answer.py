@@ -123,6 +123,7 @@ class Generation:
         self.engine_id = self.request_id
         if (delivered := self.scheduling.delivered) is not None:
             self.request_id, self.created = delivered.origin.request_id, delivered.origin.created
+            self.engine_id = delivered.origin.make_engine_id()
 
     def derive_id(self, *place: int, digits: int = 24) -> str:
         """Return hex digits that identify a part of the answer, such as a call. They are always the

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import secrets
 import struct
 from array import array
 from collections import defaultdict
@@ -21,6 +23,9 @@ from cllm.text.output_reader import Delta, OutputReader, Usage
 LENGTH = struct.Struct(">I")
 MAX_PROGRESS_BYTES = 16_000_000  # of one stream; one that has more cannot be continued
 
+# what the id of an answer's rest has more than that of the answer, in the name of a sequence
+AGAIN = re.compile(r"-again[0-9a-f]{8}(?=-\d+\.\d+$)")
+
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """What another server needs to make the request of a stream again.
@@ -37,6 +42,10 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     inputs: bytes
     num_reused_tokens: Count
     num_prompt_tokens: Count = 0
+
+    def make_engine_id(self) -> str:
+        """Return an id, never used again, for the rest of the answer in a server's engines."""
+        return f"{self.request_id}-again{secrets.token_hex(4)}"
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -259,3 +268,8 @@ def cannot_continue(reason: str) -> BadRequest:
     return BadRequest(
         f"The stream cannot be continued: {reason}.", code="cannot_continue", status=409
     )
+
+
+def find_first_name(sequence: str) -> str:
+    """Return the name that an engine's sequence had on the server that has begun its answer."""
+    return AGAIN.sub("", sequence)

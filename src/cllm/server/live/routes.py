@@ -15,6 +15,7 @@ from cllm.server.state import get_state
 
 router = APIRouter(tags=["cLLM"])
 
+EVENTS_PATH = "/live/events"
 MEDIA_TYPE = "text/event-stream"
 
 
@@ -24,7 +25,7 @@ async def page(request: Request) -> Response:
     return answer_file(request, "live/index.html", "text/html")
 
 
-@router.get("/live/events", include_in_schema=False)
+@router.get(EVENTS_PATH, include_in_schema=False)
 async def events(request: Request) -> Response:
     """Stream snapshots, see schema.py, as server-sent events. Needs an administrator's key."""
     check_admin(request)

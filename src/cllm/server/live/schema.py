@@ -6,6 +6,8 @@ imports little.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from cllm.scheduler.trace import SequenceState
@@ -65,7 +67,7 @@ class QueueEntry(msgspec.Struct, frozen=True, rename={"account": "key"}):
 
 class ModelState(msgspec.Struct, frozen=True):
     """A model. While it is loading, its engines have read ``loaded_share`` of it, 0 to 1. The rates
-    are those since the last snapshot.
+    are those since the last snapshot. ``replica`` names the server of a cluster that has it.
     """
 
     name: str
@@ -77,18 +79,45 @@ class ModelState(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float
     queue: list[QueueEntry]
     engines: list[EngineState]
+    replica: str = ""
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """The state of a server ``at`` a time in seconds since 1970."""
+ReplicaStatus = Literal["ready", "loading", "draining", "slow", "lost"]
+
+
+class ReplicaState(msgspec.Struct, frozen=True):
+    """A server of a cluster, as its front sees it. ``trouble`` says why it is slow or lost. What is
+    shown of it is ``seconds_old``; None if nothing is. It answers ``num_requests`` of the front.
+    """
+
+    name: str
+    status: ReplicaStatus
+    trouble: str
+    seconds_old: float | None
+    num_requests: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of a server ``at`` a time in seconds since 1970.
+
+    A front of a cluster shows the models of its ``replicas``, and as ``at_front`` the requests that
+    no replica has now. ``journeys`` has sentences about what the front did with unfinished requests
+    that it had to send more than once, by their id.
+    """
 
     at: float
     version: str
     is_ready: bool
     models: list[ModelState]
     last_minute: Latencies
+    is_draining: bool = False
+    replicas: list[ReplicaState] = []
+    at_front: list[SequenceState] = []
+    journeys: dict[str, list[str]] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs, waits or is being loaded."""
-        return not any(model.num_requests or model.status == "loading" for model in self.models)
+        return not self.at_front and not any(
+            model.num_requests or model.status == "loading" for model in self.models
+        )

@@ -45,6 +45,7 @@ class Snapshots:
             self._registry.ready,
             [self._describe_model(model, explanations, elapsed) for model in models],
             self._last_minute.sum_up(now),
+            self._registry.loaded.draining,
         )
         self._stats = {member: member.stats for model in models for member in list_members(model)}
         return snapshot

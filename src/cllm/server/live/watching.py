@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -13,28 +15,51 @@ from cllm.process.member import Member
 from cllm.scheduler.trace import Explanation
 from cllm.server.http.sse import escape_line_ends
 from cllm.server.live.last_minute import LastMinute
+from cllm.server.live.schema import Snapshot
 from cllm.server.live.snapshot import Snapshots, list_members
 from cllm.serving.registry import Registry
 
 SECONDS = 0.2  # between two snapshots
 IDLE_SECONDS = 1.0  # between two snapshots of a server that computes nothing
+MAX_SHARE = 0.02  # of the event loop's time, for making snapshots
 MAX_STEPS = 16  # of each engine, in a snapshot
 
 log = logging.getLogger("cllm.live")
 
 
-class LiveView:
-    """Makes snapshots of a server, at most one every SECONDS, however many watch, and none while
-    nobody does.
+class SnapshotStream(ABC):
+    """Makes snapshots, at most one every SECONDS, however many watch, and none while nobody does.
+    Large ones are made less often, so that they take at most MAX_SHARE of the event loop's time.
     """
 
-    def __init__(self, registry: Registry, last_minute: LastMinute) -> None:
-        self._registry = registry
-        self._last_minute = last_minute
+    def __init__(self) -> None:
         self._watchers: set[Watcher] = set()
         self._running: asyncio.Task[None] | None = None
-        self._asked: dict[Member, asyncio.Task[Explanation]] = {}
-        self._explanations: dict[Member, Explanation] = {}
+
+    # --- What differs between servers and fronts -------------------------------------------------
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begin to watch."""
+
+    @property
+    @abstractmethod
+    def is_ending(self) -> bool:
+        """Whether no more snapshots are made."""
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Get what the next snapshot needs."""
+
+    @abstractmethod
+    def make(self) -> Snapshot:
+        """Return the present state."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget everything, because nobody watches."""
+
+    # --- What they share -------------------------------------------------------------------------
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Yield snapshots as server-sent events until the server shuts down. A watcher that is slow
@@ -51,27 +76,59 @@ class LiveView:
             self._watchers.discard(watcher)
 
     async def _run(self) -> None:
-        snapshots = Snapshots(self._registry, self._last_minute)
         loop = asyncio.get_running_loop()
         try:
-            while self._watchers and not self._registry.loaded.draining:
+            self.open()
+            while self._watchers and not self.is_ending:
                 begun = loop.time()
-                await self._ask_engines()
-                snapshot = snapshots.make(self._explanations)
+                await self.prepare()
+                spent = time.thread_time()
+                snapshot = self.make()
                 data = b"data: " + escape_line_ends(msgspec.json.encode(snapshot)) + b"\n\n"
+                spent = time.thread_time() - spent
                 for watcher in self._watchers:
                     watcher.put(data)
                 period = IDLE_SECONDS if snapshot.is_idle else SECONDS
-                await asyncio.sleep(begun + period - loop.time())
+                await asyncio.sleep(begun + max(period, spent / MAX_SHARE) - loop.time())
         except Exception:
             log.exception("the live view has failed")
         finally:
-            for task in self._asked.values():
-                task.cancel()
-            self._asked.clear()
-            self._explanations.clear()
+            self.close()
             for watcher in self._watchers:
                 watcher.put(None)
+
+
+class LiveView(SnapshotStream):
+    """Makes snapshots of a server, which ends when it shuts down and all requests have ended."""
+
+    def __init__(self, registry: Registry, last_minute: LastMinute) -> None:
+        super().__init__()
+        self._registry = registry
+        self._last_minute = last_minute
+        self._snapshots: Snapshots | None = None
+        self._asked: dict[Member, asyncio.Task[Explanation]] = {}
+        self._explanations: dict[Member, Explanation] = {}
+
+    def open(self) -> None:
+        self._snapshots = Snapshots(self._registry, self._last_minute)
+
+    @property
+    def is_ending(self) -> bool:
+        loaded = self._registry.loaded
+        return loaded.draining and not loaded.num_unfinished
+
+    async def prepare(self) -> None:
+        await self._ask_engines()
+
+    def make(self) -> Snapshot:
+        assert self._snapshots is not None
+        return self._snapshots.make(self._explanations)
+
+    def close(self) -> None:
+        for task in self._asked.values():
+            task.cancel()
+        self._asked.clear()
+        self._explanations.clear()
 
     async def _ask_engines(self) -> None:
         """Get explanations from the engines that have work. One that is in a long step answers

@@ -3,15 +3,23 @@
 export const SECONDS = 300;
 const SLACK = 1.5; // seconds between two snapshots of a server that computes nothing, and more
 
+const MAX_KEPT = 100_000; // states of sequences in all snapshots; a large cluster has fewer minutes
+
 export class History {
   snapshots = [];
+  #numKept = 0;
   #tracks = new Map(); // sequence name -> { name, first, last, segments: [{ phase, from, to }] }
 
   add(snapshot) {
+    nameReplicas(snapshot);
+    const sequences = listSequences(snapshot);
     this.snapshots.push(snapshot);
+    this.#numKept += sequences.length;
     const oldest = snapshot.at - SECONDS;
-    while (this.snapshots[0].at < oldest) this.snapshots.shift();
-    for (const sequence of listSequences(snapshot)) this.#extend(sequence, snapshot.at);
+    while (this.snapshots[0].at < oldest || (this.#numKept > MAX_KEPT && this.snapshots[1])) {
+      this.#numKept -= listSequences(this.snapshots.shift()).length;
+    }
+    for (const sequence of sequences) this.#extend(sequence, snapshot.at);
     for (const [name, track] of this.#tracks) if (track.last < oldest) this.#tracks.delete(name);
   }
 
@@ -48,7 +56,9 @@ export class History {
       const snapshot = this.snapshots[i];
       if (snapshot.at > time) continue;
       const sequence = listSequences(snapshot).find((one) => one.name === name);
-      if (sequence) return { sequence, at: snapshot.at, hasEnded: time - snapshot.at > SLACK };
+      if (!sequence) continue;
+      const journey = snapshot.journeys?.[name.replace(/-\d+\.\d+$/, "")];
+      return { sequence, journey, at: snapshot.at, hasEnded: time - snapshot.at > SLACK };
     }
     return undefined;
   }
@@ -63,6 +73,16 @@ function addPast(track, sequence) {
   track.segments.push({ phase: "prefill", from: admitted, to: admitted + sequence.prefill });
 }
 
+/** Note in each sequence which server of a cluster has it. */
+function nameReplicas(snapshot) {
+  for (const { replica, engines } of snapshot.models) {
+    for (const { sequences } of engines) for (const one of sequences) one.replica = replica;
+  }
+  for (const one of snapshot.at_front ?? []) one.replica = "front";
+}
+
+/** Return the sequences of all engines, and those that the front of a cluster has itself. */
 export function listSequences(snapshot) {
-  return snapshot.models.flatMap((model) => model.engines.flatMap((engine) => engine.sequences));
+  const ofEngines = snapshot.models.flatMap((model) => model.engines.flatMap((engine) => engine.sequences));
+  return [...(snapshot.at_front ?? []), ...ofEngines];
 }

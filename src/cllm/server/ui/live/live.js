@@ -3,7 +3,7 @@
 import { keepKey } from "../server.js";
 import { drawBars, drawCells, drawRates, drawSteps, readColors } from "./drawing.js";
 import { History, listSequences, SECONDS } from "./history.js";
-import { describe, describeShortly, seconds, shorten } from "./sentences.js";
+import { describe, describeReplica, describeShortly, seconds, shorten } from "./sentences.js";
 import { watch } from "./stream.js";
 
 const FRAME = 1000 / 31; // milliseconds between two drawings
@@ -91,12 +91,14 @@ function showRequests(snapshot) {
     const state = history.findState(track.name, snapshot.at);
     if (state) rows.push({ sequence: state.sequence, hasEnded: true });
   }
-  rows.sort((a, b) => firstSeen(a) - firstSeen(b));
+  rows.sort((a, b) => compareReplicas(a, b) || firstSeen(a) - firstSeen(b));
   tracks = rows.map(({ sequence }) => history.track(sequence.name)).filter(Boolean);
   fill(names, rows, createRow, updateRow);
   get("none").hidden = rows.length > 0;
 }
 
+const compareReplicas = (a, b) =>
+  (a.sequence.replica ?? "").localeCompare(b.sequence.replica ?? "");
 const firstSeen = ({ sequence }) => history.track(sequence.name)?.first ?? 0;
 
 function createRow() {
@@ -110,8 +112,8 @@ function updateRow(item, { sequence, hasEnded }) {
   const button = item.firstChild;
   button.dataset.name = sequence.name;
   button.setAttribute("aria-pressed", `${sequence.name === selected}`);
-  const account = sequence.key ? ` · ${sequence.key}` : "";
-  setText(button.firstChild, `${shorten(sequence.name)}${account}`);
+  const facts = [shorten(sequence.name), sequence.key, sequence.replica].filter(Boolean);
+  setText(button.firstChild, facts.join(" · "));
   setText(button.lastChild, hasEnded ? "has ended" : describeShortly(sequence));
 }
 
@@ -125,7 +127,7 @@ function showDetail(time) {
   const state = selected && history.findState(selected, time);
   detail.hidden = !state;
   if (!state) return;
-  const { sequence, hasEnded } = state;
+  const { sequence, hasEnded, journey } = state;
   setText(detail.querySelector("h2"), `Request ${sequence.name}`);
   const end = hasEnded ? " It has ended or left since." : "";
   setText(detail.querySelector("p"), describe(sequence) + end);
@@ -137,6 +139,8 @@ function showDetail(time) {
     Cells: `${sequence.num_cells}, ${sequence.num_shared_cells} of them shared`,
     Parked: sequence.num_parked === 1 ? "once" : `${sequence.num_parked} times`,
     Timeline: describeTimeline(sequence.name, time),
+    ...(sequence.replica && { Replica: sequence.replica }),
+    ...(journey && { "Sent more than once": journey.join("; ") }),
   };
   fill(
     detail.querySelector("dl"),
@@ -165,15 +169,16 @@ function showEngines(snapshot, steps) {
       ? "ready"
       : `not ready, expected in ${seconds(engine.seconds_until_ready)}`;
     const restarts = engine.num_restarts ? `, restarts: ${engine.num_restarts}` : "";
-    setText(title, `${model.name}, engine ${engine.number}: ${state}${restarts}`);
+    const name = `${nameModel(model)}, engine ${engine.number}`;
+    setText(title, `${name}: ${state}${restarts}`);
     setText(
       facts,
       `${engine.num_cells_held} of ${engine.num_cells} cells used, ${engine.num_cells_idle} ` +
         `cached, ${engine.num_cells_shared} saved by sharing; ${engine.num_running} running, ` +
         `${engine.num_waiting} waiting, ${engine.num_seq_ids} places`,
     );
-    cells.setAttribute("aria-label", `Cells of engine ${engine.number} of ${model.name}`);
-    bars.setAttribute("aria-label", `Steps of engine ${engine.number} of ${model.name}`);
+    cells.setAttribute("aria-label", `Cells of ${name}`);
+    bars.setAttribute("aria-label", `Steps of ${name}`);
     const latest = engine.steps.at(-1);
     const parts = Object.entries(engine.stage_ms).filter(([, ms]) => ms >= 0.005);
     const step = latest
@@ -186,6 +191,8 @@ function showEngines(snapshot, steps) {
     drawSteps(bars, steps(model, engine));
   });
 }
+
+const nameModel = (model) => (model.replica ? `${model.replica}: ${model.name}` : model.name);
 
 function createEngine() {
   const cells = make("canvas", "cells");
@@ -202,7 +209,7 @@ function collectSteps(time) {
       if (snapshot.at > time) break;
       if (snapshot.at < time - 20) continue;
       const own = snapshot.models
-        .find((one) => one.name === model.name)
+        .find((one) => one.name === model.name && one.replica === model.replica)
         ?.engines.find((one) => one.number === engine.number);
       for (const step of own?.steps ?? []) {
         if (step.number > (found.at(-1)?.number ?? 0)) found.push(step);
@@ -228,15 +235,26 @@ function showTable(id, rows) {
 }
 
 function showTables(snapshot) {
-  const queue = snapshot.models.flatMap((model) => model.queue);
+  const replicas = snapshot.replicas ?? [];
+  get("replicas").closest("section").hidden = replicas.length === 0;
+  showTable(
+    "replicas",
+    replicas.map((one) => [one.name, describeReplica(one), one.num_requests]),
+  );
+  const queue = snapshot.models.flatMap((model) => model.queue.map((one) => ({ model, one })));
   showTable(
     "queue",
-    queue.map((one) => [one.priority, one.key || "none", one.num_requests, one.num_tokens]),
+    queue.map(({ model, one }) => [
+      model.replica ? `${model.replica}: ${one.priority}` : one.priority,
+      one.key || "none",
+      one.num_requests,
+      one.num_tokens,
+    ]),
   );
   showTable(
     "models",
     snapshot.models.map((model) => [
-      model.name,
+      nameModel(model),
       model.status === "loading"
         ? `loading, ${Math.round(100 * model.loaded_share)} %`
         : model.status,
@@ -312,7 +330,9 @@ function connect() {
     onSnapshot(snapshot) {
       history.add(snapshot);
       arrived = performance.now();
-      showState(`${snapshot.is_ready ? "Ready" : "Not ready"}, version ${snapshot.version}`, false);
+      const ready = snapshot.is_ready ? "Ready" : "Not ready";
+      const state = snapshot.is_draining ? "Shuts down after its requests" : ready;
+      showState(`${state}, version ${snapshot.version}`, false);
       readColors();
       if (stoppedAt === null) refresh();
     },

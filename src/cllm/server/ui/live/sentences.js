@@ -49,3 +49,9 @@ export function describe(sequence) {
   }
   return `It has written ${output} in ${past}${rate(sequence)}.${waited}`;
 }
+
+/** Return the status of a replica and, if there is a reason for it, the reason. */
+export function describeReplica(replica) {
+  const old = replica.seconds_old > 3 ? ` (shown as it was ${seconds(replica.seconds_old)} ago)` : "";
+  return `${replica.status}${replica.trouble && `: ${replica.trouble}`}${old}`;
+}
