@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 
 import httpx2
@@ -191,6 +192,89 @@ def test_64_sequences_move_smoothly(watch, start_server):
                 )
             )
         assert rates[-1] >= 25, rates
+
+
+@pytest.fixture
+def start_cluster(start_server, monkeypatch):
+    """Return a function that starts two replicas whose steps take a while, and their front."""
+    monkeypatch.setenv("CLLM_CLUSTER_KEY", "the-key-of-the-test-cluster")
+
+    def start():
+        replicas = [start_server(*SMALL, "--server.enable-faults") for _ in range(2)]
+        slow = {"kind": "slow", "num_steps": 1_000_000, "seconds": 0.05}
+        for one in replicas:
+            one.client.post("/faults", json={"faults": [slow]})
+        urls = ",".join(one.url for one in replicas)
+        return start_server("--urls", urls, command=("cluster", "front")), replicas
+
+    return start
+
+
+@contextlib.contextmanager
+def reading(server, count):
+    """Let ``count`` streams be read meanwhile."""
+    is_over = threading.Event()
+
+    def read(number):
+        body = {"prompt": f"{number} private text", **ENDLESS}
+        with (
+            contextlib.suppress(httpx2.HTTPError),
+            httpx2.Client(base_url=server.url, timeout=PATIENCE) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            for _ in answer.iter_lines():
+                if is_over.is_set():
+                    break
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def find_names(replicas):
+    key = {"x-cllm-cluster-key": "the-key-of-the-test-cluster"}
+    leases = [one.client.get("/internal/lease", headers=key).json() for one in replicas]
+    return [lease["name"] for lease in leases]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_front_shows_all_replicas_and_what_becomes_of_one_that_is_killed(
+    watch, start_cluster, width
+):
+    front, replicas = start_cluster()
+    first, second = find_names(replicas)
+    view = watch(front, viewport={"width": width, "height": 844})
+    table = view.page.locator("#replicas tbody tr")
+    expect(table).to_have_count(2)
+    for name in (first, second):
+        expect(table.filter(has_text=name)).to_contain_text("ready")
+        expect(view.page.locator(".engine", has_text=name)).to_contain_text("engine 0: ready")
+        expect(view.page.locator("#models")).to_contain_text(f"{name}: fake")
+    with reading(front, 4):
+        expect(rows(view)).to_have_count(4)
+        moving = rows(view).filter(has_text=first).first
+        expect(rows(view).filter(has_text=second).first).to_be_visible()
+        expect(moving).to_contain_text("tokens/s")
+        moving.click()
+        detail = view.page.get_by_role("region", name="Request", exact=True)
+        expect(detail).to_contain_text(f"Replica{first}")
+        replicas[0].stop(signal.SIGKILL)
+        expect(table.filter(has_text=first)).to_contain_text("lost: cannot connect")
+        expect(detail).to_contain_text(f"Replica{second}")
+        expect(detail).to_contain_text(f"{first} ended in the middle of its answer")
+        expect(detail).to_contain_text(f"{second} has continued it for")
+        expect(rows(view).filter(has_text=first)).to_have_count(0)
+        expect(rows(view).filter(has_text=second)).to_have_count(4)
+        assert "private" not in view.page.content()
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+        results = Axe().run(view.page)
+        assert results.violations_count == 0, results.generate_report()
 
 
 def test_loading_model_shows_its_progress_and_names_cannot_run_scripts(watch, start_server):

@@ -46,6 +46,8 @@ CHARGED = frozenset(
 class NeedsTokens(Exception):
     """A replica has rejected a request for which ``num_tokens`` must be reserved."""
 
+    event = "needs more tokens reserved for it"
+
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
         self.num_tokens = num_tokens

@@ -47,7 +47,7 @@ class FrontApp:
             ready = self._front.replicas.ready
             content = {"status": "ready" if ready else "loading"}
             return JSONResponse(content, 200 if ready else 503)
-        return self._front.gatherer.find(request)
+        return self._front.own.find(request) or self._front.gatherer.find(request)
 
 
 def check_path(request: Request) -> None:

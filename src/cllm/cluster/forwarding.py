@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import closing
 from typing import NoReturn
 
@@ -18,7 +19,9 @@ from cllm.cluster.accounts import CHARGED, Admission, NeedsTokens
 from cllm.cluster.body import Fields, read_fields
 from cllm.cluster.faults import write_fault
 from cllm.cluster.front import UPLOADS, Front
+from cllm.cluster.journey import Journey
 from cllm.cluster.leases import Choice, Replica
+from cllm.cluster.outcomes import CannotContinue, Moved, Refused, ReplicaLost, StreamCut
 from cllm.cluster.prefixes import list_parts, make_routing_request
 from cllm.cluster.relay import FRAMED, REFUSALS, SILENCE, Relay
 from cllm.cluster.replay import Replay
@@ -53,50 +56,6 @@ REPEATABLE = CHARGED | {
 }
 
 
-class ReplicaLost(EngineError):
-    """The replica that answered a request has ended or cannot be reached."""
-
-
-class StreamCut(Exception):
-    """A replica has ended in the middle of a stream; ``relay`` has what the client has got."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self.relay = relay
-
-
-class CannotContinue(ReplicaLost):
-    """A replica can never continue the stream: it has another model, or makes another prompt."""
-
-
-class Refused(Exception):
-    """A replica has refused a request; ``relay`` has its answer."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self.relay = relay
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the replica's queue is full. In Ollama's dialect, that has the status 503 too."""
-        response = self.relay.response
-        return response.status != 503 or TICKET.encode() in response.headers
-
-    @property
-    def retry_after(self) -> float:
-        """Seconds after which the client may retry."""
-        value = self.relay.response.headers.get(b"retry-after", b"")
-        return float(value) if value.isdigit() else 1.0
-
-
-class Moved(Exception):
-    """A replica does not have what names it in its id; ``relay`` has its answer."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self.relay = relay
-
-
 class Forwarding:
     """One request, from its body to the end of its answer."""
 
@@ -113,6 +72,7 @@ class Forwarding:
         self._stored: StoredName | None = None  # what the request names
         self._landmarks: list[int] = []  # of the prompt's prefixes
         self._is_left = False  # whether the client has disconnected
+        self._journey = Journey(find_record(request.scope))
 
     def end(self, error: CLLMError) -> None:
         """End the request with ``error``."""
@@ -123,6 +83,7 @@ class Forwarding:
         """Answer the request. Raises CLLMError before the first byte of the answer."""
         front = self._front
         front.running.add(self.end)
+        front.journeys.add(self._journey)
         front.metrics.running.inc()
         try:
             if not self._is_upload:
@@ -131,9 +92,11 @@ class Forwarding:
             try:
                 await self._answer()
             finally:
+                self._journey.complete()
                 front.num_held_bytes -= len(self._body)
         finally:
             front.running.discard(self.end)
+            front.journeys.discard(self._journey)
             front.metrics.running.dec()
             self._ended.cancel()
 
@@ -189,16 +152,18 @@ class Forwarding:
         cut: Relay | None = None
         tried: list[Replica] = []
         has_reserved = False
-        record = find_record(self._request.scope)
-        record.account = account
+        record, self._journey.received = self._journey.record, admission.received
+        record.account, record.model = account, model
+        record.priority = admission.scheduled.choose_priority(None).name.lower()
+        record.submitted = time.monotonic() if self._path in CHARGED else None
         while len(tried) < 2:
             booking = self._choose(choices, wanted, ticket, tried, refusal)
             if booking is None:
                 break
             replica = front.replicas.by_number[booking.number]
-            record.model, record.replica, record.num_retries = model, replica.name, len(tried)
             try:
-                await self._ask(replica, admission, booking)
+                with self._journey.ask(replica.name):
+                    await self._ask(replica, admission, booking)
                 return
             except Moved as error:
                 if (home := await self._find_moved()) is None:
@@ -296,6 +261,8 @@ class Forwarding:
             self._front.replay_memory,
             admission.received,
         )
+        self._journey.relay = relay
+        relay.on_tokens = self._journey.record.note_delivery
         relay.on_first = booking.finish_prompt
         is_cut = False
         try:
@@ -384,7 +351,8 @@ class Forwarding:
                 replica = front.replicas.by_number[booking.number]
                 try:
                     relay.on_first = booking.finish_prompt
-                    await self._ask_for_rest(replica, admission, relay, replay)
+                    with self._journey.ask(replica.name, continues=True):
+                        await self._ask_for_rest(replica, admission, relay, replay)
                     return
                 except StreamCut:
                     until = clock() + seconds
@@ -434,7 +402,6 @@ class Forwarding:
         key, carried = self._write_credentials(replica, admission)
         head = write_continuing_head(replica, self._request, key, carried, len(body))
         self._front.metrics.continued.inc()
-        find_record(self._request.scope).num_retries += 1
         relay.continue_with(connection)
         await self._exchange(replica, admission, relay, connection, head + body)
 
@@ -516,6 +483,8 @@ class Forwarding:
         if not relay.has_started:
             raise error
         self._front.metrics.cut.inc()
+        record = self._journey.record
+        record.outcome, record.error_code = "error", getattr(error, "code", "replica_lost")
         if relay.kind in SILENCE:
             await relay.end_with(write_fault(self._request, error))
         # other answers end without their last bytes, so the client sees that they are cut

@@ -11,16 +11,20 @@ from starlette.requests import Request
 from cllm.cluster.accounts import Accounts
 from cllm.cluster.gather import Gatherer
 from cllm.cluster.heirs import Heirs
+from cllm.cluster.journey import Journey
 from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
+from cllm.cluster.own import OwnRoutes
 from cllm.cluster.replay import ReplayMemory
 from cllm.cluster.reports import ReportPuller
 from cllm.cluster.stored import StoredName
+from cllm.cluster.view import ClusterView
 from cllm.config.settings import Settings
 from cllm.errors import CLLMError, EngineError
 from cllm.routing.router import Router
 from cllm.server.access import Access
 from cllm.server.cluster.lease import ReplicaIdentity
+from cllm.server.live.last_minute import LastMinute
 
 # Paths of bodies that are passed on as they arrive
 UPLOADS = frozenset({"/v1/files", "/v1/messages/batches"})
@@ -58,11 +62,22 @@ class Front:
             self.metrics,
             settings.server.max_body_mb * 1_000_000,
         )
-        self.state = SimpleNamespace(access=access, settings=settings, routes=())
         self.num_held_bytes = 0
         self.replay_memory = ReplayMemory()
         # the functions that end the requests in progress
         self.running: set[Callable[[CLLMError], None]] = set()
+        self.journeys: set[Journey] = set()  # of the requests in progress
+        self.is_draining = False
+        self.last_minute = LastMinute()
+        self.live = ClusterView(
+            self.replicas,
+            access.cluster_key,
+            self.journeys,
+            self.last_minute,
+            lambda: self.is_draining and not self.running,
+        )
+        self.state = SimpleNamespace(access=access, settings=settings, routes=(), live=self.live)
+        self.own = OwnRoutes(self.state)
 
     async def open(self) -> None:
         """Begin to follow the replicas."""

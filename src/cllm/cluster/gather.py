@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,13 +24,10 @@ from cllm.cluster.stored import StoredName
 from cllm.errors import BadRequest, EngineError
 from cllm.scheduler.trace import Explanation
 from cllm.server.anthropic.batches import choose_page
-from cllm.server.app import answer_fault
 from cllm.server.auth import CARRIED_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.call import get_call
 from cllm.server.cluster.routes import RESPONSES_PATH
-from cllm.server.errors import install
-from cllm.server.native import usage
 from cllm.server.openai.paging import make_page
 
 MAX_PAGES = 1000  # that are read of a replica's list
@@ -123,7 +119,6 @@ class Gatherer:
         self._accounts = accounts
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
-        self._own: FastAPI | None = None
         self._handlers: Mapping[str, Callable[[Request], Coroutine[Any, Any, Response]]] = {
             **dict.fromkeys(("/health", "/ping"), self._answer_health),
             **dict.fromkeys(UNIONS, self._answer_union),
@@ -136,8 +131,6 @@ class Gatherer:
     def find(self, request: Request) -> ASGIApp | None:
         """Return what answers a request, or None if one replica does."""
         path: str = request.scope["path"]
-        if path == "/usage":
-            return self._answer_usage
         if request.method == "GET" and (handler := self._handlers.get(path)) is not None:
             return as_app(request, handler)
         if request.method == "GET" and path.startswith("/v1/models/"):
@@ -346,15 +339,6 @@ class Gatherer:
                 raise EngineError(message)
         answered = [answer for answer in answers if answer is not None]
         return next((one for one in answered if is_failure(one)), answered[0]).pass_on()
-
-    async def _answer_usage(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer from the front's own ledger, with the route of a server."""
-        if self._own is None:
-            self._own = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-            self._own.state = scope["app"].state
-            self._own.include_router(usage.router)
-            install(self._own, answer_fault)
-        await self._own(scope, receive, send)
 
 
 async def answer_version(_: Request) -> Response:

@@ -271,9 +271,14 @@ class Replicas:
         else:
             replica.received = replica.heard = clock()
             self.take(replica, lease)
-        if clock() > replica.heard + LOST_AFTER * self._lease_seconds:
+        if self.is_given_up(replica):
             for connection in [*replica.running]:
                 connection.close()
+
+    def is_given_up(self, replica: Replica) -> bool:
+        """Return whether a replica has been silent for so long that its requests are given up."""
+        now = asyncio.get_running_loop().time()
+        return now > replica.heard + LOST_AFTER * self._lease_seconds
 
     async def _read_lease(self, replica: Replica) -> Lease:
         """Raises BadLease, OSError and TimeoutError."""

@@ -92,6 +92,10 @@ class Relay:
         self.error: BaseException | None = None
         # called once, when the body or, in frames, the output begins
         self.on_first: Callable[[], None] | None = None
+        # called whenever the client gets tokens of a stream in frames
+        self.on_tokens: Callable[[], None] = lambda: None
+        self.is_complete = False  # the client has got the end of the answer
+        self.error_body = b""  # of an answer that is an error
         self.replay: Replay | None = None
         self._is_rest = False
         self.rest: Response | None = None  # from the replica that continues the stream
@@ -147,7 +151,10 @@ class Relay:
         """Raises BrokenHTTP for what is no frame."""
         if self.rest is not None and FRAMED not in self.rest.headers:
             return True  # the replica does not continue
+        before = self._received.completion_tokens
         data = replay.feed(data)
+        if self._received.completion_tokens > before:
+            self.on_tokens()
         if replay.has_outputs:
             self._note_first()
         if (data or replay.has_begun) and not self.has_started:
@@ -237,8 +244,11 @@ class Relay:
         if self._collected is not None:
             body, self._collected = bytes(self._collected), None
             self._start()
+            if self.response.status >= 400:
+                self.error_body = body
         self._write({"type": "http.response.body", "body": body, "more_body": False})
         await self.flush()
+        self.is_complete = True
 
     async def end_with(self, data: bytes) -> None:
         """End a stream that the replica did not end, with ``data`` for the client."""

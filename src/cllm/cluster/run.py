@@ -36,6 +36,9 @@ class FrontServer(GracefulServer):
     async def open_work(self) -> None:
         await self._front.open()
 
+    def drain(self) -> None:
+        self._front.is_draining = True
+
     def count_unfinished(self) -> int:
         return len(self._front.running)
 
@@ -88,7 +91,7 @@ def run_front(
     async def serve(signals: list[int]) -> bool:
         front = Front(settings, access)
         request_log = RequestLog(settings.log)
-        request_log.listeners.append(front.metrics.server.count_response)
+        request_log.listeners += [front.metrics.server.count_response, front.last_minute.note]
         front.metrics.server.limit_accounts(settings.metrics.max_accounts)
         server = FrontServer(
             make_config(FrontApp(front), access, settings, request_log),

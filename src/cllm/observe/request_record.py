@@ -110,6 +110,15 @@ class RequestRecord:
             return None
         return (self.completion_tokens - 1) / self.decoding
 
+    def note_delivery(self) -> None:
+        """Note that tokens have been delivered now."""
+        now = time.monotonic()
+        if self.last_token is None:
+            self.first_token = now
+        else:
+            self.gaps.append(now - self.last_token)
+        self.last_token = now
+
     def find_gap(self, share: float) -> float | None:
         """Return the time between two tokens that ``share`` of the times do not exceed."""
         if not self.gaps:
@@ -143,7 +152,8 @@ class RequestRecord:
         if self.num_parked:
             parts.append(f"parked {write_times(self.num_parked)}")
         if self.num_retries:
-            parts.append(f"its engine ended {write_times(self.num_retries)}")
+            what = "a front sent it again" if self.replica else "its engine ended"
+            parts.append(f"{what} {write_times(self.num_retries)}")
         return "; ".join(parts) or f"took {whole:.1f} s; its parts are not known"
 
     def list_phases(self) -> list[tuple[str, float, float]]:

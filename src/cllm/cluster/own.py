@@ -1,0 +1,43 @@
+"""The routes that a front answers as a server does, with the same code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from cllm.server import page
+from cllm.server.app import answer_fault
+from cllm.server.errors import install
+from cllm.server.live import routes as live
+from cllm.server.native import usage
+
+PATHS = frozenset({"/usage", "/live", live.EVENTS_PATH})
+PREFIXES = (page.PREFIX,)
+
+
+class OwnRoutes:
+    """Answers from the front's ledger, its view of the cluster and its files."""
+
+    def __init__(self, state: SimpleNamespace) -> None:
+        """``state`` has what the routes need of a ServerState."""
+        self._state = state
+        self._app: FastAPI | None = None
+
+    def find(self, request: Request) -> ASGIApp | None:
+        """Return what answers a request, None if the front does not answer it in this way."""
+        path: str = request.scope["path"]
+        if path == "/" and request.method == "GET" and page.wants_page(request):
+            return page.answer_page(request)
+        return self._make() if path in PATHS or path.startswith(PREFIXES) else None
+
+    def _make(self) -> FastAPI:
+        if self._app is None:
+            self._app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+            self._app.state = self._state  # type: ignore[assignment]
+            for router in (usage.router, live.router, page.router):
+                self._app.include_router(router)
+            install(self._app, answer_fault)
+        return self._app
