@@ -10,6 +10,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+from checkpoints import CONFIG, TENSORS, pack_tensors
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SMALL = bytes(range(256)) * 40
 LARGE = bytes(range(251)) * 4000
@@ -20,13 +22,26 @@ FILES = {
     "big/m-F16-00001-of-00002.gguf": SMALL,
     "big/m-F16-00002-of-00002.gguf": SMALL[::-1],
 }
+CHECKPOINT = {
+    "README.md": b"hello",
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer_config.json": b"{}",
+    "pytorch_model.bin": LARGE,
+    "model.safetensors": pack_tensors(TENSORS),
+}
+REPOSITORIES = {
+    "o/models": FILES,
+    "o/gated": FILES,
+    "o/tuned": CHECKPOINT,
+    "o/both": CHECKPOINT | FILES,
+    "o/empty": {},
+}
 TOKEN = "hf_a_token"
 PIECE = 1 << 16
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Repositories: ``o/models`` with FILES, ``o/gated`` for who has TOKEN, ``o/broken`` answers
-    503, ``o/empty``.
+    """A hub with REPOSITORIES: ``o/gated`` is for clients with TOKEN. ``o/broken`` answers 503.
 
     break_off_at: a file that is asked for from its beginning ends after so many bytes. pause:
     seconds before each PIECE of an answer.
@@ -65,17 +80,17 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(503)
         elif repo == "o/gated" and self.headers["Authorization"] != f"Bearer {TOKEN}":
             self.reply(401, headers={"X-Error-Code": "GatedRepo"})
-        elif repo not in ("o/models", "o/gated", "o/empty"):
+        elif repo not in REPOSITORIES:
             self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
         elif file is None:
-            files = {} if repo == "o/empty" else FILES
             siblings = [
-                {"rfilename": name, "size": len(content)} for name, content in files.items()
+                {"rfilename": name, "size": len(content)}
+                for name, content in REPOSITORIES[repo].items()
             ]
             body = json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode()
             self.reply(200, body, {"Content-Type": "application/json"})
         else:
-            self.send_file(FILES[file], file)
+            self.send_file(REPOSITORIES[repo][file], file)
 
     def send_file(self, content: bytes, name: str) -> None:
         headers = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from checkpoints import write_checkpoint
 from fake_hub import LARGE, FakeHub
 
 from cllm.models.catalog import BUILTIN
@@ -52,6 +53,24 @@ def cllm(tmp_path, hub):
 
 def names(cllm):
     return [model["name"] for model in json.loads(cllm("list", "--json"))]
+
+
+def test_checkpoint_is_pulled_shown_and_removed(cllm, tmp_path):
+    printed = cllm("pull", "hf:o/tuned")
+    assert printed.startswith("o/tuned: 0.0 MB, ")
+    assert "o/tuned" in names(cllm)
+    shown = json.loads(cllm("show", "o/tuned", "--json"))
+    assert shown["format"] == "safetensors"
+    assert shown["architecture"] == "llama"
+    assert shown["chat template"] == "no"
+    folder = write_checkpoint(tmp_path / "models" / "mine")
+    assert json.loads(cllm("show", folder, "--json"))["path"] == str(folder)
+    listed = json.loads(cllm("list", "--models.folder", folder.parent, "--json"))
+    assert ("mine", "folder") in [(model["name"], model["from"]) for model in listed]
+    (folder / "model.safetensors").write_bytes(b"x")
+    assert "is not a safetensors file" in cllm("show", folder, code=2)
+    assert cllm("rm", "o/tuned").startswith("removed o/tuned")
+    assert "o/tuned" not in names(cllm)
 
 
 def test_pulled_models_are_listed_and_removed(cllm, tmp_path):

@@ -6,11 +6,19 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from checkpoints import write_checkpoint
 
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
-from cllm.models.catalog import BUILTIN, check_sha256, derive_model_name, resolve
-from cllm.models.hub import Progress, choose_files, parse_quantization
+from cllm.models.catalog import BUILTIN, check_sha256, derive_model_name, list_folder, resolve
+from cllm.models.file_names import (
+    Form,
+    choose_files,
+    choose_form,
+    list_checkpoint,
+    parse_quantization,
+)
+from cllm.models.hub import Progress
 
 SITE = "https://huggingface.co"
 
@@ -21,7 +29,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     calls: list[tuple[str, str | None]] = []
 
     def download(
-        repo: str, quantization: str | None = None, progress: Progress | None = None
+        repo: str,
+        quantization: str | None = None,
+        progress: Progress | None = None,
+        form: Form | None = None,
     ) -> Path:
         calls.append((repo, quantization))
         return Path("downloaded.gguf")
@@ -79,8 +90,8 @@ def test_hub_name_is_split_into_repository_and_quantization(
         (f"{SITE}/owner/repo/blob/v2/m.gguf", "only main can be downloaded"),
         (f"{SITE}/owner/repo/discussions/3", "write hf:owner/repo"),
         ("owner/repo", "did you mean hf:owner/repo?"),
-        ("llama3", "a path to a .gguf file, hf:owner/repo[:quantization], or cllm-builtin"),
-        ("", "a path to a .gguf file"),
+        ("llama3", "a .gguf file, a checkpoint's folder, hf:owner/repo[:quantization]"),
+        ("", "a .gguf file"),
         ("./none.gguf", "There is no file"),
         ("none.gguf", "There is no file"),
     ],
@@ -103,6 +114,95 @@ def test_path_of_an_existing_file_resolves_to_itself(
     monkeypatch.chdir(home)
     assert resolve("~/model.gguf") == home / "model.gguf"
     assert resolve("no_suffix") == Path("no_suffix")
+
+
+def test_checkpoint_resolves_to_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "my.tune")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("my.tune") == Path("my.tune")
+    assert resolve("./my.tune/", form="checkpoint") == Path("my.tune")
+    assert (
+        resolve(str(folder / "config.json")) == resolve(str(folder / "model.safetensors")) == folder
+    )
+    assert derive_model_name(folder) == "my.tune"
+    monkeypatch.chdir(folder)
+    assert derive_model_name(resolve(".")) == "my.tune"
+    with pytest.raises(
+        StartupError, match=r"which llama\.cpp cannot read: use backend\.name torch"
+    ):
+        resolve(str(folder), form="gguf")
+    (folder / "config.json").unlink()
+    with pytest.raises(StartupError, match=r"is a directory without config\.json; give the path"):
+        resolve(str(folder))
+
+
+def test_checkpoints_in_a_folder_of_models(tmp_path: Path) -> None:
+    """Those of two runs have the same names, so they get those of their folders too. Folders
+    without weights, such as those with the settings of a pooling, are no models.
+    """
+    for name in ("one", "run/checkpoint-5", "other/checkpoint-5"):
+        write_checkpoint(tmp_path / name)
+    (tmp_path / "one/1_Pooling").mkdir()
+    (tmp_path / "one/1_Pooling/config.json").write_text("{}")
+    (tmp_path / "some.gguf").touch()
+    assert list_folder(tmp_path) == {
+        "one": tmp_path / "one",
+        "checkpoint-5": tmp_path / "other/checkpoint-5",
+        str(Path("run/checkpoint-5")): tmp_path / "run/checkpoint-5",
+        "some": tmp_path / "some.gguf",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (["config.json"], []),
+        (["model.safetensors"], []),
+        (["config.json", "pytorch_model.bin"], []),
+        (["config.json", "onnx/model.safetensors"], []),
+        (["config.json", "model.safetensors", "other.safetensors"], [0, 1]),
+        (
+            ["config.json", "a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"],
+            [0, 1, 2],
+        ),
+        (
+            [
+                "config.json",
+                "model.safetensors.index.json",
+                "model-00001-of-00001.safetensors",
+                "consolidated-00001-of-00001.safetensors",
+                "model.safetensors",
+            ],
+            [0, 1, 2],
+        ),
+        (
+            [
+                *("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"),
+                *("chat_template.jinja", "config.json", "generation_config.json"),
+                *("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"),
+                "model.safetensors",
+                *("README.md", "training_args.bin", "optimizer.pt", "vocab.txt", "sub/a.jinja"),
+            ],
+            range(9),
+        ),
+    ],
+)
+def test_files_of_a_checkpoint(files: list[str], chosen: list[int]) -> None:
+    assert list_checkpoint(files) == [files[number] for number in chosen]
+
+
+@pytest.mark.parametrize(
+    ("files", "quantization", "form"),
+    [
+        (["config.json", "model.safetensors"], None, "checkpoint"),
+        (["config.json", "model.safetensors"], "latest", "checkpoint"),
+        (["config.json", "model.safetensors"], "Q4_0", "gguf"),
+        (["config.json", "model.safetensors", "m-F16.gguf"], None, "gguf"),
+        (["config.json"], None, "gguf"),
+    ],
+)
+def test_form_of_a_download(files: list[str], quantization: str | None, form: str) -> None:
+    assert choose_form(files, quantization) == form
 
 
 def test_part_of_a_split_model_resolves_to_the_first_part(tmp_path: Path) -> None:

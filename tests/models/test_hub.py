@@ -12,12 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import PATIENCE
-from fake_hub import LARGE, SMALL, TOKEN, FakeHub
+from fake_hub import CHECKPOINT, LARGE, SMALL, TOKEN, FakeHub
 from huggingface_hub import close_session, constants
 
 from cllm.errors import StartupError
 from cllm.models import hub
 from cllm.models.catalog import derive_model_name
+from cllm.models.checkpoint import read_checkpoint
+from cllm.models.file_names import Form
+from cllm.models.model_file import list_files
 
 
 @pytest.fixture
@@ -46,9 +49,9 @@ def quiet(file: str, done: int, total: int) -> None:
     pass
 
 
-def refusal(repo: str, quantization: str | None = None) -> str:
+def refusal(repo: str, quantization: str | None = None, form: Form | None = None) -> str:
     with pytest.raises(StartupError) as caught:
-        hub.download(repo, quantization, quiet)
+        hub.download(repo, quantization, quiet, form)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -64,6 +67,43 @@ def test_download_is_reused_from_the_cache(fake_hub: FakeHub) -> None:
     assert hub.download("o/models", "Q4_0", quiet) == path
     again = [request for request in fake_hub.requests if request[0] == "GET"][downloads:]
     assert all("/api/" in request[1] for request in again)
+
+
+def test_checkpoint_is_downloaded_if_there_is_no_gguf_file(fake_hub: FakeHub) -> None:
+    """Its configuration, tokenizer and safetensors, but no pickle."""
+    seen: list[tuple[str, int, int]] = []
+    folder = hub.download("o/tuned", None, lambda *report: seen.append(report))
+    assert read_checkpoint(folder).num_parameters == 9
+    assert {file.name for file in folder.iterdir()} == {
+        *("config.json", "tokenizer_config.json", "model.safetensors"),
+    }
+    assert seen[-1] == ("model.safetensors", seen[-1][2], seen[-1][2])
+    assert derive_model_name(folder) == "o/tuned"
+    assert hub.list_cached() == {"o/tuned": folder}
+    assert hub.download("o/both", None, quiet).name == "m-Q4_0.gguf"
+    assert hub.download("o/both", None, quiet, "checkpoint").is_dir()
+    assert "o/models has no checkpoint with config.json" in refusal("o/models", form="checkpoint")
+    assert "o/tuned has no complete GGUF model" in refusal("o/tuned", "Q4_0")
+    assert "o/tuned has no complete GGUF model" in refusal("o/tuned", form="gguf")
+
+
+def test_cached_checkpoint_is_used_without_a_network(fake_hub: FakeHub) -> None:
+    folder = hub.download("o/tuned", None, quiet)
+    fake_hub.shutdown()
+    fake_hub.server_close()
+    assert hub.download("o/tuned", None, quiet) == folder
+    (folder / "model.safetensors").unlink()  # an incomplete one is not listed
+    assert hub.list_cached() == {}
+    assert "Cannot reach http://127.0.0.1" in refusal("o/tuned")
+
+
+def test_cached_checkpoint_is_removed(fake_hub: FakeHub) -> None:
+    folder = hub.download("o/tuned", None, quiet)
+    files = list_files(folder)
+    hub.verify(files)
+    assert hub.remove_cached(files) == sum(map(len, CHECKPOINT.values())) - len(LARGE) - 5
+    assert hub.list_cached() == {}
+    assert not folder.exists()
 
 
 def test_all_parts_of_a_split_model_are_downloaded(fake_hub: FakeHub) -> None:

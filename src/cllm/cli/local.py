@@ -19,7 +19,7 @@ from cllm.config.sources import LoadedConfig
 from cllm.core.params import SamplingParams
 from cllm.local.completion import Piece
 from cllm.local.llm import LLM
-from cllm.models.gguf import read_header
+from cllm.models.description import describe_model
 from cllm.models.task import find_task
 
 
@@ -67,7 +67,7 @@ class Local:
         keep the present one.
         """
         path = resolve_model(self._load_other(None), model)
-        read_header(path)
+        describe_model(path)
         self._llm.close()
         self._open(self._load_other(str(path)))
         self.model = model

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,9 +20,10 @@ from cllm.config.sources import LoadedConfig
 from cllm.errors import CLLMError, StartupError
 from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
-from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
-from cllm.models.hub import SPLIT
-from cllm.models.model_file import list_parts
+from cllm.models.description import describe_model, measure_files
+from cllm.models.file_names import SPLIT, find_matching
+from cllm.models.gguf import format_size
+from cllm.models.model_file import list_files
 from cllm.store.created import CreatedModel, CreatedModels
 
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
@@ -38,23 +38,22 @@ FolderFlag = Annotated[
 
 
 class InstalledModel(NamedTuple):
-    """A model on this machine. ``files`` are its parts, and ``kind`` says where its name comes
-    from. A created model is made from the model ``base``.
+    """A model on this machine: its first file, or the folder of a checkpoint. ``kind`` says where
+    its name comes from. A created model is made from the model ``base``, which may be missing.
     """
 
     name: str
-    files: list[Path]
+    path: Path | None
     kind: str
     base: str = ""
 
     @property
+    def files(self) -> list[Path]:
+        return [] if self.path is None else list_files(self.path)
+
+    @property
     def size(self) -> int:
         return measure_files(self.files)
-
-
-def measure_files(files: Iterable[Path]) -> int:
-    """Return the size of the existing files in bytes."""
-    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def pull(
@@ -70,9 +69,9 @@ def pull(
         raise StartupError(f"{name} is not on the hub; write hf:owner/repo or hf:owner/repo:Q4_K_M")
     with hub.stderr_progress() as progress:
         path = catalog.resolve(name, None, progress)
-    files = list_parts(path)
+    files = list_files(path)
     hub.verify(files)
-    size = sum(file.stat().st_size for file in files)
+    size = measure_files(files)
     own_name = catalog.derive_model_name(path)
     if as_json:
         print(json.dumps({"name": own_name, "size": size, "files": list(map(str, files))}))
@@ -116,25 +115,26 @@ def show(
     config: ConfigFlag = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a model's file says about it."""
+    """Show what a model's files say about it."""
     loaded = read_settings(folder, config)
     entry = find(list_installed(loaded), name)
-    if entry is None or not entry.files:
-        entry = InstalledModel(name, list_parts(catalog.resolve(name)), "file")
-    header = read_header(entry.files[0])
-    kv_bytes = compute_kv_bytes_per_token(header)
+    path = (entry and entry.path) or catalog.resolve(name)
+    model = describe_model(path)
+    kv_bytes = model.kv_bytes_per_token
     facts = {
-        "name": entry.name,
-        "path": str(entry.files[0]),
-        "size": format_size(entry.size),
-        "architecture": header.architecture,
-        "quantization": hub.parse_quantization(entry.files[0].name) or "",
-        "context length": header.get_number("context_length"),
-        "layers": header.get_number("block_count"),
-        "embedding length": header.get_number("embedding_length"),
+        "name": entry.name if entry else name,
+        "path": str(path),
+        "size": format_size(model.num_bytes),
+        "format": model.form,
+        "architecture": model.architecture,
+        "parameters": f"{model.num_parameters / 1e6:.1f} M",
+        "quantization": model.quantization,
+        "context length": model.context_length,
+        "layers": model.num_layers,
+        "embedding length": model.embedding_length,
         "KV cache per token": f"{kv_bytes / 1000:.1f} kB" if kv_bytes else "",
-        "chat template": "yes" if header.metadata.get("tokenizer.chat_template") else "no",
-        "license": header.metadata.get("general.license", ""),
+        "chat template": "yes" if model.template else "no",
+        "license": model.license,
     }
     facts = {key: value for key, value in facts.items() if value not in ("", None)}
     if as_json:
@@ -259,29 +259,29 @@ def resolve_model(loaded: LoadedConfig, name: str) -> Path:
     downloaded if necessary. Raises StartupError.
     """
     entry = find(list_installed(loaded), name)
-    if entry is not None and entry.files:
-        return entry.files[0]
+    if entry is not None and entry.path is not None:
+        return entry.path
     with hub.stderr_progress() as progress:
         return catalog.resolve(name, None, progress)
 
 
 def list_installed(loaded: LoadedConfig) -> list[InstalledModel]:
     """Return the models on this machine. Raises StartupError."""
-    entries = [InstalledModel(catalog.BUILTIN_NAME, [catalog.BUILTIN], "built in")]
+    entries = [InstalledModel(catalog.BUILTIN_NAME, catalog.BUILTIN, "built in")]
     for name, settings in loaded.models.items():
         path = settings.model.path
         if path is not None and not catalog.is_on_hub(path):
-            entries.append(InstalledModel(name, list_parts(catalog.resolve(path)), "settings"))
+            entries.append(InstalledModel(name, catalog.resolve(path), "settings"))
     if loaded.settings.models.folder is not None:
         folder = Path(loaded.settings.models.folder).expanduser()
         entries += [
-            InstalledModel(name, list_parts(path), "folder")
+            InstalledModel(name, path, "folder")
             for name, path in catalog.list_folder(folder).items()
         ]
-    entries += [InstalledModel(name, files, "hub") for name, files in hub.list_cached().items()]
+    entries += [InstalledModel(name, path, "hub") for name, path in hub.list_cached().items()]
     for name, model in created_models(loaded).read().items():
         base = find(entries, model.base)
-        entries.append(InstalledModel(name, base.files if base else [], "created", model.base))
+        entries.append(InstalledModel(name, base.path if base else None, "created", model.base))
     return entries
 
 
@@ -295,11 +295,11 @@ def find(entries: list[InstalledModel], name: str) -> InstalledModel | None:
     repo, _, tag = name.partition(":")
     if not matching and tag:
         cached = {
-            SPLIT.sub(".gguf", hub.name_in_repo(entry.files[0])): entry
+            SPLIT.sub(".gguf", hub.name_in_repo(entry.path)): entry
             for entry in entries
-            if entry.kind == "hub" and entry.name.lower().startswith(f"{repo}:")
+            if entry.path and entry.kind == "hub" and entry.name.lower().startswith(f"{repo}:")
         }
-        matching = [cached[file] for file in hub.find_matching({file: [] for file in cached}, tag)]
+        matching = [cached[file] for file in find_matching({file: [] for file in cached}, tag)]
     elif not matching:
         matching = [entry for entry in entries if entry.name.lower().startswith(f"{name}:")]
     if len(matching) > 1:
@@ -325,6 +325,5 @@ def describe(entry: InstalledModel) -> dict[str, Any]:
 
 def age(entry: InstalledModel) -> str:
     """Return the day on which a model was stored."""
-    if not entry.files:
-        return ""
-    return time.strftime("%Y-%m-%d", time.localtime(entry.files[0].stat().st_mtime))
+    files = entry.files
+    return time.strftime("%Y-%m-%d", time.localtime(files[0].stat().st_mtime)) if files else ""

@@ -14,15 +14,17 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from cllm.errors import ModelFileError, StartupError
 from cllm.models import hub
+from cllm.models.checkpoint import CONFIG, is_checkpoint
+from cllm.models.file_names import DEFAULT_TAGS, SPLIT, Form
 from cllm.models.file_start import measure_regular_file
-from cllm.models.hub import SPLIT, Progress
-from cllm.models.model_file import is_model, list_parts
+from cllm.models.hub import Progress
+from cllm.models.model_file import is_model, list_files
 
 log = logging.getLogger("cllm.models")
 
 BUILTIN_NAME = "cllm-builtin"
 BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
-FORMS = "a path to a .gguf file, hf:owner/repo[:quantization], or cllm-builtin"
+FORMS = "a .gguf file, a checkpoint's folder, hf:owner/repo[:quantization], or cllm-builtin"
 
 # hf:owner/repo:quant, or an address copied from a browser: https://huggingface.co/owner/repo
 HUB = re.compile(
@@ -38,24 +40,29 @@ REPO = re.compile(
 
 
 def resolve(
-    name: str | None, quantization: str | None = None, progress: Progress | None = None
+    name: str | None,
+    quantization: str | None = None,
+    progress: Progress | None = None,
+    form: Form | None = None,
 ) -> Path:
-    """Return the GGUF file (the first one of several) for ``name``, downloaded if necessary.
+    """Return the GGUF file (the first one of several) or the checkpoint's folder for ``name``,
+    downloaded if necessary.
 
-    ``quantization`` selects among a hub repository's files. ``progress`` is called as
-    ``hub.download`` does.
+    ``quantization`` selects among a hub repository's files, and ``form`` chooses if it has both.
+    ``progress`` is called as ``hub.download`` does.
 
-    Raises StartupError if the name has no known form or the file is not available. The file is not
-    opened here: ``gguf.read_header`` checks it.
+    Raises StartupError if the name has no known form or the file is not available, or is of another
+    form than ``form``. The file is not opened here: ``gguf.read_header`` and ``read_checkpoint``
+    check it.
     """
     if name is None or name == BUILTIN_NAME:
         return _find_builtin()
     if is_on_hub(name):
-        return _resolve_hub_name(name, quantization, progress)
+        return _resolve_hub_name(name, quantization, progress, form)
     path = Path(name).expanduser()
     try:
         if _looks_like_path(name) or (name and path.exists()):
-            return _find_first_part(path)
+            return _find_model(path, form)
     except OSError as error:
         raise ModelFileError(f"Cannot read {path}: {error.strerror}", path) from None
     raise StartupError(
@@ -103,7 +110,7 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
 
 def list_folder(folder: Path) -> dict[str, Path]:
     """Return the models in a folder and the folders below it, by the names that clients see, and
-    the first file of each. Raises StartupError if there is no such folder.
+    the first file or the folder of each. Raises StartupError if there is no such folder.
 
     Linked folders count too. Hidden files and folders do not.
     """
@@ -122,8 +129,9 @@ def list_folder(folder: Path) -> dict[str, Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the GGUF files below a folder. Each folder is read once, under its own path if that is
-    below ``folder``, so links may form circles. Unreadable entries are skipped with a warning.
+    """Yield the GGUF files below a folder, and the folders that may be checkpoints. Each folder is
+    read once, under its own path if that is below ``folder``, so links may form circles. Unreadable
+    entries are skipped with a warning.
     """
     folders, linked, seen = [folder], list[Path](), set[tuple[int, int]]()
     while folders or linked:
@@ -137,6 +145,8 @@ def _walk(folder: Path) -> Iterator[Path]:
         except OSError as error:
             warn_once(f"{str(current)!r} is skipped: {error.strerror}")
             continue
+        if any(path.name == CONFIG for path in entries):
+            yield current
         for path in entries:
             try:
                 mode = path.stat().st_mode
@@ -177,14 +187,14 @@ def check_sha256(path: Path, expected: str) -> None:
 
 def derive_model_name(path: Path) -> str:
     """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache,
-    or the file stem.
+    or the stem of the file, or the folder's name.
     """
     if path == BUILTIN:
         return BUILTIN_NAME
     for folder in path.parts:
         if folder.startswith("models--") and "snapshots" in path.parts:
             return folder.removeprefix("models--").replace("--", "/")
-    name = SPLIT.sub("", path.name)
+    name = SPLIT.sub("", path.name if path.name.strip(".") else path.resolve().name)
     return name[:-5] if name.lower().endswith(".gguf") else name
 
 
@@ -197,15 +207,17 @@ def _find_builtin() -> Path:
     return BUILTIN
 
 
-def _resolve_hub_name(name: str, quantization: str | None, progress: Progress | None) -> Path:
+def _resolve_hub_name(
+    name: str, quantization: str | None, progress: Progress | None, form: Form | None
+) -> Path:
     repo, named = split_hub_name(name)
-    if quantization and named and named.lower() in hub.DEFAULT_TAGS:
+    if quantization and named and named.lower() in DEFAULT_TAGS:
         named = None
     if named and quantization and named.casefold() != quantization.casefold():
         raise StartupError(
             f"{name!r} asks for {named}, but the requested quantization is {quantization}; drop one"
         )
-    return hub.download(repo, named or quantization, progress)
+    return hub.download(repo, named or quantization, progress, form)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -216,13 +228,27 @@ def _suggest_name(name: str) -> str:
     return f" (did you mean hf:{name}?)" if REPO.fullmatch(name) else ""
 
 
-def _find_first_part(path: Path) -> Path:
-    """Return the first file of a split model: llama.cpp opens that one and finds the others next to
-    it.
+def _find_model(path: Path, form: Form | None) -> Path:
+    """Return the folder of a checkpoint, or the first file of a split model: llama.cpp opens that
+    one and finds the others next to it.
     """
     if not path.exists():
         raise ModelFileError(f"There is no file {path}; a model is {FORMS}", path)
-    files = list_parts(path)
+    if path.is_file() and (path.suffix == ".safetensors" or path.name == CONFIG):
+        path = path.parent
+    if path.is_dir():
+        if not is_checkpoint(path):
+            raise ModelFileError(
+                f"{path} is a directory without {CONFIG}; give the path of a .gguf file in it", path
+            )
+        if form == "gguf":
+            raise ModelFileError(
+                f"{path} is a checkpoint, which llama.cpp cannot read: use backend.name torch, or "
+                "convert it to a GGUF file",
+                path,
+            )
+        return path
+    files = list_files(path)
     missing = next((file for file in files if not file.exists()), None)
     if missing is not None:
         raise ModelFileError(f"The model has {len(files)} files; {missing} is missing", path)

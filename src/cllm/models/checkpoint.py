@@ -28,7 +28,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors$")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES = (TOKENIZER, TOKENIZER_SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
@@ -41,8 +42,8 @@ BITS = {
 """The bits of an element, by the names of safetensors' types."""
 
 # Limits far above every known model.
-MAX_JSON, MAX_INDEX, MAX_HEADER = 1 << 22, 1 << 26, 100_000_000
-MAX_TENSORS, MAX_DIMS = 1 << 20, 8
+MAX_JSON, MAX_INDEX, MAX_HEADER, MAX_TEMPLATE = 1 << 22, 1 << 26, 100_000_000, 1 << 20
+MAX_TENSORS, MAX_DIMS, MAX_SIZE = 1 << 20, 8, 1 << 20
 
 POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
 """The names of sentence-transformers' poolings, after ``pooling_mode_``, and cLLM's."""
@@ -92,6 +93,22 @@ class Checkpoint:
     def num_parameters(self) -> int:
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
+    def count_kv_numbers(self) -> int | None:
+        """Return how many numbers the keys and values of one token have, over all layers; None if
+        the configuration does not say it in the usual words.
+        """
+        config = self.text_config
+        names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        layers, heads, width = (config.get(name) for name in names)
+        kv_heads = config.get("num_key_value_heads") or heads
+        length = config.get("head_dim")
+        if length is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            length = width // heads
+        numbers = [one for one in (layers, kv_heads, length) if isinstance(one, int)]
+        if len(numbers) < 3 or not all(0 < one < MAX_SIZE for one in numbers):
+            return None
+        return 2 * math.prod(numbers)
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the configuration, of the tokenizer, and of samples of the weights."""
@@ -116,11 +133,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     complete safetensors files.
     """
     config = read_config(folder)
-    generation = folder / "generation_config.json"
     return Checkpoint(
         folder=folder,
         config=config,
-        generation=read_json(generation) if generation.exists() else {},
+        generation=read_optional(folder / "generation_config.json"),
         tensors=_read_tensors(folder),
         pooling=_read_pooling(folder),
         max_embedding_tokens=_read_max_tokens(folder),
@@ -149,6 +165,11 @@ def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     return value
 
 
+def read_optional(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, an empty one if there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
 def read_json_value(path: Path, limit: int = MAX_JSON) -> Any:
     """Return the value in a JSON file of at most ``limit`` bytes. Raises ModelFileError."""
     content = read_bytes(path, limit)
@@ -174,6 +195,28 @@ def read_bytes(path: Path, limit: int) -> bytes:
     if size > limit:
         _fail(path, f"has {format_size(size)}; at most {format_size(limit)} are read")
     return _read_part(path, 0, size)
+
+
+def read_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a checkpoint by their names; the usual one is "default".
+
+    Files of their own take precedence over ``tokenizer_config.json``. Raises ModelFileError.
+    """
+    stored = read_optional(folder / TOKENIZER_SETTINGS).get("chat_template")
+    templates = {"default": stored} if isinstance(stored, str) else {}
+    for template in stored if isinstance(stored, list) else []:
+        match template:
+            case {"name": str(name), "template": str(text)}:
+                templates[name] = text
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    for name, file in files.items():
+        if file.exists():
+            try:
+                templates[name] = read_bytes(file, MAX_TEMPLATE).decode()
+            except UnicodeDecodeError:
+                _fail(file, "is not UTF-8 text")
+    return templates
 
 
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -353,8 +396,7 @@ def _parse_pooling(path: Path) -> str:
 
 
 def _read_max_tokens(folder: Path) -> int | None:
-    path = folder / "sentence_bert_config.json"
-    length = read_json(path).get("max_seq_length") if path.exists() else None
+    length = read_optional(folder / "sentence_bert_config.json").get("max_seq_length")
     return length if isinstance(length, int) and length > 0 else None
 
 

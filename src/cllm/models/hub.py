@@ -23,35 +23,39 @@ from typing import Any, Self
 
 from cllm.errors import StartupError
 from cllm.http_client import explained_proxies, is_on_this_machine, without_proxies
+from cllm.models.checkpoint import CONFIG, read_checkpoint
+from cllm.models.file_names import (
+    Form,
+    choose_files,
+    choose_form,
+    group_files,
+    list_checkpoint,
+    parse_quantization,
+)
 from cllm.models.gguf import format_size
 
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes received, and the file's size in bytes (0 if unknown)."""
 
-DEFAULT_ORDER = (
-    "Q4_K_M Q4_0 Q8_0 UD-Q4_K_XL Q4_K_S Q5_K_M Q5_K_S Q6_K IQ4_NL IQ4_XS MXFP4 "
-    "MXFP4_MOE Q4_1 Q5_0 Q5_1"
-)
-SPLIT = re.compile(r"-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
-QUANTIZATION = re.compile(
-    r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?![A-Z0-9])"
-)
-NOT_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[-_.](mmproj|imatrix)[-_.]", re.IGNORECASE)
 SHA256 = re.compile(r"[0-9a-f]{64}")
-DEFAULT_TAGS = ("latest", "default")
-FLOAT = re.compile(r"(?<![a-z0-9])fp(16|32)(?![a-z0-9])")  # another name of F16 and F32
 LINE_EVERY = 10.0  # seconds between two lines if there is no terminal
 
 logger = logging.getLogger(__name__)
 
 
-def download(repo: str, quantization: str | None = None, progress: Progress | None = None) -> Path:
+def download(
+    repo: str,
+    quantization: str | None = None,
+    progress: Progress | None = None,
+    form: Form | None = None,
+) -> Path:
     """Download all parts of ``repo``'s model to the local cache, and return the path of the first
-    file.
+    file, or of the folder if the model is a checkpoint.
 
     ``quantization`` is ``Q4_K_M`` and the like in any case, or a file name; None and ``latest``
-    take the usual one (DEFAULT_ORDER). Without ``progress``, a bar is drawn on stderr. Without a
-    connection, or offline by HF_HUB_OFFLINE, the cached files are used.
+    take the usual one (DEFAULT_ORDER). If ``form`` is None, ``choose_form`` decides. Without
+    ``progress``, a bar is drawn on stderr. Without a connection, or offline by HF_HUB_OFFLINE, the
+    cached files are used.
 
     Raises StartupError if the repository or the quantization does not exist, or if the disk space
     is not sufficient.
@@ -68,42 +72,31 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
                 repo,
                 type(error).__name__,
             )
-            return cached[choose_files(f"The cached part of {repo}", cached, quantization)[0]]
-        files = choose_files(repo, sizes, quantization)
+            where = f"The cached part of {repo}"
+            return find_model(cached, _choose_files(where, cached, quantization, form))
+        files = _choose_files(repo, sizes, quantization, form)
         _check_space(repo, {file: sizes[file] for file in files})
         with contextlib.nullcontext(progress) if progress else stderr_progress() as report:
-            paths = [_fetch_file(repo, file, report) for file in files]
-        return paths[0]
+            return find_model({file: _fetch_file(repo, file, report) for file in files}, files)
 
 
-def choose_files(where: str, files: Iterable[str], quantization: str | None) -> list[str]:
-    """Return the files of one model among ``files``, in order.
+def _choose_files(
+    where: str, files: Iterable[str], quantization: str | None, form: Form | None
+) -> list[str]:
+    """Return the files of the model to download. Raises StartupError if there are none."""
+    files = list(files)
+    if (form or choose_form(files, quantization)) == "gguf":
+        return choose_files(where, files, quantization)
+    if chosen := list_checkpoint(files):
+        return chosen
+    raise StartupError(f"{where} has no checkpoint with config.json and safetensors")
 
-    Raises StartupError, which names the alternatives.
+
+def find_model(paths: Mapping[str, Path], files: list[str]) -> Path:
+    """Return the path of a model with these files: its folder if it is a checkpoint, or else its
+    first file. ``paths`` has the path of each file.
     """
-    models = group_files(files)
-    if not models:
-        raise StartupError(
-            f"{where} has no complete GGUF model; look for a repository of the same name that ends "
-            "in -GGUF"
-        )
-    matching = find_matching(models, quantization)
-    if len(matching) == 1:
-        return models[matching[0]]
-    if matching:
-        names = ", ".join(matching)
-        raise StartupError(f"{where} has several files for {quantization}; name one: {names}")
-    there = ", ".join(sorted({_find_quantization(name).upper() or name for name in models}))
-    raise StartupError(f"{where} has no {quantization}; it has {there}")
-
-
-def parse_quantization(file: str) -> str | None:
-    """Return the quantization in a file's name (or else its folder's), in capitals; None if there
-    is none.
-    """
-    stem, folder = SPLIT.sub("", Path(file).name).removesuffix(".gguf"), str(Path(file).parent)
-    names = QUANTIZATION.findall(stem.upper()) or QUANTIZATION.findall(folder.upper())
-    return names[-1] if names else None
+    return paths[CONFIG].parent if CONFIG in files else paths[files[0]]
 
 
 @contextlib.contextmanager
@@ -168,8 +161,8 @@ def _list_files(repo: str) -> dict[str, int]:
 
 
 def _find_cached_files(repo: str) -> dict[str, Path]:
-    """Return the repository's GGUF files in the cached snapshot of main, or else in the newest one
-    that has any.
+    """Return the repository's files in the cached snapshot of main, or else in the newest one that
+    has a model.
     """
     from huggingface_hub import constants
 
@@ -181,10 +174,10 @@ def _find_cached_files(repo: str) -> dict[str, Path]:
     for snapshot in reversed(snapshots):
         files = {
             path.relative_to(snapshot).as_posix(): path
-            for path in snapshot.rglob("*.gguf")
+            for path in snapshot.rglob("*")
             if _exists(path)
         }
-        if files:
+        if list_checkpoint(files) or any(file.lower().endswith(".gguf") for file in files):
             return files
     return {}
 
@@ -197,21 +190,25 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def list_cached() -> dict[str, list[Path]]:
-    """Return the complete models in the cache, as owner/repo:quantization or owner/repo:file, and
-    the files of each, in order.
+def list_cached() -> dict[str, Path]:
+    """Return the complete models in the cache: the first file of each, as owner/repo:quantization
+    or owner/repo:file; or as owner/repo, the folder of a checkpoint, if a repository has no others.
     """
     from huggingface_hub import constants
 
-    models: dict[str, list[Path]] = {}
+    models: dict[str, Path] = {}
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         cached = _find_cached_files(repo)
-        for name, files in group_files(cached).items():
+        grouped = group_files(cached)
+        for name, files in grouped.items():
             title = f"{repo}:{parse_quantization(name) or name}"
             if title in models:  # several files have this quantization
                 title = f"{repo}:{name}"
-            models[title] = [cached[file] for file in files]
+            models[title] = cached[files[0]]
+        if not grouped and list_checkpoint(cached):
+            with contextlib.suppress(StartupError):
+                models[repo] = read_checkpoint(cached[CONFIG].parent).folder
     return models
 
 
@@ -315,60 +312,6 @@ class _Meter:
     set_transfer_postfix_str = set_postfix_str
 
 
-def group_files(files: Iterable[str]) -> dict[str, list[str]]:
-    """Return the complete models: the name without its part number -> its files in order."""
-    parts: dict[str, dict[int, str]] = {}
-    wanted: dict[str, int] = {}
-    for file in files:
-        if not file.lower().endswith(".gguf") or NOT_MODELS.search(file):
-            continue
-        split = SPLIT.search(file)
-        name = file[: split.start()] + ".gguf" if split else file
-        wanted[name] = int(split["parts"]) if split else 1
-        parts.setdefault(name, {})[int(split["part"]) if split else 1] = file
-    complete = {
-        name for name, count in wanted.items() if sorted(parts[name]) == list(range(1, count + 1))
-    }
-    return {name: [parts[name][part] for part in sorted(parts[name])] for name in sorted(complete)}
-
-
-def _choose_default(models: Mapping[str, list[str]]) -> str:
-    """Return the model with the most usual quantization.
-
-    Of several, take the shortest: additions mark variants.
-    """
-    order = {name: rank for rank, name in enumerate(DEFAULT_ORDER.split())}
-    return min(
-        models,
-        key=lambda name: (order.get(parse_quantization(name) or "", len(order)), len(name), name),
-    )
-
-
-def find_matching(models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
-    """Return the models among those of ``group_files`` that ``wanted`` names: a quantization, a
-    file, or None and ``latest`` for the usual one.
-    """
-    if wanted is None or wanted.lower() in DEFAULT_TAGS:
-        return [_choose_default(models)] if models else []
-    lower = SPLIT.sub(".gguf", wanted.lower())
-    named = [name for name in models if lower in (name.lower(), Path(name).name.lower())]
-    lower = FLOAT.sub(r"f\1", lower.removesuffix(".gguf"))
-    quantizations = {name: _find_quantization(name) for name in models}
-    exact = [name for name, quantization in quantizations.items() if quantization == lower]
-    dynamic = [
-        name for name, quantization in quantizations.items() if quantization == f"ud-{lower}"
-    ]
-    return named or exact or dynamic
-
-
-def _find_quantization(file: str) -> str:
-    """Return the quantization in a file's name in small letters, f16 for fp16; "" if there is
-    none.
-    """
-    float_type = FLOAT.search(SPLIT.sub("", Path(file).name).lower())
-    return (parse_quantization(file) or (f"f{float_type[1]}" if float_type else "")).lower()
-
-
 @contextlib.contextmanager
 def _one_line_errors(repo: str) -> Iterator[None]:
     try:
@@ -418,7 +361,7 @@ def _explain_error(repo: str, error: Exception) -> str:
     if isinstance(error, httpx2.HTTPError | errors.LocalEntryNotFoundError | ConnectionError):
         return (
             f"Cannot reach {constants.ENDPOINT} and {repo} is not in {constants.HF_HUB_CACHE}: "
-            f"check the network and HF_ENDPOINT, or give the path of a .gguf file "
+            f"check the network and HF_ENDPOINT, or give the path of a model "
             f"({type(error).__name__})"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
 from cllm.errors import ModelFileError, StartupError
+from cllm.models.checkpoint import is_checkpoint
+from cllm.models.file_names import NOT_MODELS, SPLIT, list_checkpoint
 from cllm.models.gguf import GgufHeader, Value, read_header, read_start
-from cllm.models.hub import NOT_MODELS, SPLIT
 
 log = logging.getLogger("cllm.models")
 
@@ -33,13 +35,16 @@ def read_parts(path: Path, *, check_tokens: bool = False) -> list[GgufHeader]:
         raise ModelFileError(f"{path} is {other}, not a model", path)
     if not first.architecture:
         raise ModelFileError(f"{path} is damaged: general.architecture is missing", path)
-    parts = [first, *(read_header(part) for part in list_parts(path)[1:])]
+    parts = [first, *(read_header(part) for part in list_files(path)[1:])]
     check_together(parts)
     return parts
 
 
-def list_parts(path: Path) -> list[Path]:
-    """Return all files of the model with this file, which may be split."""
+def list_files(path: Path) -> list[Path]:
+    """Return all files of the model with this file, which may be split, or of a checkpoint."""
+    if path.is_dir():
+        there = (file.relative_to(path).as_posix() for file in list_near(path) if file.is_file())
+        return [path / name for name in list_checkpoint(there)]
     match = SPLIT.search(path.name)
     if match is None:
         return [path]
@@ -48,6 +53,18 @@ def list_parts(path: Path) -> list[Path]:
         path.with_name(f"{start}-{part:05}-of-{parts:05}{path.suffix}")
         for part in range(1, parts + 1)
     ]
+
+
+def list_near(folder: Path) -> list[Path]:
+    """Return what is in a folder and the folders in it; nothing for those that cannot be read."""
+    found = list[Path]()
+    with suppress(OSError):
+        for path in folder.iterdir():
+            found.append(path)
+            if path.is_dir():
+                with suppress(OSError):
+                    found += path.iterdir()
+    return found
 
 
 def check_part(header: GgufHeader) -> None:
@@ -121,8 +138,11 @@ def describe_other(metadata: Mapping[str, Value], num_tensors: int | None) -> st
 
 def is_model(path: Path) -> bool:
     """Return whether a file is a model or its first part, or cannot be a GGUF file at all, which
-    loading it will report. For any other file, log once what it is.
+    loading it will report. For any other file, log once what it is. A folder is a model if it has
+    a configuration and weights.
     """
+    if path.is_dir():
+        return is_checkpoint(path) and any(path.glob("*.safetensors"))
     try:
         status = path.stat()
     except OSError:

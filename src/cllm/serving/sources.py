@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,9 +26,10 @@ from cllm.engine.params import EngineParams
 from cllm.engine.settings import make_engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
+from cllm.models.file_names import SPLIT
 from cllm.models.gguf import read_header
-from cllm.models.hub import SPLIT, Progress
-from cllm.models.model_file import is_model
+from cllm.models.hub import Progress
+from cllm.models.model_file import is_model, list_files
 from cllm.models.task import Task, find_task
 from cllm.models.template_file import read_template
 
@@ -168,12 +170,13 @@ def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list
 
 
 def stamp(path: Path | None) -> tuple[int, ...]:
-    """Return numbers that change with a file; () if there is none."""
-    try:
-        status = path.stat() if path is not None else None
-    except OSError:
-        status = None
-    return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else ()
+    """Return numbers that change with a file, or with a checkpoint's files; () if there is none."""
+    numbers: list[int] = []
+    with suppress(OSError):
+        for file in [] if path is None else list_files(path) if path.is_dir() else [path]:
+            status = file.stat()
+            numbers += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return tuple(numbers)
 
 
 def inspect_adapter(path: Path) -> AdapterFile:
@@ -241,7 +244,7 @@ def list_found(settings: Settings, others: Sequence[Source]) -> list[Source]:
         folder = Path(settings.models.folder).expanduser()
         sources += make_found(settings, catalog.list_folder(folder))
     if serves_hub_cache(settings):
-        cached = {name: files[0] for name, files in hub.list_cached().items() if is_model(files[0])}
+        cached = {name: path for name, path in hub.list_cached().items() if is_model(path)}
         repos = {name.partition(":")[0]: name for name in reversed(cached)}
         for source in make_found(settings, cached):
             names = [source.name, *list_tags(source, is_default=source.name in repos.values())]
@@ -264,6 +267,8 @@ def list_tags(source: Source, *, is_default: bool) -> list[str]:
     """
     assert source.path
     repo, _, tag = source.name.partition(":")
+    if source.path.is_dir():
+        return [f"{repo}:latest"]
     small = tag.lower()
     tags = {small, f"fp{small[1:]}" if small in ("f16", "f32") else small}
     tags.add(SPLIT.sub(".gguf", hub.name_in_repo(source.path)))

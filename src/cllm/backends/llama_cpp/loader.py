@@ -40,7 +40,7 @@ def resolve(
 ) -> Path:
     from cllm.models import catalog  # the engine process does not need it
 
-    return catalog.resolve(name, quantization, progress)
+    return catalog.resolve(name, quantization, progress, "gguf")
 
 
 def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:

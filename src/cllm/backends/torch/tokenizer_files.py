@@ -16,12 +16,18 @@ from typing import Any, NoReturn
 import msgspec
 
 from cllm.errors import ModelFileError
-from cllm.models.checkpoint import TOKENIZER_FILES, explain_json, read_bytes, read_json
+from cllm.models.checkpoint import (
+    TOKENIZER_FILES,
+    explain_json,
+    read_bytes,
+    read_optional,
+    read_templates,
+)
 
 log = logging.getLogger("cllm.models")
 
-MAX_TOKENIZER, MAX_TEMPLATE = 1 << 26, 1 << 20
-TOKENIZER, SETTINGS, NAMES = TOKENIZER_FILES
+MAX_TOKENIZER = 1 << 26
+TOKENIZER, SETTINGS, NAMES, _ = TOKENIZER_FILES
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 NAMED_LISTS = ("additional_special_tokens", "extra_special_tokens")
 CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused\d+>|<pad>|<mask>", re.DOTALL)
@@ -84,7 +90,7 @@ def read_tokenizer_files(folder: Path, size: int) -> TokenizerFiles:
             f"has no {TOKENIZER}: write it with transformers' "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
         )
-    settings, names = (_read_optional(folder / name) for name in (SETTINGS, NAMES))
+    settings, names = (read_optional(folder / name) for name in (SETTINGS, NAMES))
     named = dict(_find_named({**names, **settings}))
     decode = _Decoder(path)
     parts = decode(read_bytes(path, MAX_TOKENIZER), dict[str, msgspec.Raw])
@@ -107,7 +113,7 @@ def read_tokenizer_files(folder: Path, size: int) -> TokenizerFiles:
         named=named,
         adds=_find_adds(settings),
         added=_find_added(path, processor, size),
-        templates=read_templates(folder, settings),
+        templates=read_templates(folder),
     )
 
 
@@ -122,10 +128,6 @@ class _Decoder:
             return msgspec.json.decode(content, type=form)
         except (ValueError, RecursionError) as error:
             _fail(self._path, explain_json(bytes(memoryview(content)[:64]), error))
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
 
 
 def _find_named(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -266,32 +268,6 @@ def _list_steps(first: Any, key: str) -> list[dict[str, Any]]:
 def _get_mark(step: Mapping[str, Any], name: str, default: str) -> str:
     mark = step.get(name)
     return mark if isinstance(mark, str) and mark else default
-
-
-def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by their names; the usual one is "default".
-
-    ``settings`` are those of ``tokenizer_config.json``; files of their own take precedence.
-    """
-    stored = settings.get("chat_template")
-    templates = {"default": stored} if isinstance(stored, str) else {}
-    for template in stored if isinstance(stored, list) else []:
-        match template:
-            case {"name": str(name), "template": str(text)}:
-                templates[name] = text
-    files = {"default": folder / "chat_template.jinja"}
-    files |= {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
-    for name, file in files.items():
-        if file.exists():
-            templates[name] = _decode_text(file)
-    return templates
-
-
-def _decode_text(path: Path) -> str:
-    try:
-        return read_bytes(path, MAX_TEMPLATE).decode()
-    except UnicodeDecodeError:
-        _fail(path, "is not UTF-8 text")
 
 
 def _fail(path: Path, problem: str) -> NoReturn:

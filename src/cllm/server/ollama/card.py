@@ -1,22 +1,17 @@
-"""Information on a model for Ollama's clients, from the header of its file."""
+"""Information on a model for Ollama's clients, from its files."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from typing_extensions import TypedDict
 
-from cllm.models.file_start import compute_fingerprint
-from cllm.models.gguf import GgufHeader, read_header
-from cllm.models.hub import parse_quantization
-
-NOT_SHOWN = {"tokenizer.chat_template"}  # shown in its own field
+from cllm.models.description import describe_model
 
 
 class Details(TypedDict):
@@ -31,8 +26,8 @@ class Details(TypedDict):
 class Card(msgspec.Struct, frozen=True):
     """What is shown of a model.
 
-    Its file was written at ``modified`` and has ``size`` bytes. The 64 hex digits of ``digest``
-    identify its content.
+    Its files were written at ``modified`` and have ``size`` bytes. The 64 hex digits of ``digest``
+    identify their content.
     """
 
     digest: str
@@ -54,7 +49,7 @@ class Card(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=256)
 def read_card(path: str, backend: str) -> Card:
-    """Return the card of a file, or of a backend that has no file ("").
+    """Return the card of a model's file or folder, or of a backend that has none ("").
 
     Raises StartupError.
     """
@@ -70,24 +65,17 @@ def read_card(path: str, backend: str) -> Card:
             template="",
             context_length=0,
         )
-    file = Path(path)
-    header = read_header(file)
-    parameters, length = count_parameters(header), header.get_number("context_length")
-    quantization = parse_quantization(file.name) or most_common_type(header)
-    info: dict[str, Any] = {
-        name: value for name, value in header.metadata.items() if name not in NOT_SHOWN
-    }
-    # long lists are named, not shown
-    info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())
+    model = describe_model(Path(path))
+    parameters = format_count(model.num_parameters)
     return Card(
-        digest=hashlib.sha256(compute_fingerprint(file).encode()).hexdigest(),
-        modified=format_time(file.stat().st_mtime),
-        size=header.file_bytes,
-        details=make_details(header.architecture, "gguf", format_count(parameters), quantization),
-        model_info={**info, "general.parameter_count": parameters},
-        license=str(header.metadata.get("general.license", "")),
-        template=str(header.metadata.get("tokenizer.chat_template", "")),
-        context_length=length if isinstance(length, int) else 0,
+        digest=model.digest,
+        modified=format_time(model.modified),
+        size=model.num_bytes,
+        details=make_details(model.architecture, model.form, parameters, model.quantization),
+        model_info={**model.metadata, "general.parameter_count": model.num_parameters},
+        license=model.license,
+        template=model.template,
+        context_length=model.context_length or 0,
     )
 
 
@@ -100,26 +88,6 @@ def make_details(family: str, form: str, parameters: str, quantization: str) -> 
         "parameter_size": parameters,
         "quantization_level": quantization,
     }
-
-
-def count_parameters(header: GgufHeader) -> int:
-    """Return the parameter count of the whole model if the header has it, else that of the tensors
-    in this file.
-    """
-    count = header.metadata.get("general.parameter_count")
-    return (
-        count
-        if isinstance(count, int) and count > 0
-        else sum(math.prod(t.shape) for t in header.tensors)
-    )
-
-
-def most_common_type(header: GgufHeader) -> str:
-    """Return the type that most of the weights have."""
-    sizes: dict[str, int] = {}
-    for tensor in header.tensors:
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + math.prod(tensor.shape)
-    return max(sizes, key=lambda name: sizes[name], default="")
 
 
 def format_count(count: int) -> str:

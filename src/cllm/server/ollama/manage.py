@@ -18,7 +18,8 @@ from starlette.responses import PlainTextResponse, Response
 from cllm.config.settings import Sampling
 from cllm.errors import BadRequest, StartupError
 from cllm.models import hub
-from cllm.models.gguf import read_header
+from cllm.models.description import describe_model
+from cllm.models.model_file import list_files
 from cllm.server.body import describe_route, first_fault, read_body, read_value
 from cllm.server.call import Call, get_call
 from cllm.server.ollama.errors import UNKNOWN
@@ -103,9 +104,10 @@ async def delete(request: Request) -> Response:
         registry.remove(name)
         return Response()
     model = model_for(request, name, UNKNOWN)
-    files = (await asyncio.to_thread(hub.list_cached)).get(model.name, [])
+    path = (await asyncio.to_thread(hub.list_cached)).get(model.name)
+    files = [] if path is None else await asyncio.to_thread(list_files, path)
     configured = {one.path for one in registry.models if not one.is_found and one.parent is None}
-    if not model.is_found or not files or not configured.isdisjoint(map(str, files)):
+    if not model.is_found or not files or not configured.isdisjoint(map(str, [path, *files])):
         message = f"{model.name!r} is in the settings of this server, so it cannot be deleted."
         raise BadRequest(message, param="model", code="invalid_value")
     get_call(request).audit("delete", model=model.name)
@@ -220,11 +222,10 @@ async def check_template(model: ServedModel, template: str | None) -> None:
     if not template:
         return
     try:
-        header = await asyncio.to_thread(read_header, Path(model.origin.path))
-        own = header.metadata.get("tokenizer.chat_template")
+        own = (await asyncio.to_thread(describe_model, Path(model.origin.path))).template
     except StartupError:
-        own = None
-    if str(own or "").strip() != template.strip():
+        own = ""
+    if own.strip() != template.strip():
         raise BadRequest(
             "Invalid 'template': a model keeps the template in its file.",
             param="template",
