@@ -11,7 +11,7 @@ import pytest
 from client_ledger import CONFIG
 
 from cllm.cli.loading import follow, read_share
-from cllm.server.llama_server.model_events import write_events
+from cllm.server.llama_server.model_events import describe_models, write_events
 from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 
@@ -92,7 +92,9 @@ def test_events_tell_each_change_once():
             now, state = state, next(left)
             return now
 
-        written = write_events(advance, lambda: state is None, interval=0)
+        written = write_events(
+            lambda: describe_models(advance()), lambda: state is None, interval=0
+        )
         return [data async for data in written]
 
     text = b"".join(asyncio.run(collect())).decode()

@@ -14,6 +14,7 @@ from cllm.cluster.heirs import Heirs
 from cllm.cluster.journey import Journey
 from cllm.cluster.leases import MIN_BLOCKS, Choice, Replica, Replicas, make_choice
 from cllm.cluster.metrics import FrontMetrics
+from cllm.cluster.model_events import ModelEvents
 from cllm.cluster.own import OwnRoutes
 from cllm.cluster.replay import ReplayMemory
 from cllm.cluster.reports import ReportPuller
@@ -24,6 +25,7 @@ from cllm.errors import CLLMError, EngineError
 from cllm.routing.router import Router
 from cllm.server.access import Access
 from cllm.server.cluster.lease import ReplicaIdentity
+from cllm.server.http.resumption import KeptStreams
 from cllm.server.live.last_minute import LastMinute
 
 # Paths of bodies that are passed on as they arrive
@@ -76,8 +78,12 @@ class Front:
             self.last_minute,
             lambda: self.is_draining and not self.running,
         )
-        self.state = SimpleNamespace(access=access, settings=settings, routes=(), live=self.live)
-        self.own = OwnRoutes(self.state)
+        self.streams = KeptStreams()
+        self.state = SimpleNamespace(
+            access=access, settings=settings, routes=(), live=self.live, streams=self.streams
+        )
+        model_events = ModelEvents(self.replicas, access.cluster_key, lambda: self.is_draining)
+        self.own = OwnRoutes(self.state, model_events)
 
     async def open(self) -> None:
         """Begin to follow the replicas."""

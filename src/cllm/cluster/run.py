@@ -16,6 +16,8 @@ from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
 from cllm.observe.request_log import RequestLog
 from cllm.server.access import Access
+from cllm.server.auth import find_owner
+from cllm.server.http.resumption import resumable
 from cllm.server.http.server import GracefulServer, make_config
 from cllm.server.run import run_in_loop
 
@@ -93,8 +95,9 @@ def run_front(
         request_log = RequestLog(settings.log)
         request_log.listeners += [front.metrics.server.count_response, front.last_minute.note]
         front.metrics.server.limit_accounts(settings.metrics.max_accounts)
+        app = resumable(FrontApp(front), front.streams, find_owner)
         server = FrontServer(
-            make_config(FrontApp(front), access, settings, request_log),
+            make_config(app, access, settings, request_log),
             front,
             access,
             settings,

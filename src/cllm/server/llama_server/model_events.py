@@ -20,32 +20,36 @@ from cllm.serving.served_model import ServedModel
 
 router = APIRouter(tags=["llama-server"])
 
+EVENTS_PATH = "/models/sse"
 INTERVAL = 0.1  # seconds between two looks at the models
 STAGE = "text_model"  # llama-server's name for loading the model itself
 Event = dict[str, Any]
 
 
-@router.get("/models/sse", openapi_extra=describe_route(stream="text/event-stream"))
+@router.get(EVENTS_PATH, openapi_extra=describe_route(stream="text/event-stream"))
 async def model_events(request: Request) -> Response:
     """Send events about the models that the API key may use: first the status of each one, then its
     changes, with the loaded share as ``data.progress.value`` while a model is loading.
     """
     events = write_events(
-        lambda: served_models(request), lambda: get_state(request).registry.loaded.draining
+        lambda: describe_models(served_models(request)),
+        lambda: get_state(request).registry.loaded.draining,
     )
     return StreamingResponse(events, media_type="text/event-stream")
 
 
 async def write_events(
-    list_models: Callable[[], Sequence[ServedModel]],
+    list_states: Callable[[], dict[str, Event]],
     is_ending: Callable[[], bool],
     interval: float = INTERVAL,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events as server-sent events until the server ends, and heartbeats in between."""
+    """Yield the events as server-sent events until the server ends, and heartbeats in between.
+    ``list_states`` returns the present status of each model by name.
+    """
     before: dict[str, Event] = {}
     written = time.monotonic()
     while not is_ending():
-        now = {model.name: describe_status(model) for model in list_models()}
+        now = list_states()
         if events := list_changes(before, now):
             yield b"".join(b"data: " + to_json(event) + b"\n\n" for event in events)
             written = time.monotonic()
@@ -54,6 +58,11 @@ async def write_events(
             written = time.monotonic()
         before = now
         await asyncio.sleep(interval)
+
+
+def describe_models(models: Sequence[ServedModel]) -> dict[str, Event]:
+    """Return the data of the model_status events of models, by name."""
+    return {model.name: describe_status(model) for model in models}
 
 
 def describe_status(model: ServedModel) -> Event:

@@ -15,7 +15,9 @@ from cllm.server.body import describe_route
 from cllm.server.http.resumption import EventReader, KeptStream
 from cllm.server.state import get_state
 
-router = APIRouter(prefix="/v1/streams", tags=["cLLM"])
+PREFIX = "/v1/streams/"
+
+router = APIRouter(prefix=PREFIX.rstrip("/"), tags=["cLLM"])
 
 
 class EndedStream(TypedDict):
