@@ -198,7 +198,8 @@ class EventReader(Response):
 
 def resumable(app: ASGIApp, streams: KeptStreams, find_owner: FindOwner) -> ASGIApp:
     """Return ``app`` with streams that can be resumed, if a request asks for that. ``find_owner``
-    returns the name of the account of a request. The streams of fronts are left as they are.
+    returns the name of the account of a request. Streams for fronts are left as they are, because
+    the fronts keep them.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
@@ -255,8 +256,11 @@ class DetachedRun:
         await app(scope, self.receive, self.send)
 
     async def receive(self) -> Message:
-        if self._stream is None:
-            return await self._receive()
+        message = None if self.is_kept else await self._receive()
+        # a stream that has begun meanwhile goes on without its client
+        if message is not None and not (self.is_kept and message["type"] == "http.disconnect"):
+            return message
+        assert self._stream is not None
         await self._stream.abandoned.wait()
         return {"type": "http.disconnect"}
 
