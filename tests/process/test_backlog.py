@@ -344,7 +344,8 @@ def test_ended_requests_leave_no_counts():
         backlog.record_submission(request)
         backlog.record_first_token(request)
         backlog.record_end(request, request.params.n)
-    assert [*backlog._pending.values(), *backlog._num_seqs.values()] == [{}, {}, {}, 0, 0, 0]
+    assert backlog.list_pending() == []
+    assert [*backlog._num_seqs.values()] == [0, 0, 0]
     submit(backlog, 9)
     backlog.clear()
     assert backlog.estimate_position(ask()).position == 0

@@ -1,5 +1,7 @@
 """Equal requests are computed once: joining, leaving and cached results, without an engine."""
 
+import time
+
 import pytest
 
 from cllm.core.output import Stats, TokenOutput
@@ -36,9 +38,13 @@ class Harness:
             cached = 0
 
     def is_empty(self):
-        return len(self.in_flight) == len(self.in_flight._open) == sum(
-            self.in_flight.backlog._num_seqs.values()
-        ) == 0 and not any(self.in_flight.backlog._pending.values())
+        return (
+            len(self.in_flight)
+            == len(self.in_flight._open)
+            == sum(self.in_flight.backlog._num_seqs.values())
+            == 0
+            and not self.in_flight.backlog.list_pending()
+        )
 
 
 def read(stream):
@@ -303,3 +309,19 @@ def test_request_yields_while_none_of_its_clients_reads():
     assert harness.in_flight.leave(third) == ["a"]
     assert not harness.in_flight.yields("a")
     assert harness.is_empty()
+
+
+@pytest.mark.slow
+def test_submission_takes_no_longer_with_10_000_accounts():
+    """In CPU time, the best of many in turn, because other programs compute."""
+    few, many = Harness(), Harness()
+    for harness, number in ((few, 10), (many, 10_000)):
+        for i in range(number):
+            harness.ask(f"r{i}", prompt=(i,), scheduling=(f"account {i}",))
+    seconds = {few: 1.0, many: 1.0}
+    for i in range(100):
+        for harness in (few, many):
+            begun = time.thread_time()
+            harness.ask(f"s{i}", prompt=(i, i), scheduling=("account 1",))
+            seconds[harness] = min(seconds[harness], time.thread_time() - begun)
+    assert seconds[many] < 5 * seconds[few]

@@ -5,7 +5,8 @@ import pytest
 from cllm.core.request import Priority
 from cllm.process import reservations as module
 from cllm.process.backlog import NO_CLAIM
-from cllm.process.reservations import Claim, Newcomer, QueueLoad, Reservations
+from cllm.process.queue_load import QueueLoad
+from cllm.process.reservations import Claim, Newcomer, Reservations
 
 NORMAL, BATCH = Priority.NORMAL, Priority.BATCH
 

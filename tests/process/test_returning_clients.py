@@ -22,7 +22,8 @@ from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueFull, QueueLimits
 from cllm.process.in_flight import InFlightRequests
-from cllm.process.reservations import Claim, QueueLoad, Reservations, describe_newcomer
+from cllm.process.queue_load import QueueLoad
+from cllm.process.reservations import Claim, Reservations, describe_newcomer
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
 from cllm.scheduler.report import collect_stats

@@ -20,7 +20,7 @@ from cllm.observe.request_record import RequestRecord
 from cllm.process.backlog import QueuePosition
 from cllm.process.in_flight import InFlightRequest
 from cllm.process.messages import LENGTH, frame
-from cllm.process.reservations import QueueLoad
+from cllm.process.queue_load import QueueLoad
 from cllm.scheduler.report import explain
 from cllm.scheduler.trace import Explanation
 from cllm.server.live import watching

@@ -16,14 +16,13 @@ from typing import NamedTuple
 from cllm.core.output import Stats
 from cllm.core.request import Priority, Request
 from cllm.errors import CLLMError
+from cllm.process.queue_load import AccountLoads, QueueLoad
 from cllm.process.reservations import (
     LONGEST_WAIT,
     Claim,
     Newcomer,
-    QueueLoad,
     Reservations,
     describe_newcomer,
-    measure_load,
 )
 from cllm.scheduler.policy import Policy
 
@@ -84,7 +83,7 @@ class Excess(NamedTuple):
     seconds: float
 
 
-NOTHING, NO_CLAIM = QueueLoad(), Claim()
+NO_CLAIM = Claim()
 
 
 class ServiceRate:
@@ -181,19 +180,14 @@ class Backlog:
 
     def clear(self) -> None:
         """Forget all requests, because the engine has none of them any more."""
-        # by account
-        self._pending: dict[Priority, dict[str, QueueLoad]] = {
-            priority: {} for priority in Priority
-        }
+        self._pending = {priority: AccountLoads(self._weights) for priority in Priority}
         self._num_seqs = dict.fromkeys(Priority, 0)
         self._count_seqs()
 
     # --- events ----------------------------------------------------------------------------------
 
     def record_submission(self, request: Request) -> None:
-        self._pending[request.priority].setdefault(request.account, QueueLoad()).add(
-            measure_load(request)
-        )
+        self._pending[request.priority].add(request)
         self._num_seqs[request.priority] += request.params.n
         self._count_seqs()
 
@@ -207,10 +201,7 @@ class Backlog:
 
     def record_departure(self, request: Request) -> None:
         """Note that ``request`` has its first token, or has ended without one."""
-        pending = self._pending[request.priority]
-        pending[request.account].add(measure_load(request), -1)
-        if not pending[request.account].num_requests:
-            del pending[request.account]
+        self._pending[request.priority].add(request, -1)
 
     def record_end(self, request: Request, num_running: int = 1, num_waiting: int = 0) -> None:
         """Note the end of ``num_running`` sequences of ``request`` that had started and
@@ -242,8 +233,13 @@ class Backlog:
         return [
             (priority, account, load)
             for priority, loads in self._pending.items()
-            for account, load in loads.items()
+            for account, load in loads.by_account.items()
         ]
+
+    def note_weights(self) -> None:
+        """Note that the weights have changed."""
+        for loads in self._pending.values():
+            loads.note_weights()
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -327,7 +323,7 @@ class Backlog:
         for priority in self._list_classes(newcomer):
             share = 1.0
             if self._takes_turns and priority == newcomer.priority:
-                own = self._pending[priority].get(newcomer.account, NOTHING).num_requests
+                own = self._pending[priority].get(newcomer.account).num_requests
                 own += self.reservations.count(priority, newcomer.account) + 1
                 num_turns = own / self._weights.get(newcomer.account, 1.0)
                 share = self.reservations.compute_share_of_turns(priority, num_turns, self._weights)
@@ -384,28 +380,23 @@ class Backlog:
         ``excess`` is the number of sequences for which there is no slot now.
         """
         classes = [(priority, self._pending[priority]) for priority in self._list_classes(newcomer)]
-        num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
+        num_seqs = sum(loads.total.num_seqs for _, loads in classes)
         # the others have a slot, and their prompts are being computed
         num_waiting = min(num_seqs, excess)
-        own = (
-            self._pending[newcomer.priority].get(newcomer.account, NOTHING).num_requests
-            * num_waiting
-            / max(1, num_seqs)
-        )
-        turn = (own + 1) / self._weights.get(newcomer.account, 1.0)
-        num_requests = num_tokens = 0.0
-        ahead_seqs = excess - num_waiting  # parked sequences, or siblings of started ones
+        share = num_waiting / max(1, num_seqs)
+        own = self._pending[newcomer.priority].get(newcomer.account).num_requests * share
+        num_turns = (own + 1) / self._weights.get(newcomer.account, 1.0)
+        # parked sequences, or siblings of started ones
+        ahead = QueueLoad(num_seqs=excess - num_waiting)
         for priority, loads in classes:
-            takes_turns = self._takes_turns and priority == newcomer.priority
-            for account, load in loads.items():
-                count = load.num_requests * num_waiting / num_seqs
-                if takes_turns and account != newcomer.account:
-                    count = min(count, turn * self._weights.get(account, 1.0))
-                num_requests += count
-                ahead_seqs += load.num_seqs * count / load.num_requests
-                num_tokens += load.num_tokens * count / load.num_requests
+            if self._takes_turns and priority == newcomer.priority:
+                ahead.add(loads.share_turns(newcomer.account, num_turns, share))
+            else:
+                ahead.add(loads.total, share)
         # sums of shares have rounding errors, but limits must be met exactly
-        return QueueLoad(round(num_requests, 6), round(ahead_seqs, 6), round(num_tokens, 6))
+        return QueueLoad(
+            round(ahead.num_requests, 6), round(ahead.num_seqs, 6), round(ahead.num_tokens, 6)
+        )
 
     def _estimate_behind(self, ahead: QueueLoad, newcomer: Newcomer) -> QueuePosition:
         seconds = (ahead.num_seqs + 1) * self._seconds_each + self._seconds_to_compute(newcomer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
@@ -14,6 +13,7 @@ from cllm.core.request import Priority, Request, SequenceProgress
 from cllm.engine.commands import Add, Resume
 from cllm.errors import CLLMError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
+from cllm.process.request_counts import RequestCounts
 from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache, digest, rename_output
 
@@ -229,7 +229,7 @@ class InFlightRequests:
         self._results = results
         self._by_id: dict[str, InFlightRequest] = {}
         self._open: dict[bytes, InFlightRequest] = {}  # requests that streams may join
-        self._num_by_account = Counter[str]()
+        self._counts = RequestCounts()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -301,7 +301,7 @@ class InFlightRequests:
         is_admitted = begun is not None  # by the other pool
         first = self.backlog.admit(list(new.values()), claim) if new and not is_admitted else None
         stream = OutputStream(requests)
-        stream.num_ahead, stream.busiest = len(self._by_id), self.find_busiest()
+        stream.num_ahead, stream.busiest = len(self._by_id), self._counts.find_busiest()
         positions = []
         for request, key in zip(requests, keys, strict=True):
             if begun is not None and not begun[request.request_id]:
@@ -347,7 +347,7 @@ class InFlightRequests:
         )
         entry.join(stream, request.request_id)
         self._by_id[request.request_id] = entry
-        self._num_by_account[request.account] += 1
+        self._counts.add(request.account)
         if key is not None and shares:
             self._open[key] = entry
         self.backlog.record_submission(request)
@@ -403,9 +403,7 @@ class InFlightRequests:
 
     def _remove(self, entry: InFlightRequest) -> None:
         del self._by_id[entry.request.request_id]
-        self._num_by_account[entry.request.account] -= 1
-        if not self._num_by_account[entry.request.account]:
-            del self._num_by_account[entry.request.account]
+        self._counts.add(entry.request.account, -1)
         if entry.key is not None and self._open.get(entry.key) is entry:
             del self._open[entry.key]
         if not entry.started:
@@ -470,11 +468,6 @@ class InFlightRequests:
             return (False, 0, 0)
         return entry.yields, entry.request.priority, len(entry.request.prompt)
 
-    def find_busiest(self) -> tuple[str, int]:
-        """Return the account with the most requests in the engine, and their number."""
-        [busiest] = self._num_by_account.most_common(1) or [("", 0)]
-        return busiest
-
     def note_retry(self, request_ids: Iterable[str]) -> None:
         """Note that the engine that had these requests has ended."""
         for request_id in request_ids:
@@ -499,7 +492,7 @@ class InFlightRequests:
     def fail(self, error: CLLMError) -> None:
         """End all streams with ``error``, because the engine cannot answer them."""
         entries, self._by_id, self._open = self._by_id, {}, {}
-        self._num_by_account.clear()
+        self._counts = RequestCounts()
         self.backlog.clear()
         for stream in {stream: None for entry in entries.values() for stream in entry.readers}:
             stream.fail(error)

@@ -40,7 +40,8 @@ from cllm.process.launch import ONE_ENGINE, EngineSpec
 from cllm.process.member import Member
 from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame
 from cllm.process.pending_tokens import Texts
-from cllm.process.reservations import Claim, Newcomer, QueueLoad
+from cllm.process.queue_load import QueueLoad
+from cllm.process.reservations import Claim, Newcomer
 from cllm.process.results import ResultCache
 from cllm.process.supervisor import Death, Event
 from cllm.scheduler.policy import make_policy
@@ -494,6 +495,7 @@ class Pool:
         # the policy and the backlog have the same mapping
         self.params.weights.clear()
         self.params.weights.update(weights)
+        self.backlog.note_weights()
         for member in self.members:
             member.write(frame(SetWeights(dict(weights))))
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from cllm.core.account import is_anonymous
 from cllm.core.request import Priority, Request
+from cllm.process.queue_load import QueueLoad, measure_load
 
 # clients wait for Retry-After plus up to a tenth, so that they do not return together
 MEAN_DELAY = 1.05
@@ -33,31 +34,6 @@ class Claim(NamedTuple):
 
     ticket: str = ""
     body: int = 0
-
-
-@dataclass(slots=True)
-class QueueLoad:
-    """The size of several requests, or of a share of them."""
-
-    num_requests: float = 0
-    num_seqs: float = 0
-    num_tokens: float = 0
-
-    def add(self, other: QueueLoad, times: float = 1) -> None:
-        self.num_requests += times * other.num_requests
-        self.num_seqs += times * other.num_seqs
-        self.num_tokens += times * other.num_tokens
-
-    def scale(self, factor: float) -> QueueLoad:
-        """Return this load times ``factor``."""
-        return QueueLoad(
-            factor * self.num_requests, factor * self.num_seqs, factor * self.num_tokens
-        )
-
-
-def measure_load(*requests: Request) -> QueueLoad:
-    num_seqs = sum(request.params.n for request in requests)
-    return QueueLoad(len(requests), num_seqs, sum(len(request.prompt) for request in requests))
 
 
 class Newcomer(NamedTuple):
