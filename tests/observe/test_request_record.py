@@ -7,6 +7,7 @@ import pytest
 from cllm.config.settings import LogSettings
 from cllm.core.output import SequenceTimes
 from cllm.observe.log import REQUESTS
+from cllm.observe.metrics import ServerMetrics
 from cllm.observe.request_log import RequestLog
 from cllm.observe.request_record import RequestRecord
 
@@ -72,7 +73,7 @@ def test_line_has_only_what_is_known() -> None:
 )
 def test_level_of_the_line_follows_from_the_end(caplog, fields, level) -> None:
     caplog.set_level("DEBUG", REQUESTS)
-    RequestLog(LogSettings(slow_seconds=20)).end(make_record(**fields))
+    RequestLog(LogSettings(slow_seconds=20), ServerMetrics()).end(make_record(**fields))
     [line] = caplog.records
     assert line.levelname == level
     assert ("slow" in line.fields) == ("arrived" in fields)
@@ -80,7 +81,7 @@ def test_level_of_the_line_follows_from_the_end(caplog, fields, level) -> None:
 
 def test_listener_that_raises_hides_neither_the_line_nor_other_listeners(caplog):
     caplog.set_level("DEBUG", REQUESTS)
-    request_log, noted = RequestLog(LogSettings()), []
+    request_log, noted = RequestLog(LogSettings(), ServerMetrics()), []
     request_log.listeners += [lambda record: 1 / 0, noted.append]  # type: ignore[list-item]
     record = make_record()
     request_log.end(record)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from cllm.cli.remarks import print_notes, remarks_on_access
+from cllm.cli.remarks import remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, flags, settings_from_flags
+from cllm.cli.startup import open_access
 from cllm.config.settings import OPTIONS
-from cllm.observe import log
-from cllm.server.access import Access, check_access
 from cllm.server.run import address, address_elsewhere, listen
 
 # settings that a front ignores, because replicas check them
@@ -58,10 +57,7 @@ def front(*, config: ConfigFlag = None, settings: FrontFlags | None = None) -> N
 
     loaded = settings_from_flags(config, settings)
     tree = loaded.settings
-    print_notes(loaded)
-    log.configure(tree.log.level, tree.log.format, by_request=tree.log.allow_header)
-    access = Access(tree, is_of_front=True)
-    check_access(tree, access)
+    access = open_access(loaded, is_of_front=True)
     check_front(tree, access)
     listener = listen(tree.server.host, tree.server.port)
     scheme = "http" if tree.server.tls_certificate is None else "https"

@@ -22,8 +22,9 @@ from cyclopts import Parameter
 
 from cllm.cli.cluster import OF_REPLICAS
 from cllm.cli.options import Json
-from cllm.cli.remarks import print_notes, remarks_on_access
+from cllm.cli.remarks import remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
+from cllm.cli.startup import open_access
 from cllm.cli.table import format_table
 from cllm.cluster.control import (
     DEFAULT_PORT,
@@ -41,9 +42,8 @@ from cllm.config.sources import LoadedConfig, get_value
 from cllm.errors import StartupError
 from cllm.models.catalog import is_on_hub, resolve
 from cllm.models.model_file import read_parts
-from cllm.observe import log
 from cllm.private_files import lock
-from cllm.server.access import Access, check_access
+from cllm.server.access import Access
 from cllm.server.run import address as find_url
 from cllm.server.run import listen
 
@@ -134,11 +134,8 @@ def serve(
     check_private(address)
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
-    print_notes(loaded)
-    log.configure(tree.log.level, tree.log.format, by_request=tree.log.allow_header)
+    access = open_access(loaded, is_of_front=True)
     of_replicas = collect_settings(loaded)
-    access = Access(tree, is_of_front=True)
-    check_access(tree, access)
     key = access.cluster_key.find_or_create()
     pointer = pointer_path(tree)
     pointer_file = take_pointer(tree)

@@ -15,15 +15,15 @@ from cyclopts import Parameter
 
 from cllm.cli.peer_flags import remark_on_variables
 from cllm.cli.progress import open_bar
-from cllm.cli.remarks import capacity, hint, print_notes, remarks, remarks_on_access
+from cllm.cli.remarks import capacity, hint, remarks, remarks_on_access
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
+from cllm.cli.startup import open_access
 from cllm.config.settings import Settings
 from cllm.config.sources import LoadedConfig
 from cllm.errors import StartupError
 from cllm.models import hub
-from cllm.observe import log
 from cllm.process.launch import Popen
-from cllm.server.access import Access, check_access
+from cllm.server.access import Access
 from cllm.server.run import ServerSetup, address, address_elsewhere, listen, run_forever
 from cllm.serving.sources import Source, list_sources
 from cllm.store.open_servers import announce_open_server
@@ -54,12 +54,9 @@ def serve(
         Thread(target=terminate_at_end_of_stdin, daemon=True).start()
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
-    print_notes(loaded)
     if remark := remark_on_variables(os.environ):
         print("cllm:", remark, file=sys.stderr)
-    log.configure(tree.log.level, tree.log.format, by_request=tree.log.allow_header)
-    access = Access(tree)
-    check_access(tree, access)
+    access = open_access(loaded)
     with hub.stderr_progress() as progress:
         sources = list_sources(loaded, progress)
     first = next((source for source in sources if source.is_first), None)

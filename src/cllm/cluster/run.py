@@ -92,9 +92,8 @@ def run_front(
 
     async def serve(signals: list[int]) -> bool:
         front = Front(settings, access)
-        request_log = RequestLog(settings.log)
-        request_log.listeners += [front.metrics.server.count_response, front.last_minute.note]
-        front.metrics.server.limit_accounts(settings.metrics.max_accounts)
+        request_log = RequestLog(settings.log, front.metrics.server)
+        request_log.listeners.append(front.last_minute.note)
         app = resumable(FrontApp(front), front.streams, find_owner)
         server = FrontServer(
             make_config(app, access, settings, request_log),

@@ -8,21 +8,22 @@ from collections.abc import Callable
 
 from cllm.config.settings import LogSettings
 from cllm.observe.log import REQUESTS
+from cllm.observe.metrics import ServerMetrics
 from cllm.observe.request_record import RequestRecord
 
 log = logging.getLogger(REQUESTS)
 
 
 class RequestLog:
-    """Gets the record of every request when it has ended.
+    """Gets the record of every request when it has ended, and counts it in ``metrics``.
 
     ``listeners`` are called with each of them; they must not wait. The error of one is logged.
     ``tracer``, if there is one, is called with the record of a request that has arrived, and its
     header traceparent.
     """
 
-    def __init__(self, settings: LogSettings) -> None:
-        self.listeners: list[Callable[[RequestRecord], None]] = []
+    def __init__(self, settings: LogSettings, metrics: ServerMetrics) -> None:
+        self.listeners: list[Callable[[RequestRecord], None]] = [metrics.count_response]
         self.allows_header = settings.allow_header
         self.tracer: Callable[[RequestRecord, str], None] | None = None
         self._slow_seconds = settings.slow_seconds

@@ -117,12 +117,6 @@ def create_app(registry: Registry, settings: Settings, access: Access | None = N
     lines: dict[str, BatchLines] = dict.fromkeys(ENDPOINTS, OpenAILines(state))
     lines[ENDPOINT] = MessageLines(state)
     state.batches = make_batches(state, lines)
-    state.request_log.listeners += [
-        registry.metrics.count_response,
-        state.last_minute.note,
-        state.recent.note,
-    ]
-    registry.metrics.limit_accounts(settings.metrics.max_accounts)
     app.state = state  # type: ignore[assignment]  # typed, unlike the framework's
     errors.install(app, answer_fault)
     for router in ROUTERS:

@@ -59,7 +59,8 @@ class ServerState:
     def __post_init__(self) -> None:
         self.identity = ReplicaIdentity(self.settings.storage.folder)
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
-        self.request_log = RequestLog(self.settings.log)
+        self.request_log = RequestLog(self.settings.log, self.registry.metrics)
+        self.request_log.listeners += [self.last_minute.note, self.recent.note]
         self.live = LiveView(self.registry, self.last_minute)
 
     @contextmanager

@@ -63,6 +63,7 @@ class GracefulServer(uvicorn.Server):
             limit, settings.server.max_connections_per_address
         )
         self._metrics = metrics
+        metrics.limit_accounts(settings.metrics.max_accounts)
         metrics.connections.set_function(lambda: len(self.server_state.connections))
         self.early: list[int] = []
         self.is_stopped_by_signal = False
