@@ -548,7 +548,8 @@ def test_client_that_shuts_down_its_sending_side_gets_its_answer(cluster):
         assert EVENT in data
         may_end.set()
         data += b"".join(iter(lambda: client.recv(65536), b""))
-        assert data.endswith(DONE + b"\r\n0\r\n\r\n")
+        assert DONE in data
+        assert data.endswith(b"\r\n0\r\n\r\n")  # perhaps after another ping
 
 
 def test_streams_of_a_front_that_shuts_down_finish(cluster):
