@@ -8,6 +8,7 @@ import time
 import msgspec
 
 from cllm.cluster.leases import Replica
+from cllm.process.suspects import MAX_ENDS
 from cllm.server.cluster.continuation import Continue
 from cllm.serving.delivered import LENGTH, MAX_PROGRESS_BYTES, Ending, Progress
 from cllm.store.charges import UsageCounts
@@ -16,8 +17,6 @@ HEAD = struct.Struct(">II")  # of a frame: the lengths of its progress and of it
 MAX_KEPT_BYTES = 256_000_000  # of the progress of all streams of a front
 MAX_FRAME_BYTES = 64_000_000  # an echoed prompt with its logprobs takes less
 OUTPUTS_ONLY = 0x91  # first byte of a progress with nothing but outputs: an array of one element
-# After so many deaths of replicas between two tokens of a stream, its request may be the cause.
-MAX_DEATHS = 2
 
 _decoder = msgspec.msgpack.Decoder(Progress)
 
@@ -147,12 +146,14 @@ class Replay:
 
     @property
     def can_continue(self) -> bool:
-        """Whether another replica may be asked to continue."""
+        """Whether another replica may be asked to continue. After MAX_ENDS deaths without a token,
+        the request may be the cause, although replicas survive requests that kill engines.
+        """
         return (
             self.has_begun
             and self._kept is not None
             and not self.is_complete
-            and self.num_deaths < MAX_DEATHS
+            and self.num_deaths < MAX_ENDS
         )
 
     def lose(self, replica: Replica) -> None:
