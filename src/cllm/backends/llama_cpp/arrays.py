@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from cllm.backends.llama_cpp.passes import Pass
+
 
 class BatchArrays:
     """The token, position and wants_logits of ``size`` tokens, and a pointer to the seq_id of each.
@@ -19,6 +21,7 @@ class BatchArrays:
     """
 
     def __init__(self, size: int, num_ids: int) -> None:
+        self.size = size
         self.token = np.zeros(size, np.int32)
         self.position = np.zeros(size, np.int32)
         self.wants_logits = np.zeros(size, np.int8)
@@ -38,3 +41,38 @@ class BatchArrays:
             ),
             logits=self.wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
+
+    def fill_plain(self, start: int, count: int) -> None:
+        """Write ``count`` tokens 0 of the first sequence, from position ``start`` on. Their logits
+        are wanted.
+        """
+        self.token[:count], self.wants_logits[:count] = 0, 1
+        self.seq_id_pointers[:count] = self.ids_address
+        self.position[:count] = range(start, start + count)
+        self.batch.n_tokens = count
+
+    def fill(self, rows: Pass) -> None:
+        """Write the rows into the arrays.
+
+        Padding comes after all needed tokens, so it changes no result.
+        """
+        at = 0
+        for row in rows.rows:
+            address, start, count = self.ids_address + 4 * row.seq.seq_id, row.start, row.size
+            if max(count, rows.size) == 1:
+                self.token[at] = row.seq.tokens[start]
+                self.position[at] = start
+                self.seq_id_pointers[at] = address
+                self.wants_logits[at] = row.num_samples
+                at += 1
+                continue
+            end = at + count
+            stop = at + max(count, rows.size)
+            self.token[at:end] = row.tokens
+            self.token[end:stop] = 0
+            self.position[at:stop] = range(start, start + stop - at)
+            self.seq_id_pointers[at:stop] = address
+            self.wants_logits[at:stop] = 0
+            self.wants_logits[end - row.num_samples : end] = 1
+            at = stop
+        self.batch.n_tokens = at

@@ -243,7 +243,7 @@ class LlamaCppBackend:
         StartupError for other failures.
         """
         params = self._params
-        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
+        self._arrays = BatchArrays(params.max_num_batched_tokens, sizes.max_num_seqs)
         if sizes.layout == "paged":
             num_tokens = pad_context(sizes.context_length) * sizes.max_num_seqs
             num_bytes = num_tokens * params.kv_bytes_per_token
@@ -284,14 +284,8 @@ class LlamaCppBackend:
         """
 
         def decode(start: int, count: int) -> int:
-            self._token[:count], self._seq_id_pointers[:count], self._wants_logits[:count] = (
-                0,
-                self._ids_address,
-                1,
-            )
-            self._position[:count] = range(start, start + count)
-            self._batch.n_tokens = count
-            code = self._threads.decode(self._context, self._batch)
+            self._arrays.fill_plain(start, count)
+            code = self._threads.decode(self._context, self._arrays.batch)
             if code != 0:
                 raise StartupError(
                     f"the model cannot decode: llama_decode returned {code}: "
@@ -299,7 +293,7 @@ class LlamaCppBackend:
                 )
             return int(lib.llama_state_seq_get_size(self._context, 0))
 
-        count = min(4, len(self._token))
+        count = min(4, self._arrays.size)
         first = decode(0, 1)
         self._cells.check_states()
         per_token = (decode(1, count) - first) // count
@@ -395,21 +389,6 @@ class LlamaCppBackend:
         lib.llama_model_desc(self._model, buffer, 256)
         return buffer.value.decode("utf-8", "replace")
 
-    def _make_batch(self, size: int, max_num_seqs: int) -> None:
-        self._batch_size = size
-        arrays = self._arrays = BatchArrays(size, max_num_seqs)
-        self._token, self._position, self._wants_logits = (
-            arrays.token,
-            arrays.position,
-            arrays.wants_logits,
-        )
-        self._ids, self._ids_address, self._seq_id_pointers = (
-            arrays.ids,
-            arrays.ids_address,
-            arrays.seq_id_pointers,
-        )
-        self._batch = arrays.batch
-
     def forward(self, batch: Batch) -> Logits:
         """Raises EngineError if llama_decode fails."""
         if not self.info.generates:
@@ -422,7 +401,7 @@ class LlamaCppBackend:
         if not self._in_passes:
             return self._decode(Pass(batch.rows))
         passes = plan_passes(
-            batch.rows, self._batch_size, self.info.context_length, pads=self._plain
+            batch.rows, self._arrays.size, self.info.context_length, pads=self._plain
         )
         if len(passes) == 1:
             return self._decode(passes[0])
@@ -437,8 +416,8 @@ class LlamaCppBackend:
         return [each for row in batch.rows for each in logits[row.seq.seq_id]]
 
     def _decode(self, rows: Pass) -> Logits:
-        self._fill(rows)
-        code = self._threads.decode(self._context, self._batch)
+        self._arrays.fill(rows)
+        code = self._threads.decode(self._context, self._arrays.batch)
         if rows.size:
             for row in rows.rows:
                 if row.size < rows.size:  # the padding
@@ -462,36 +441,10 @@ class LlamaCppBackend:
         """Raise EngineError for batches that would abort the process."""
         for row in batch.rows:
             self._cells.check_row(row.seq.seq_id)
-        if not 0 < batch.num_tokens <= self._batch_size:
-            raise EngineError(f"a batch of {batch.num_tokens} tokens, not 1 to {self._batch_size}")
+        if not 0 < batch.num_tokens <= self._arrays.size:
+            raise EngineError(f"a batch of {batch.num_tokens} tokens, not 1 to {self._arrays.size}")
         if batch.num_samples > self.info.max_num_samples:
             raise EngineError(f"a batch of more than {self.info.max_num_samples} samples")
-
-    def _fill(self, rows: Pass) -> None:
-        """Write the rows into the arrays of the llama_batch.
-
-        Padding comes after all needed tokens, so it changes no result.
-        """
-        at = 0
-        for row in rows.rows:
-            address, start, count = self._ids_address + 4 * row.seq.seq_id, row.start, row.size
-            if max(count, rows.size) == 1:
-                self._token[at] = row.seq.tokens[start]
-                self._position[at] = start
-                self._seq_id_pointers[at] = address
-                self._wants_logits[at] = row.num_samples
-                at += 1
-                continue
-            end = at + count
-            stop = at + max(count, rows.size)
-            self._token[at:end] = row.tokens
-            self._token[end:stop] = 0
-            self._position[at:stop] = range(start, start + stop - at)
-            self._seq_id_pointers[at:stop] = address
-            self._wants_logits[at:stop] = 0
-            self._wants_logits[end - row.num_samples : end] = 1
-            at = stop
-        self._batch.n_tokens = at
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
         return self._embedder.embed(chunks)
