@@ -18,7 +18,7 @@ from cllm.core.request import Priority
 from cllm.engine.commands import Explained
 from cllm.observe.request_record import RequestRecord
 from cllm.process.backlog import QueuePosition
-from cllm.process.in_flight import InFlightRequest
+from cllm.process.in_flight_request import InFlightRequest
 from cllm.process.messages import LENGTH, frame
 from cllm.process.queue_load import QueueLoad
 from cllm.scheduler.report import explain

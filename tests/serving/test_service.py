@@ -11,7 +11,7 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
-from cllm.process.in_flight import OutputStream
+from cllm.process.in_flight_request import OutputStream
 from cllm.serving.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
 from cllm.text.output_reader import OutputReader
 

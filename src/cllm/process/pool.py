@@ -35,7 +35,8 @@ from cllm.process.assignments import Assignments
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.balancer import Balancer
 from cllm.process.embeddings import InFlightEmbeddings, Waiter
-from cllm.process.in_flight import Begun, InFlightRequest, InFlightRequests, OutputStream
+from cllm.process.in_flight import Begun, InFlightRequests
+from cllm.process.in_flight_request import InFlightRequest, OutputStream
 from cllm.process.launch import ONE_ENGINE, EngineSpec
 from cllm.process.member import Member
 from cllm.process.messages import Failed, Loading, Ready, Stepped, Tokenized, frame

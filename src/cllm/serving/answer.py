@@ -20,7 +20,7 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.request_record import NOT_TIMED, RequestRecord
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import NO_CLAIM, QueuePosition
-from cllm.process.in_flight import OutputStream
+from cllm.process.in_flight_request import OutputStream
 from cllm.process.pool import Pool
 from cllm.process.reservations import Claim
 from cllm.serving.adapter_use import NO_ADAPTERS, AdapterUse

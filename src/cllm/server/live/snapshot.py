@@ -10,7 +10,7 @@ import msgspec
 from cllm import __version__
 from cllm.core.output import STAGES, Stats
 from cllm.core.request import Priority
-from cllm.process.in_flight import InFlightRequest
+from cllm.process.in_flight_request import InFlightRequest
 from cllm.process.member import Member
 from cllm.process.pool import Pool
 from cllm.scheduler.trace import MAX_NAMED, Explanation, SequenceState, Step
