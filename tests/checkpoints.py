@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
 Tensor = tuple[str, list[int], bytes]
 """A tensor's type, its shape and its bytes."""
@@ -125,3 +126,58 @@ def write_tokenizer(folder: Path, path: Path) -> None:
     settings["chat_template"] = fields["tokenizer.chat_template"].contents()
     (folder / "tokenizer.json").write_text(json.dumps(convert_tokenizer(path)))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def convert_model(path: Path, folder: Path) -> Path:
+    """Write a GGUF file of the architecture qwen3 as a checkpoint in float32."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    kind = fields["general.architecture"]
+
+    def name_of(name: str) -> str:
+        if name.startswith("blk."):
+            _, layer, rest = name.split(".", 2)
+            stem, end = rest.rsplit(".", 1)
+            return f"model.layers.{layer}.{LAYER_NAMES[stem]}.{end}"
+        stem, end = name.rsplit(".", 1)
+        return f"{NAMES[stem]}.{end}"
+
+    tensors = {}
+    for tensor in reader.tensors:
+        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        shape = [int(size) for size in reversed(tensor.shape)]
+        tensors[name_of(tensor.name)] = "F32", shape, data.tobytes()
+    config = {
+        "model_type": kind,
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": fields[f"{kind}.embedding_length"],
+        "intermediate_size": fields[f"{kind}.feed_forward_length"],
+        "num_hidden_layers": fields[f"{kind}.block_count"],
+        "num_attention_heads": fields[f"{kind}.attention.head_count"],
+        "num_key_value_heads": fields[f"{kind}.attention.head_count_kv"],
+        "head_dim": fields[f"{kind}.attention.key_length"],
+        "max_position_embeddings": fields[f"{kind}.context_length"],
+        "rms_norm_eps": fields[f"{kind}.attention.layer_norm_rms_epsilon"],
+        "rope_theta": fields[f"{kind}.rope.freq_base"],
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+    }
+    write_checkpoint(folder, tensors, config=config)
+    write_tokenizer(folder, path)
+    return folder

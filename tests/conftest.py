@@ -162,6 +162,17 @@ def builtin_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def builtin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the built-in model as a checkpoint in float32; tests that use it are marked
+    ``torch``.
+    """
+    pytest.importorskip("torch", reason="needs the extra torch: tools/setup.sh --torch")
+    from checkpoints import convert_model
+
+    return convert_model(BUILTIN, tmp_path_factory.mktemp("checkpoint") / "builtin")
+
+
+@pytest.fixture(scope="session")
 def real_model() -> Callable[[str], Path]:
     """Return ``real_model(name)``: the file of a trained model. CI has fetched it."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

@@ -8,6 +8,7 @@ the order of summation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,10 @@ LLAMA = pytest.mark.llama
 TINY = ("mamba", "lfm2", "gemma3")
 WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
 LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
-UNIFIED = ["fake unified", LLAMA_KINDS[1]]
+TORCH = pytest.param("torch unified", marks=pytest.mark.torch)
+UNIFIED = ["fake unified", LLAMA_KINDS[1], TORCH]
 PAGED = ["fake paged", LLAMA_KINDS[2]]
-KINDS = ["fake partitioned", "fake unified", "fake paged", *LLAMA_KINDS]
+KINDS = ["fake partitioned", "fake unified", "fake paged", *LLAMA_KINDS, TORCH]
 WITH_FILES = ["partitioned", "unified", "paged"]
 
 
@@ -64,6 +66,8 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         if name == "fake":
             return FakeBackend(layout=layout, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
+        if name == "torch":
+            return make_torch_backend(request.getfixturevalue("builtin_checkpoint"), **sizes)
         from cllm.backends.llama_cpp.backend import LlamaCppBackend
         from cllm.backends.llama_cpp.fit import POSITION_BYTES
         from cllm.backends.llama_cpp.options import Options
@@ -84,6 +88,18 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         )
 
     return make
+
+
+def make_torch_backend(path: Path, **sizes: Any) -> Backend:
+    from cllm.backends.torch.backend import TorchBackend
+    from cllm.backends.torch.options import Options
+
+    options = Options(device="cpu", n_threads=1, dtype="float32").model_dump()
+    backend = TorchBackend(BackendParams(path=str(path), options=options, **sizes))
+    per_token = backend.info.kv_bytes_per_token
+    backend.close()
+    sizes["kv_memory"] = NUM_CELLS * per_token
+    return TorchBackend(BackendParams(path=str(path), options=options, **sizes))
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BACKENDS = (
     "llama_cpp",
+    "torch",
     "fake",
 )
 """The folders next to this file that contain a backend; the first one is the default.

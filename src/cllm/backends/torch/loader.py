@@ -1,0 +1,93 @@
+"""Loads checkpoints with PyTorch; see ``registry.Loader``."""
+# ruff: noqa: ARG001  # the protocol has these arguments
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cllm.backends.params import BackendParams, ModelSize, SingleGpu
+from cllm.errors import StartupError
+
+if TYPE_CHECKING:
+    from cllm.backends.base import Backend, Vocabulary
+    from cllm.models.hub import Progress
+
+INSTALL = (
+    'install it with pip install "cllm[torch]"; without a GPU, add '
+    "--extra-index-url https://download.pytorch.org/whl/cpu, which saves gigabytes of CUDA"
+)
+
+
+def resolve(
+    name: str | None, quantization: str | None = None, progress: Progress | None = None
+) -> Path:
+    from cllm.models import catalog  # the engine process does not need it
+
+    return catalog.resolve(name, quantization, progress)
+
+
+def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
+    from cllm.backends.torch.architecture import read_architecture
+    from cllm.models.checkpoint import CONFIG, read_checkpoint
+
+    checkpoint = read_checkpoint(Path(params.path))
+    where = str(checkpoint.folder / CONFIG)
+    architecture = read_architecture(checkpoint.text_config, where, params.context_length)
+    # "auto" is at most float32; only PyTorch, which takes a second to import, knows whether it is
+    itemsize = 2 if params.options.get("dtype") in ("bfloat16", "float16") else 4
+    return ModelSize(
+        checkpoint.num_parameters * itemsize,
+        2 * len(architecture.layers) * architecture.kv_size * itemsize,
+    )
+
+
+def measure_gpus(params: BackendParams) -> int | None:
+    with loadable():
+        from cllm.backends.torch.backend import choose_device, measure_free, read_options
+
+    device = choose_device(read_options(params))
+    return None if device.type == "cpu" else measure_free(device)
+
+
+def find_gpus(params: BackendParams) -> list[SingleGpu]:
+    return []
+
+
+def may_divide_cores(params: BackendParams) -> bool:
+    return False
+
+
+def load(
+    params: BackendParams,
+    progress: Callable[[float], None] | None = None,
+    on_abort: Callable[[str], None] = lambda _: None,
+) -> Backend:
+    with loadable():
+        from cllm.backends.torch.backend import TorchBackend
+
+    return TorchBackend(params, progress)
+
+
+def load_vocabulary(params: BackendParams) -> Vocabulary:
+    with loadable():
+        from cllm.backends.torch.vocabulary import HfVocabulary
+
+    from cllm.models.checkpoint import read_checkpoint
+
+    checkpoint = read_checkpoint(Path(params.path))
+    return HfVocabulary(checkpoint, checkpoint.text_config["vocab_size"])
+
+
+@contextmanager
+def loadable() -> Iterator[None]:
+    """Raise StartupError if PyTorch, or what comes with it, is missing or cannot be loaded."""
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        reason = f"cannot be loaded ({error})"
+        if isinstance(error, ModuleNotFoundError):
+            reason = f"is not installed ({error.name} is missing)"
+        raise StartupError(f"PyTorch {reason}: {INSTALL}") from None
