@@ -87,11 +87,19 @@ class Response:
 class HTTPClient:
     """Connections to one server. Each serves one request at a time.
 
-    ``url`` may contain a prefix for all paths. ``headers`` are sent with every request. Raises
+    ``url`` may contain a prefix for all paths. ``headers`` are sent with every request. ``tls``
+    says which certificates are accepted, by default those of the system's authorities. Raises
     ValueError if ``url`` is not an HTTP URL.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, keep_alive: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        keep_alive: bool = True,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         parts = urlsplit(url)
         if (
             parts.scheme not in ("http", "https")
@@ -99,7 +107,7 @@ class HTTPClient:
             or not parts.hostname.isprintable()
         ):
             raise ValueError("it is not an HTTP URL")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host = parts.hostname.encode("idna").decode()
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = quote(parts.path.rstrip("/"), safe="/%!$&'()*+,;=:@")

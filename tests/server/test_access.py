@@ -34,6 +34,9 @@ ADMIN = {
     *("/scheduler", "/benchmark", "/faults", "/debug/trace", "/models/load", "/models/unload"),
     *("/api/pull", "/api/create", "/api/copy", "/api/delete"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "POST /lora-adapters"),
+    *("GET /bench/run", "POST /bench/run", "DELETE /bench/run", "/bench/run/events"),
+    *("GET /bench/reports", "POST /bench/reports", "/bench/reports/{before}/compare/{after}"),
+    *("GET /bench/reports/{report_id}", "DELETE /bench/reports/{report_id}"),
 }
 PUBLIC = {"/", "/health", "/ready"}
 OBJECTS = ("{file_id}", "{batch_id}", "{response_id}")

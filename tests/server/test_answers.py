@@ -11,10 +11,13 @@ from typing import Any
 import fastapi.routing
 import httpx2
 import jsonschema
+import msgspec
 import pytest
 from conftest import PATIENCE
 from pydantic_core import to_json
 
+from cllm.bench.load.client import Outcome
+from cllm.bench.load.report import summarize
 from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
@@ -34,6 +37,7 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"
 FILE = {"file": ("in.jsonl", json.dumps(LINE).encode())}
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"}}
 MESSAGE = {"custom_id": "a", "params": {**CHAT, "max_tokens": 1}}
+REPORT = msgspec.to_builtins(summarize(Outcome([], 1.0, 0.1), url="u", model="m", settings={}))
 
 # The bodies of POST routes, by path; the other ones are requested in `request_by_id`.
 BODIES: dict[str, list[Any]] = {
@@ -86,8 +90,13 @@ QUERIES = {
     "/v1/models/{name}": ["/v1/models/fake"],
     "/health": ["/health", "/health?level=full"],
 }
-# Requests to these fail: the model of this test cannot fill in, and responses cannot be cancelled.
-FAILING = {("post", "/infill"), ("post", "/v1/responses/{response_id}/cancel")}
+# Requests to these fail: the model of this test cannot fill in, responses cannot be cancelled, and
+# this application has no address to which a load run could be sent.
+FAILING = {
+    ("post", "/infill"),
+    ("post", "/v1/responses/{response_id}/cancel"),
+    ("post", "/bench/run"),
+}
 
 
 @asynccontextmanager
@@ -133,6 +142,15 @@ async def request_by_id(send):
     await wait(send, path, batch, "processing_status", ("ended",))
     await send("get", "/v1/messages/batches")
     await send("delete", path, batch_id=batch)
+
+    report = (await send("post", "/bench/reports", json=REPORT))["id"]
+    path = "/bench/reports/{report_id}"
+    await send("get", path, report_id=report)
+    both = {"before": report, "after": report}
+    await send("get", "/bench/reports/{before}/compare/{after}", **both)
+    await send("get", "/bench/reports")
+    await send("delete", "/bench/run")
+    await send("delete", path, report_id=report)
 
 
 async def wait(send, path, batch, field, ends):

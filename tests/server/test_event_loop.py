@@ -19,7 +19,7 @@ LIMIT = 0.2  # seconds of CPU time
 SIZE, STRUCTURE, VALUES, PARTS = 3_900_000, 95_000, 480_000, 9_900
 NOT_JSON = {"/v1/files"}
 # off unless the operator allows them: refused before the body is read
-COSTLY = {"/benchmark", "/api/pull"}
+COSTLY = {"/benchmark", "/bench/run", "/bench/reports", "/api/pull"}
 
 
 @pytest.fixture(scope="module")

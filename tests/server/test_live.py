@@ -177,7 +177,7 @@ def test_engines_are_asked_only_while_somebody_watches_and_once_for_all(monkeypa
     snapshot = SimpleNamespace(is_idle=False)
 
     class Made:
-        def __init__(self, registry, last_minute):
+        def __init__(self, registry, last_minute, *, has_bench):
             pass
 
         def make(self, explanations):

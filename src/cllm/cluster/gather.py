@@ -28,6 +28,7 @@ from cllm.server.auth import CARRIED_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.call import get_call
 from cllm.server.cluster.routes import RESPONSES_PATH
+from cllm.server.http.paths import BENCH
 from cllm.server.openai.paging import make_page
 
 MAX_PAGES = 1000  # that are read of a replica's list
@@ -131,6 +132,9 @@ class Gatherer:
     def find(self, request: Request) -> ASGIApp | None:
         """Return what answers a request, or None if one replica does."""
         path: str = request.scope["path"]
+        if path.startswith(BENCH):
+            message = "A load run is on one server; open /bench at the address of a replica."
+            raise BadRequest(message, code="not_found", status=404)
         if request.method == "GET" and (handler := self._handlers.get(path)) is not None:
             return as_app(request, handler)
         if request.method == "GET" and path.startswith("/v1/models/"):

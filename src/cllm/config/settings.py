@@ -65,7 +65,8 @@ class ServerSettings(Section):
     )
     benchmark: bool = Field(
         default=False,
-        description="Let clients run POST /benchmark, which takes up to a minute of the engine.",
+        description="Let administrators put load on the server: load runs of the page /bench, and "
+        "POST /benchmark, which takes up to a minute of the engine.",
     )
     enable_faults: bool = Field(
         default=False,

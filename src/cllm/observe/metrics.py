@@ -438,6 +438,12 @@ class ServerMetrics:
             ("result",),
             registry=registry,
         )
+        self.load_runs = Counter(
+            "cllm:load_runs",
+            "load runs of the page /bench that have ended: completed, cancelled or failed",
+            ("result",),
+            registry=registry,
+        )
         self._account_usage = AccountUsageCollector()
         registry.register(self._account_usage)
 

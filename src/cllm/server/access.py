@@ -6,6 +6,7 @@ It imports little, because ``cllm serve`` needs it before everything else.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import re
 import time
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 MAX_CARRIED_WEIGHTS = 10_000
+# of the requests of load runs; no account in the file of keys can have its name
+LOAD_ACCOUNT = Account(
+    "(bench)",
+    Priority.BATCH,
+    "(bench)",
+    routes=("/v1/chat/completions", "/v1/models"),
+    has_key=True,
+)
 CHECKS_PER_SAVE = 2  # few enough that a crash loses less than a second of usage
 RETRY_SECONDS = 30.0  # between attempts to open the database of the usage
 
@@ -65,7 +74,10 @@ class Access:
         self.recent_prefixes = RecentPrefixes()
         self._carried_weights: dict[str, float] = {}
         self._retry_at = 0.0  # time to open the database again; 0 unless that has failed
-        self.ledger.is_valid = lambda name: self.keyring.get(name) is not None
+        self.load_key = ""  # the key of the load run, if there is one
+        self.ledger.is_valid = lambda name: (
+            name == LOAD_ACCOUNT.name or self.keyring.get(name) is not None
+        )
 
     def use(self, settings: Settings) -> None:
         """Use the accounts' shares, classes and tenants of new settings from now on."""
@@ -74,6 +86,10 @@ class Access:
     def is_front(self, headers: Headers) -> bool:
         """Return whether a request comes from a front of the cluster."""
         return self.cluster_key.is_sent_in(headers)
+
+    def is_load_key(self, key: str) -> bool:
+        """Return whether ``key`` is that of the load run, whose account is LOAD_ACCOUNT."""
+        return bool(self.load_key) and hmac.compare_digest(key.encode(), self.load_key.encode())
 
     @property
     def is_required(self) -> bool:

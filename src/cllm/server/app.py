@@ -16,6 +16,7 @@ from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.anthropic.batch_lines import ENDPOINT, MessageLines
 from cllm.server.batches import make_batches
+from cllm.server.bench import routes as bench
 from cllm.server.cluster import routes as cluster
 from cllm.server.http import paths
 from cllm.server.live import routes as live
@@ -60,6 +61,7 @@ ROUTERS = (
     usage.router,
     streams.router,
     benchmark.router,
+    bench.router,
     tracing.router,
     faults.router,
     live.router,

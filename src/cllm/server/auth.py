@@ -23,7 +23,7 @@ from cllm.config.settings import Settings
 from cllm.core.account import Account
 from cllm.core.carried import decode_carried
 from cllm.errors import BadRequest, CLLMError, Unauthorized
-from cllm.server.access import Access
+from cllm.server.access import LOAD_ACCOUNT, Access
 from cllm.server.addresses import is_loopback, split_host
 from cllm.server.cluster.key import INTERNAL
 from cllm.server.http.recording import find_record
@@ -41,7 +41,7 @@ USAGE_HEADER = "x-cllm-usage"  # UsageCounts as JSON
 NEEDED_HEADER = "x-cllm-needed-tokens"  # tokens that the front must reserve for the request
 # Paths that need no key, because they reveal nothing about the model or its users. CORS preflights
 # need none either.
-PUBLIC = PATHS | {"/", "/docs", "/health", "/live", "/ping", "/ready"}
+PUBLIC = PATHS | {"/", "/bench", "/docs", "/health", "/live", "/ping", "/ready"}
 METRICS = "/metrics"
 KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
 MAX_WRONG_KEYS = 20  # from one address within WRONG_KEY_WINDOW; further ones get 429
@@ -107,8 +107,10 @@ class Guard:
                 await self._app(scope, receive, send)
                 return
         try:
-            self._check_host(request)
-            account = self._authenticate(request)
+            account = self._authenticate_load(request)
+            if account is None:
+                self._check_host(request)
+                account = self._authenticate(request)
         except CLLMError as error:
             await self._answer(request, error)(scope, receive, send)
             return
@@ -167,6 +169,17 @@ class Guard:
             "hosts by which this server may be called."
         )
         raise BadRequest(message, code="host_not_allowed", status=403)
+
+    def _authenticate_load(self, request: Request) -> Account | None:
+        """Return the account of load runs if the load run has sent the request, else None.
+
+        Raises BadRequest (403).
+        """
+        if not self._access.is_load_key(read_key(request.headers)):
+            return None
+        if not LOAD_ACCOUNT.may_use_route(request.scope["path"]):
+            raise route_not_allowed(LOAD_ACCOUNT, request.scope["path"])
+        return LOAD_ACCOUNT
 
     def _authenticate(self, request: Request) -> Account | None:
         """Return the account of a request's key; None if the server or this request needs no key.

@@ -178,9 +178,17 @@ def may_change_models(request: Request) -> bool:
     )
 
 
-def check_enabled(request: Request, option: str) -> None:
+def may_bench(request: Request) -> bool:
+    """Return whether the request may use load runs, which a front does not pass on."""
+    call = get_call(request)
+    is_allowed = call.state.settings.server.benchmark and call.account().is_admin
+    return is_allowed and call.carried is None
+
+
+def check_enabled(request: Request, option: str, what: str = "") -> None:
     """Raise BadRequest (403) unless the operator has set ``option`` of the section server, and the
-    request's account is an administrator's.
+    request's account is an administrator's. The error's code begins with ``what``, by default the
+    path.
     """
     check_admin(request)
     if getattr(get_state(request).settings.server, option):
@@ -190,4 +198,5 @@ def check_enabled(request: Request, option: str) -> None:
         f"{request.method} {path} is disabled on this server; the option server.{option} enables "
         "it."
     )
-    raise BadRequest(message, code=f"{path.strip('/').replace('/', '_')}_disabled", status=403)
+    what = what or path.strip("/").replace("/", "_")
+    raise BadRequest(message, code=f"{what}_disabled", status=403)

@@ -164,6 +164,8 @@ class ServerRun:
         server = open_server(builder.registry, setup.settings, setup.access)
         if server.batches is not None:
             server.batches.store.port = setup.listener.getsockname()[1]
+        scheme = "https" if setup.settings.server.tls_certificate else "http"
+        server.load_runs.url = address(setup.listener, scheme)
         server.early = self._signals
         return server
 

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from cllm.config.settings import Settings
 from cllm.errors import BadRequest
 from cllm.observe.request_log import RequestLog
-from cllm.server.access import Access
+from cllm.server.access import Access, expand
+from cllm.server.bench.runs import LoadRuns
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.cluster.lease import ReplicaIdentity
 from cllm.server.http.resumption import KeptStreams
@@ -35,7 +36,8 @@ class ServerState:
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters. Clients
     can resume ``streams``. ``request_log`` gets the requests that have ended, and ``last_minute``
-    notes their latencies; ``recent`` judges them. ``alone`` has the work in progress of which there
+    notes their latencies; ``recent`` judges them. An administrator can put load on the server with
+    ``load_runs``. ``alone`` has the work in progress of which there
     is one at a time.
     """
 
@@ -55,13 +57,18 @@ class ServerState:
     recent: RecentRequests = field(default_factory=RecentRequests)
     last_minute: LastMinute = field(default_factory=LastMinute)
     live: LiveView = field(init=False)
+    load_runs: LoadRuns = field(init=False)
 
     def __post_init__(self) -> None:
         self.identity = ReplicaIdentity(self.settings.storage.folder)
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
         self.request_log = RequestLog(self.settings.log, self.registry.metrics)
         self.request_log.listeners += [self.last_minute.note, self.recent.note]
-        self.live = LiveView(self.registry, self.last_minute)
+        self.live = LiveView(
+            self.registry, self.last_minute, has_bench=self.settings.server.benchmark
+        )
+        certificate = expand(self.settings.server.tls_certificate)
+        self.load_runs = LoadRuns(self.settings, self.registry, self.access, certificate)
 
     @contextmanager
     def only(self, work: str) -> Iterator[None]:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cllm.bench.load.answer import TimedAnswer
 from cllm.bench.load.client import Outcome
+from cllm.bench.load.comparison import compare_figures, differences
 from cllm.bench.load.dialects import TokenCounts
-from cllm.bench.load.report import BINS, Report, Timeline, differences, read_report, summarize
+from cllm.bench.load.report import BINS, Report, Timeline, read_report, summarize
 from cllm.bench.load.workload import Task
 from cllm.errors import StartupError
 
@@ -85,6 +86,29 @@ def test_old_reports_can_be_read(tmp_path: Path) -> None:
     report = read_report(tmp_path / "old")
     assert (report.num_short, report.percentiles_ms, report.timeline) == (0, {}, None)
     assert differences(report, report) == []
+
+
+def test_figures_differ_if_their_intervals_have_nothing_in_common() -> None:
+    """Requests that take 1 to 2 s, and ones that take 10 % or ten times as long."""
+
+    def run(factor: float, count: int = 100) -> Report:
+        seconds = [factor * (1 + i / (count - 1)) for i in range(count)]
+        return report_of([answered(0, [at], 1) for at in seconds])
+
+    before = run(1)
+    for after, differ in ((run(1.05), False), (run(10), True), (run(0.1), True)):
+        compared = {figure.name: figure for figure in compare_figures(before, after)}
+        median = compared["TTFT p50 ms"]
+        assert median.differ is differ
+        assert median.ratio == pytest.approx(median.after / median.before)
+        low, high = median.interval_before
+        assert low < median.before < high
+        # 100 requests: the ranks 40 to 60
+        assert (low, high) == pytest.approx((1402, 1598), abs=2)
+        assert compared["TTFT mean ms"].differ is differ
+        assert compared["succeeded"].differ is None
+    (few,) = [one for one in compare_figures(before, run(10, 4)) if one.name == "TTFT p50 ms"]
+    assert (few.ratio, few.interval_after, few.differ) == (pytest.approx(10), None, None)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ packet have the same time.
 from __future__ import annotations
 
 import asyncio
+import math
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import closing
@@ -32,11 +34,14 @@ T = TypeVar("T")
 
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended, warm-up included."""
+Watch = Callable[["Answers"], None]
+"""Called every LOOK seconds and at the end with the answers so far, without the warm-up's."""
 
 NOTHING = Group(tasks=[], clients=1)
 REFUSALS = {429, 503}
 FIRST_TIMEOUT = 30.0  # seconds, for the list of models
 POLL, WATCH = 0.02, 1.0  # seconds between looks at the stage, and at the server's progress
+LOOK = 0.5  # seconds between two calls of a Watch
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -45,7 +50,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     ``url`` excludes the API's path. ``timeout`` is the limit in seconds for each request, from
     sending to the last byte. Without ``keep_alive``, each request opens a new connection. ``pid``
     is the server's first process, if it runs on this machine and its CPU time is to be measured;
-    otherwise 0.
+    otherwise 0. The server may have only the TLS ``certificate`` in that file, if it names one.
     """
 
     url: str
@@ -54,6 +59,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     keep_alive: bool = True
     api: Api = "openai"
     pid: int = 0
+    certificate: str | None = None
 
     @property
     def dialect(self) -> ClientDialect:
@@ -124,26 +130,40 @@ def run_stages(
     *,
     warmup: Group = NOTHING,
     progress: Progress = lambda _: None,
+    watch: Watch | None = None,
+    seconds: float = math.inf,
 ) -> Outcome:
     """Run the stages one after the other, after the warm-up, which is not part of the outcome. They
-    reuse the connections of the warm-up.
+    reuse the connections of the warm-up. ``seconds`` after the warm-up, no further request begins.
 
     A failure is an answer, never an exception.
     """
-    return _run(_run_stages(target, stages, warmup, progress))
+    return _run(_run_stages(target, stages, warmup, progress, watch, seconds))
 
 
 async def _run_stages(
-    target: Endpoint, stages: Sequence[Stage], warmup: Group, progress: Progress
+    target: Endpoint,
+    stages: Sequence[Stage],
+    warmup: Group,
+    progress: Progress,
+    watch: Watch | None,
+    seconds: float,
 ) -> Outcome:
     with closing(open_connections(target)) as server:
         client = Client(server, target, progress)
         await client.run_stage([warmup])
-        answers: list[TimedAnswer] = []
+        client.seen = Answers()
+        watching = asyncio.ensure_future(client.tell(watch)) if watch else None
         wall, cpu, server_cpu = time.perf_counter(), time.process_time(), server_seconds(target)
+        client.ends_at = wall + seconds
         for stage in stages:
-            answers += await client.run_stage(stage)
+            if not client.is_over:
+                await client.run_stage(stage)
         cpu, server_cpu = time.process_time() - cpu, server_seconds(target) - server_cpu
+        if watch and watching:
+            watching.cancel()
+            watch(client.seen)
+    answers = client.seen.ended
     wall = max((answer.ended for answer in answers), default=wall) - wall
     return Outcome(answers, wall, cpu, server_cpu if target.pid else None, client.computed_tokens)
 
@@ -152,9 +172,9 @@ def server_seconds(target: Endpoint) -> float:
     return read_tree_cpu_seconds(target.pid) if target.pid else 0.0
 
 
-class StageAnswers:
-    """The answers of a stage: those to all requests that were ``sent``, and those that have
-    ``ended``.
+class Answers:
+    """The answers of a stage, or of all: those to all requests that were ``sent``, and those that
+    have ``ended``.
     """
 
     def __init__(self) -> None:
@@ -168,21 +188,36 @@ class StageAnswers:
 
 
 class Client:
-    """Sends tasks to one server. Outcome explains ``computed_tokens``."""
+    """Sends tasks to one server, until ``ends_at``. Outcome explains ``computed_tokens``. ``seen``
+    has all answers.
+    """
 
     def __init__(
         self, server: HTTPClient, target: Endpoint, report: Progress = lambda _: None
     ) -> None:
         self.computed_tokens: list[tuple[float, int]] = []
+        self.seen = Answers()
+        self.ends_at = math.inf
         self._server = server
         self._dialect = target.dialect
         self._timeout = target.timeout
         self._report = report
         self._num_ended = 0
 
-    async def run_stage(self, stage: Stage) -> list[TimedAnswer]:
-        """Run the groups of a stage. Return the answers in the order in which they ended."""
-        running = StageAnswers()
+    @property
+    def is_over(self) -> bool:
+        """Whether no further request may begin."""
+        return time.perf_counter() >= self.ends_at
+
+    async def tell(self, watch: Watch) -> None:
+        """Call ``watch`` again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK)
+            watch(self.seen)
+
+    async def run_stage(self, stage: Stage) -> None:
+        """Run the groups of a stage."""
+        running = Answers()
         async with asyncio.TaskGroup() as groups:
             background = [
                 groups.create_task(self._run_group(group, running))
@@ -197,9 +232,8 @@ class Client:
             await wait_for_chunks(running, wanted)
             for task in background:
                 task.cancel()
-        return running.ended
 
-    async def _run_group(self, group: Group, running: StageAnswers) -> None:
+    async def _run_group(self, group: Group, running: Answers) -> None:
         await wait_for_chunks(running, group.start_after)
         running.num_groups += 1
         watcher = asyncio.ensure_future(self._watch()) if group.watched else None
@@ -213,11 +247,13 @@ class Client:
             if watcher is not None:
                 watcher.cancel()
 
-    async def _closed_loop(self, group: Group, running: StageAnswers) -> None:
+    async def _closed_loop(self, group: Group, running: Answers) -> None:
         waiting = iter(group.tasks)
 
         async def take_turns() -> None:
             for task in waiting:
+                if self.is_over:
+                    return
                 # otherwise, an endless group would never stop if the server fails
                 if not await self._talk(task, running) and group.background:
                     return
@@ -227,11 +263,13 @@ class Client:
                 clients.create_task(take_turns())
 
     async def _open_loop(
-        self, tasks: Iterable[Task], arrivals: Sequence[float], running: StageAnswers
+        self, tasks: Iterable[Task], arrivals: Sequence[float], running: Answers
     ) -> None:
         begun = time.perf_counter()
         async with asyncio.TaskGroup() as clients:
             for task, at in zip(tasks, arrivals, strict=True):
+                if begun + at >= self.ends_at:
+                    return
                 await asyncio.sleep(begun + at - time.perf_counter())
                 clients.create_task(self._talk(task, running))
 
@@ -245,20 +283,24 @@ class Client:
                 self.computed_tokens.append((time.perf_counter(), computed))
             await asyncio.sleep(WATCH)
 
-    async def _talk(self, task: Task, running: StageAnswers) -> bool:
+    async def _talk(self, task: Task, running: Answers) -> bool:
         """Send ``task`` and the tasks that follow it, until one fails. Return whether none has."""
         following: Task | None = task
         while following is not None:
             answer = TimedAnswer(following, time.perf_counter(), self._dialect)
-            running.sent.append(answer)
+            for answers in (running, self.seen):
+                answers.sent.append(answer)
             try:
                 await self.read(answer)
             finally:
-                running.ended.append(answer)
+                for answers in (running, self.seen):
+                    answers.ended.append(answer)
                 self._num_ended += 1
                 self._report(self._num_ended)
             if answer.failure:
                 return False
+            if self.is_over:
+                return True
             following = following.follow(answer.text()) if following.follow else None
         return True
 
@@ -298,7 +340,7 @@ class Client:
             answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
 
 
-async def wait_for_chunks(running: StageAnswers, num_chunks: int) -> None:
+async def wait_for_chunks(running: Answers, num_chunks: int) -> None:
     """Wait until a stage has received ``num_chunks`` chunks, or none of its groups is running."""
     # an event would cost time at every chunk
     while running.num_chunks < num_chunks and running.num_groups:  # noqa: ASYNC110
@@ -361,9 +403,18 @@ def open_connections(target: Endpoint) -> HTTPClient:
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
     try:
-        return HTTPClient(target.url, headers, keep_alive=target.keep_alive)
+        tls = trust_only(target.certificate) if target.certificate else None
+        return HTTPClient(target.url, headers, keep_alive=target.keep_alive, tls=tls)
     except ValueError as error:
         _refuse(target, str(error))
+
+
+def trust_only(certificate: str) -> ssl.SSLContext:
+    """Return a context for connections to the server that has a certificate, by any name."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be that of an authority
+    return context
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

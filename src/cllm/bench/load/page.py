@@ -7,8 +7,9 @@ from html import escape
 
 import msgspec
 
+from cllm.bench.load.comparison import HEAD, compare_figures, describe, differences
 from cllm.bench.load.plots import load_figure, picture
-from cllm.bench.load.report import Report, compare_figures, differences, remarks, results
+from cllm.bench.load.report import Report, remarks, results
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -32,7 +33,11 @@ CAPTION = (
 def report_page(report: Report) -> str:
     return page(
         f"{report.model} under load",
-        [paragraph(f"At {report.url}."), *summary(report), draw_picture({report.model: report})],
+        [
+            paragraph(f"At {report.url}. {report.note}"),
+            *summary(report),
+            draw_picture({report.model: report}),
+        ],
     )
 
 
@@ -40,7 +45,7 @@ def diff_page(before: Report, after: Report) -> str:
     both = {"before": before, "after": after}
     parts = [
         lines(differences(before, after)),
-        table(["", "before", "after", "after / before"], compare_figures(before, after)),
+        table(HEAD, map(describe, compare_figures(before, after))),
     ]
     parts.append(draw_picture(both))
     for name, report in both.items():

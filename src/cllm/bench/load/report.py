@@ -126,6 +126,8 @@ class Report(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     model: str
+    note: str = ""
+    """What the user wants to remember of the run."""
     settings: dict[str, Any]
     num_requests: int
     num_succeeded: int
@@ -178,7 +180,9 @@ class Report(HasLatencies, msgspec.Struct, frozen=True, kw_only=True):
     timeline: Timeline | None = None
 
 
-def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any]) -> Report:
+def summarize(
+    outcome: Outcome, *, url: str, model: str, settings: dict[str, Any], note: str = ""
+) -> Report:
     good = [answer for answer in outcome.answers if answer.succeeded]
     bad = [answer for answer in outcome.answers if answer.failure]
     chunks = sum(len(answer.content_times) for answer in outcome.answers)
@@ -190,6 +194,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
     return Report(
         url=url,
         model=model,
+        note=note,
         settings=settings,
         num_requests=len(outcome.answers),
         num_succeeded=len(good),
@@ -258,7 +263,8 @@ def print_report(report: Report, console: Console) -> None:
     """Print the report as text and a table."""
     settings = ", ".join(f"{name} {value}" for name, value in report.settings.items())
     title = printable(f"{report.model} at {report.url}")
-    print_lines(console, [title, settings, "", *results(report)])
+    note = [printable(report.note)] if report.note else []
+    print_lines(console, [title, *note, settings, "", *results(report)])
     if report.latencies:
         console.print(latency_table(report.latencies))
     if report.parts:
@@ -288,38 +294,6 @@ def read_report(path: Path) -> Report:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"{path} is not a report of cllm bench load: {error}") from None
-
-
-def print_diff(before: Report, after: Report, console: Console) -> None:
-    """Print the settings that differ, and a table of both reports' figures and their ratios."""
-    print_lines(console, differences(before, after))
-    table = number_table("", "before", "after", "after / before")
-    for row in compare_figures(before, after):
-        table.add_row(*row)
-    console.print(table)
-
-
-def differences(before: Report, after: Report) -> list[str]:
-    """Return a line for each setting in which two reports differ."""
-    pairs = {
-        name: (before.settings.get(name), after.settings.get(name))
-        for name in dict.fromkeys([*before.settings, *after.settings])
-    }
-    return [
-        printable(f"{name}: {old} before, {new} after")
-        for name, (old, new) in pairs.items()
-        if old != new
-    ]
-
-
-def compare_figures(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
-    """Return name, before, after and their ratio for each figure of the first report."""
-    rows, news = [], figures(after)
-    for name, old in figures(before).items():
-        new = news.get(name)
-        ratio = f"{new / old:.3f}" if new is not None and old else ""
-        rows.append((name, f"{old:,.2f}", "" if new is None else f"{new:,.2f}", ratio))
-    return rows
 
 
 def figures(report: Report) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +38,7 @@ from cllm.errors import StartupError
 PRESETS = {"seed-40x8x50": (40, 8, 50), "seed-160x5x50": (160, 5, 50)}
 
 if TYPE_CHECKING:
-    from cllm.bench.load.client import Endpoint, Outcome
+    from cllm.bench.load.client import Endpoint, Watch
     from cllm.bench.load.report import Report
 
     Workload = str
@@ -77,6 +79,14 @@ class LoadOptions:
             validator=Positive,
             help="Requests to measure. [default: 100; overload: 500; agents to long-context: each "
             "its own number]",
+        ),
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Parameter(
+            validator=AboveZero,
+            help="Begin no further request after these seconds, even if not all of --requests have "
+            "been sent.",
         ),
     ] = None
     concurrency: Annotated[
@@ -174,6 +184,9 @@ class LoadOptions:
             show_default=False,
         ),
     ] = 0
+    note: Annotated[
+        str, Parameter(help="A few words for the report, such as 'with 8 threads'.")
+    ] = ""
     out: Annotated[
         Path | None, Parameter(help="A file for the report as JSON, for cllm bench diff.")
     ] = None
@@ -221,11 +234,9 @@ def load(
     Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of
     overload do not count.
     """
-    from cllm.bench.load.client import Endpoint, find_model, measure_tokens_per_word
-    from cllm.bench.load.report import summarize
+    from cllm.bench.load.client import Endpoint, find_model
 
     check_files(options.out, options.pictures.plot, options.pictures.html)
-    size = LoadSize.of(options)
     target = Endpoint(
         server_url(url),
         check_key(options.api_key),
@@ -234,16 +245,54 @@ def load(
         options.api,
         options.server_pid,
     )
-    spec = make_spec(options, size, find_model(target, options.model))
-    if options.workload in SCENARIOS:
-        spec = msgspec.structs.replace(spec, tokens_per_word=measure_tokens_per_word(target, spec))
-    outcome = send(target, *make_groups(options, size, spec))
-    settings = collect_settings(options, size, spec)
-    report = summarize(outcome, url=target.url, model=spec.model, settings=settings)
+    with closing(open_bar("requests")) as bar:
+        report = measure(
+            target,
+            options,
+            find_model(target, options.model),
+            progress=lambda ended, total: bar.update(
+                min(1.0, ended / total), f"{ended} of {max(ended, total)} requests"
+            ),
+        )
     show(report, options)
     forgiven = options.rate is not None and options.workload != "overload"
     if report.num_failed - (report.num_refused if forgiven else 0):
         sys.exit(1)
+
+
+def measure(
+    target: Endpoint,
+    options: LoadOptions,
+    model: str,
+    *,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    watch: Watch | None = None,
+) -> Report:
+    """Send the requests, and return the report. ``progress`` is called with the number of requests
+    that have ended, and the total; both include the warm-up.
+
+    Raises StartupError for inconsistent options, and if the server cannot be measured.
+    """
+    from cllm.bench.load.client import measure_tokens_per_word, run_stages
+    from cllm.bench.load.report import summarize
+
+    size = LoadSize.of(options)
+    spec = make_spec(options, size, model)
+    if options.workload in SCENARIOS:
+        spec = msgspec.structs.replace(spec, tokens_per_word=measure_tokens_per_word(target, spec))
+    warmup, stages = make_groups(options, size, spec)
+    groups = [warmup, *(group for stage in stages for group in stage if not group.background)]
+    total = sum(num_requests(group.tasks) for group in groups)
+    outcome = run_stages(
+        target,
+        stages,
+        warmup=warmup,
+        progress=lambda ended: progress(ended, total),
+        watch=watch,
+        seconds=math.inf if options.seconds is None else options.seconds,
+    )
+    settings = collect_settings(options, size, spec)
+    return summarize(outcome, url=target.url, model=model, settings=settings, note=options.note)
 
 
 def check_key(key: str | None) -> str | None:
@@ -309,23 +358,6 @@ def make_sizes(options: LoadOptions, size: LoadSize) -> Sizes:
     return Sizes(size.requests, size.concurrency, long_tokens, options.scale)
 
 
-def send(target: Endpoint, warmup: Group, stages: list[Stage]) -> Outcome:
-    """Send the tasks, with progress on stderr."""
-    from cllm.bench.load.client import run_stages
-
-    groups = [warmup, *(group for stage in stages for group in stage if not group.background)]
-    total = sum(num_requests(group.tasks) for group in groups)
-    with closing(open_bar("requests")) as bar:
-        return run_stages(
-            target,
-            stages,
-            warmup=warmup,
-            progress=lambda ended: bar.update(
-                min(1.0, ended / total), f"{ended} of {max(ended, total)} requests"
-            ),
-        )
-
-
 def collect_settings(options: LoadOptions, size: LoadSize, spec: RequestSpec) -> dict[str, Any]:
     """Return the settings of a report: those that have an effect."""
     settings: dict[str, Any] = {
@@ -335,6 +367,8 @@ def collect_settings(options: LoadOptions, size: LoadSize, spec: RequestSpec) ->
         "max_tokens": size.max_tokens,
         "seed": options.seed,
     }
+    if options.seconds is not None:
+        settings["seconds"] = options.seconds
     if options.rate is None:
         settings["concurrency"] = size.concurrency
     else:
@@ -388,7 +422,8 @@ def diff(
     """Compare two reports, figure by figure."""
     from rich.console import Console
 
-    from cllm.bench.load.report import print_diff, read_report
+    from cllm.bench.load.comparison import print_diff
+    from cllm.bench.load.report import read_report
 
     check_files(None, pictures.plot, pictures.html)
     old, new = read_report(before), read_report(after)

@@ -21,12 +21,14 @@ OTHER = "other"  # a path without a route
 PRIVATE = (
     "/metrics",
     "/scheduler",
+    "/bench",
     "/benchmark",
     "/faults",
     "/live",
     "/live/events",
     "/debug/trace",
 )
+BENCH = "/bench/"  # all paths that begin with it are the operator's too
 
 
 class KnownPaths:
@@ -66,7 +68,7 @@ class KnownPaths:
 
 def is_private(path: str) -> bool:
     """Return whether a path cannot be written in other ways."""
-    return path in PRIVATE or path.startswith(INTERNAL)
+    return path in PRIVATE or path.startswith((INTERNAL, BENCH))
 
 
 def install(app: FastAPI, known: KnownPaths) -> None:

@@ -25,6 +25,7 @@ from cllm.observe.summary import Summary
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
 from cllm.server.auth import Guard, find_owner
+from cllm.server.bench.runs import LoadRuns
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.errors import describe
 from cllm.server.http.connections import Connections, max_connections, raise_descriptor_limit
@@ -172,11 +173,13 @@ class HttpServer(GracefulServer):
         access: Access,
         settings: Settings,
         hand_over: HandOver,
+        load_runs: LoadRuns,
     ) -> None:
         super().__init__(config, registry.metrics, access, settings)
         self.registry = registry
         self.batches = batches
         self.hand_over = hand_over
+        self.load_runs = load_runs
         self.spans: SpanExporter | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._summary = Summary(settings.log.summary_seconds)
@@ -221,6 +224,7 @@ class HttpServer(GracefulServer):
         self.drain()
         if self._reloading is not None:
             self._reloading.cancel()
+        await self.load_runs.stop()
         if self.batches is not None:
             await self.batches.stop()
         await super().shutdown(sockets)
@@ -236,7 +240,9 @@ def open_server(registry: Registry, settings: Settings, access: Access) -> HttpS
     kept = resumable(app, app.state.streams, find_owner)
     config = make_config(kept, access, settings, app.state.request_log)
     state = app.state
-    server = HttpServer(config, registry, state.batches, access, settings, state.hand_over)
+    server = HttpServer(
+        config, registry, state.batches, access, settings, state.hand_over, state.load_runs
+    )
     if settings.trace.endpoint is not None:
         server.spans = SpanExporter(settings.trace, __version__)
         state.request_log.listeners.append(server.spans.export)

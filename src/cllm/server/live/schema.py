@@ -98,7 +98,8 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of a server ``at`` a time in seconds since 1970.
+    """The state of a server ``at`` a time in seconds since 1970. If it ``has_bench``, an
+    administrator can start load runs.
 
     A front of a cluster shows the models of its ``replicas``, and as ``at_front`` the requests that
     no replica has now. ``journeys`` has sentences about what the front did with unfinished requests
@@ -114,6 +115,7 @@ class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
     replicas: list[ReplicaState] = []
     at_front: list[SequenceState] = []
     journeys: dict[str, list[str]] = {}
+    has_bench: bool = False
 
     @property
     def is_idle(self) -> bool:

@@ -27,8 +27,11 @@ IN_STEP = "the engine computes a step, and begins new requests after it"
 class Snapshots:
     """Makes snapshots, and remembers of the last one what the rates are computed from."""
 
-    def __init__(self, registry: Registry, last_minute: LastMinute) -> None:
+    def __init__(
+        self, registry: Registry, last_minute: LastMinute, *, has_bench: bool = False
+    ) -> None:
         self._registry = registry
+        self._has_bench = has_bench
         self._last_minute = last_minute
         self._at = 0.0
         self._counts: dict[str, tuple[float, int]] = {}  # tokens of output and prompts, by model
@@ -46,6 +49,7 @@ class Snapshots:
             [self._describe_model(model, explanations, elapsed) for model in models],
             self._last_minute.sum_up(now),
             self._registry.loaded.draining,
+            has_bench=self._has_bench,
         )
         self._stats = {member: member.stats for model in models for member in list_members(model)}
         return snapshot

@@ -101,16 +101,19 @@ class SnapshotStream(ABC):
 class LiveView(SnapshotStream):
     """Makes snapshots of a server, which ends when it shuts down and all requests have ended."""
 
-    def __init__(self, registry: Registry, last_minute: LastMinute) -> None:
+    def __init__(
+        self, registry: Registry, last_minute: LastMinute, *, has_bench: bool = False
+    ) -> None:
         super().__init__()
         self._registry = registry
+        self._has_bench = has_bench
         self._last_minute = last_minute
         self._snapshots: Snapshots | None = None
         self._asked: dict[Member, asyncio.Task[Explanation]] = {}
         self._explanations: dict[Member, Explanation] = {}
 
     def open(self) -> None:
-        self._snapshots = Snapshots(self._registry, self._last_minute)
+        self._snapshots = Snapshots(self._registry, self._last_minute, has_bench=self._has_bench)
 
     @property
     def is_ending(self) -> bool:

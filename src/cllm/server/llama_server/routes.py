@@ -27,6 +27,7 @@ from cllm.server.openai.schema import GenerationBody, list_prompts
 from cllm.server.resolve import (
     check_enabled,
     known_service_for,
+    may_bench,
     model_for,
     service_for,
 )
@@ -169,6 +170,7 @@ class Props(TypedDict):
     bos_token: str
     eos_token: str
     build_info: str
+    endpoint_bench: bool
 
 
 @router.post(
@@ -369,7 +371,9 @@ def describe_sampling(params: Any) -> SamplingSettings:
 
 @router.get("/props")
 async def props(request: Request, model: str | None = None) -> Props:
-    """Return the model's context length, chat template and input modalities."""
+    """Return the model's context length, chat template and input modalities, and whether the
+    request may use /bench.
+    """
     service = await known_service_for(request, model)
     info, vocabulary = service.info, service.vocabulary
     return {
@@ -384,6 +388,7 @@ async def props(request: Request, model: str | None = None) -> Props:
         "bos_token": vocabulary.special_texts["bos_token"],
         "eos_token": vocabulary.special_texts["eos_token"],
         "build_info": f"cllm-{__version__}",
+        "endpoint_bench": may_bench(request),
     }
 
 

@@ -42,6 +42,7 @@ function App() {
   const [view, setView] = useState("");
   const [models, setModels] = useState([]);
   const [defaults, setDefaults] = useState({});
+  const [hasBench, setHasBench] = useState(false);
   const [dialog, setDialog] = useState("");
   const [notice, setNotice] = useState(null); // has a text, and perhaps undo, a function
   const [isListOpen, setListOpen] = useState(false);
@@ -168,7 +169,10 @@ function App() {
     if (!loaded || !isLoaded(loaded)) return setDefaults({});
     const query = `?model=${encodeURIComponent(model)}`;
     getJson(`props${query}`).then(
-      (props) => setDefaults(props.default_generation_settings),
+      (props) => {
+        setDefaults(props.default_generation_settings);
+        setHasBench(props.endpoint_bench);
+      },
       () => setDefaults({}), // the account may not use this route
     );
   }, [model, loaded && isLoaded(loaded)]);
@@ -223,6 +227,7 @@ function App() {
       view=${view}
       isOpen=${isListOpen}
       running=${listRunning()}
+      hasBench=${hasBench}
       actions=${actions}
     />
     ${isListOpen && html`<div class="shade" onClick=${actions.closeList} />`}

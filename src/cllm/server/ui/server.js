@@ -45,14 +45,17 @@ export function keepKey(key, remembers) {
   }
 }
 
-/** GET a path, or POST a body to it, and return the response. Throws ServerError. */
-async function request(path, { body, signal, ticket } = {}) {
+/**
+ * GET a path, or POST a body to it, unless there is another method, and return the response. Throws
+ * ServerError.
+ */
+export async function request(path, { method, body, signal, ticket } = {}) {
   const headers = {};
   const key = readKey();
   if (key) headers.authorization = `Bearer ${key}`;
   if (body) headers["content-type"] = "application/json";
   if (ticket) headers["x-cllm-retry-ticket"] = ticket;
-  const options = { method: body ? "POST" : "GET", headers, signal };
+  const options = { method: method ?? (body ? "POST" : "GET"), headers, signal };
   if (body) options.body = JSON.stringify(body);
   let response;
   try {
@@ -115,7 +118,7 @@ async function* readChunks(response, signal) {
 }
 
 /** Yield the data of server-sent events, which the server writes as one line each. */
-async function* readEvents(response, signal) {
+export async function* readEvents(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -123,7 +126,7 @@ async function* readEvents(response, signal) {
     try {
       part = await reader.read();
     } catch (error) {
-      throw signal.aborted ? error : new ServerError(CUT_OFF);
+      throw signal?.aborted ? error : new ServerError(CUT_OFF);
     }
     if (part.done) return;
     const lines = (rest + part.value).split("\n");

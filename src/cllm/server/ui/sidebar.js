@@ -34,10 +34,10 @@ const makeFileName = (title) =>
 
 /**
  * Lists conversations. view is the address of the view that is shown instead of one, running lists
- * those that get an answer. actions are functions by name: open, startNew, rename, remove, add (for
+ * those that get an answer. hasBench links to the load runs. actions are functions by name: open, startNew, rename, remove, add (for
  * imported conversations), openSearch, openKey, closeList and report.
  */
-export const Sidebar = memo(({ conversations, current, view, isOpen, actions }) => {
+export const Sidebar = memo(({ conversations, current, view, isOpen, hasBench, actions }) => {
   const file = useRef();
   const importFile = async ({ target }) => {
     try {
@@ -83,6 +83,7 @@ export const Sidebar = memo(({ conversations, current, view, isOpen, actions }) 
       <a class="row" href="#models" aria-current=${view ? "page" : null}>
         <${Icon} name="box" />Models
       </a>
+      ${hasBench && html`<a class="row" href="bench"><${Icon} name="play" />Load runs</a>`}
       <a class="row" href="docs"><${Icon} name="book-open" />API</a>
       <div class="tools">
         <button type="button" class="row" onClick=${actions.openKey}>

@@ -330,6 +330,7 @@ function connect() {
     onSnapshot(snapshot) {
       history.add(snapshot);
       arrived = performance.now();
+      get("bench").hidden = !snapshot.has_bench;
       const ready = snapshot.is_ready ? "Ready" : "Not ready";
       const state = snapshot.is_draining ? "Shuts down after its requests" : ready;
       showState(`${state}, version ${snapshot.version}`, false);
