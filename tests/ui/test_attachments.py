@@ -109,3 +109,41 @@ def test_wrong_files_of_imported_conversations_are_harmless(visit, server):
     expect(chat.page.locator(".message.user .file")).to_have_count(3)
     expect(chat.page.locator(".message.user .file").last).to_contain_text(hostile)
     assert chat.page.evaluate("window.hacked") is None
+
+
+def test_two_drops_at_once_lose_no_file(visit, server):
+    """The first file takes longer to read than the second one."""
+    chat = visit(server)
+    drop = """box => {
+      let finish;
+      const reading = new Promise((resolve) => (finish = resolve));
+      const slow = new File(["first"], "slow.txt");
+      slow.arrayBuffer = async () => {
+        await reading;
+        return new TextEncoder().encode("first").buffer;
+      };
+      const fast = new File(["second"], "fast.txt");
+      for (const file of [slow, fast]) {
+        const event = new Event("drop", { bubbles: true, cancelable: true });
+        event.dataTransfer = { files: [file], types: ["Files"] };
+        box.dispatchEvent(event);
+      }
+      window.finishReading = finish;
+    }"""
+    chat.page.get_by_label("Message", exact=True).evaluate(drop)
+    names = chat.page.locator(".composer .attachments .name")
+    expect(names).to_have_text(["fast.txt"])
+    chat.page.evaluate("finishReading()")
+    expect(names).to_have_text(["fast.txt", "slow.txt"])
+
+
+def test_size_of_a_text_counts_its_bytes(visit, server):
+    """200,000 letters of two bytes each fit once, but not twice."""
+    chat = visit(server)
+    text = ("é" * 200_000).encode()
+    attach(chat, ("a.txt", text))
+    size = chat.page.locator(".composer .attachments .size")
+    expect(size).to_have_text(["400 kB"])
+    attach(chat, ("b.txt", text))
+    expect(chat.page.get_by_role("alert")).to_contain_text("b.txt: more than 524 kB.")
+    expect(size).to_have_count(1)

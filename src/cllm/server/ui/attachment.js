@@ -6,15 +6,13 @@ const MAX_SIZE = 512 * 1024; // bytes of all files of a message; more does not f
 const UNITS = ["bytes", "kB", "MB"];
 
 /**
- * Return files as texts with a name and their content, after those that are attached already.
- * Throws an Error that names the file that is too large or no text.
+ * Return files as texts with a name and their content. Throws an Error that names the file that is
+ * too large or no text.
  */
-export async function readFiles(files, attached) {
-  const texts = [...attached];
-  let size = attached.reduce((sum, { content }) => sum + content.length, 0);
+export async function readFiles(files) {
+  const texts = [];
   for (const file of files) {
-    size += file.size;
-    if (size > MAX_SIZE) throw new Error(`${file.name}: more than ${describeSize(MAX_SIZE)}.`);
+    if (file.size > MAX_SIZE) throw tooLarge(file);
     try {
       const content = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
       if (content.includes("\0")) throw new TypeError("binary");
@@ -25,6 +23,20 @@ export async function readFiles(files, attached) {
   }
   return texts;
 }
+
+/** Return both lists of texts as one. Throws an Error that names the first one for which there is no room. */
+export function joinFiles(attached, added) {
+  const files = [...attached, ...added];
+  let size = 0;
+  for (const file of files) {
+    size += countBytes(file);
+    if (size > MAX_SIZE) throw tooLarge(file);
+  }
+  return files;
+}
+
+const tooLarge = ({ name }) => new Error(`${name}: more than ${describeSize(MAX_SIZE)}.`);
+const countBytes = ({ content }) => new Blob([content]).size;
 
 function describeSize(count) {
   const power = count < 1000 ? 0 : count < 1e6 ? 1 : 2;
@@ -58,4 +70,4 @@ export function Attachments({ files, onRemove }) {
 
 const FileName = ({ file }) =>
   html`<${Icon} name="file-text" /><span class="name">${file.name}</span>
-    <span class="size">${describeSize(file.content.length)}</span>`;
+    <span class="size">${describeSize(countBytes(file))}</span>`;

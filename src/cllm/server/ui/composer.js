@@ -1,18 +1,34 @@
 // The box for the next message, with its attachments.
 
-import { Attachments, readFiles } from "./attachment.js";
-import { classes, html, Icon, IconButton, isSendKey, useEffect, useRef, useState } from "./view.js";
+import { Attachments, joinFiles, readFiles } from "./attachment.js";
+import {
+  classes,
+  html,
+  Icon,
+  IconButton,
+  isSendKey,
+  useEffect,
+  useReducer,
+  useRef,
+  useState,
+} from "./view.js";
 
 const drafts = new Map(); // unsent texts and files by the ids of their conversations
+const NOTHING = { text: "", files: [] };
 
 /**
  * onSend gets a text and files, and returns whether they were sent. figures is a short text about
  * the conversation.
  */
 export function Composer({ id, isBusy, figures, onSend, onStop, onError }) {
-  const [{ text, files }, setDraft] = useState(drafts.get(id) ?? { text: "", files: [] });
+  const [, draw] = useReducer((count) => count + 1, 0);
   const [isOver, setOver] = useState(false);
-  drafts.set(id, { text, files });
+  const readDraft = () => drafts.get(id) ?? NOTHING;
+  const { text, files } = readDraft();
+  const change = (part) => {
+    drafts.set(id, { ...readDraft(), ...part });
+    draw();
+  };
   const box = useRef();
   const picker = useRef();
   const canSend = Boolean(text.trim() || files.length);
@@ -21,12 +37,12 @@ export function Composer({ id, isBusy, figures, onSend, onStop, onError }) {
     event.preventDefault();
     if (isBusy || !canSend) return;
     box.current.focus();
-    if (onSend(text, files)) setDraft({ text: "", files: [] });
+    if (onSend(text, files)) change(NOTHING);
   };
   const attach = async (chosen) => {
     try {
-      const read = await readFiles(chosen, files);
-      setDraft((draft) => ({ ...draft, files: read }));
+      const read = await readFiles(chosen);
+      change({ files: joinFiles(readDraft().files, read) }); // others may have been added meanwhile
     } catch (error) {
       onError(error);
     }
@@ -44,7 +60,7 @@ export function Composer({ id, isBusy, figures, onSend, onStop, onError }) {
     setOver(false);
     if (!taken.length) return;
     event.preventDefault();
-    attach(taken);
+    attach([...taken]);
   };
   const onDragOver = (event) => {
     if (!event.dataTransfer.types.includes("Files")) return;
@@ -61,7 +77,7 @@ export function Composer({ id, isBusy, figures, onSend, onStop, onError }) {
     <div class="box">
       <${Attachments}
         files=${files}
-        onRemove=${(file) => setDraft({ text, files: files.filter((one) => one !== file) })}
+        onRemove=${(file) => change({ files: files.filter((one) => one !== file) })}
       />
       <textarea
         ref=${box}
@@ -70,7 +86,7 @@ export function Composer({ id, isBusy, figures, onSend, onStop, onError }) {
         dir="auto"
         placeholder="Write a message"
         value=${text}
-        onInput=${(event) => setDraft({ text: event.target.value, files })}
+        onInput=${(event) => change({ text: event.target.value })}
         onKeyDown=${onKeyDown}
         onPaste=${(event) => take(event, event.clipboardData)}
       />
