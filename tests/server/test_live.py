@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import httpx2
 import msgspec
+import preloaded
 import pytest
 from conftest import PATIENCE
 from fake_engines import FakeMember, ask
@@ -26,7 +27,7 @@ from cllm.scheduler.trace import Explanation
 from cllm.server.live import watching
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.schema import Latencies
-from cllm.server.live.snapshot import IN_STEP, RESTARTING, Snapshots, list_sequences
+from cllm.server.live.snapshot import IN_STEP, MAX_PROMPT, RESTARTING, Snapshots, list_sequences
 from cllm.server.live.watching import LiveView
 
 ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
@@ -172,12 +173,37 @@ def make_view(member):
     return LiveView(registry, LastMinute())
 
 
+@pytest.mark.slow
+def test_ends_of_prompts_are_shown_if_an_administrator_wants_that(start_server):
+    options = ("--backend.name", "fake", "--context", "40000", "--max-num-seqs", "2")
+    server = start_server(*options, "--server.live-prompts")
+    with (
+        snapshots(server) as read,
+        requests(server, 1, prompt=f"{'x' * MAX_PROMPT}{SECRET}"),
+    ):
+        seen = find(read, sequences)
+    (engine,) = seen["models"][0]["engines"]
+    [sequence], [(name, text)] = engine["sequences"], engine["prompts"].items()
+    assert sequence["name"] == f"{name}.0"
+    assert text == "x" * (MAX_PROMPT - len(SECRET)) + SECRET
+    server.stop()
+    assert SECRET not in server.log
+
+
+@pytest.mark.slow
+def test_prompts_are_never_shown_to_everyone():
+    where = ("--host", "0.0.0.0", "--port", "0", "--insecure")
+    result = preloaded.run("serve", "--backend.name", "fake", "--server.live-prompts", *where)
+    assert result.returncode == 2
+    assert "server.live_prompts on 0.0.0.0 would show everyone" in result.stderr
+
+
 def test_engines_are_asked_only_while_somebody_watches_and_once_for_all(monkeypatch):
     made = []
     snapshot = SimpleNamespace(is_idle=False)
 
     class Made:
-        def __init__(self, registry, last_minute, *, has_bench):
+        def __init__(self, registry, last_minute, settings):
             pass
 
         def make(self, explanations):

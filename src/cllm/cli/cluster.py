@@ -16,7 +16,7 @@ from cllm.server.run import address, address_elsewhere, listen
 # settings that a front ignores, because replicas check them
 OF_REPLICAS = (
     *("server.allow_pull", "server.allow_model_changes", "server.strict", "server.benchmark"),
-    "server.enable_faults",
+    *("server.enable_faults", "server.live_prompts"),
 )
 
 if TYPE_CHECKING:

@@ -73,6 +73,12 @@ class ServerSettings(Section):
         description="Let clients cause faults of the engine with POST /faults, for tests; only on "
         "a loopback address.",
     )
+    live_prompts: bool = Field(
+        default=False,
+        description="Show the end of each unfinished prompt, at most 1,000 characters, in the live "
+        "view: whoever may watch it then reads what others ask. These are administrators or, "
+        "without API keys, everyone on this machine.",
+    )
     keys_file: Text = Field(
         default="~/.config/cllm/keys.json",
         description="File with the accounts and the hashes of their API keys, which `cllm keys` "

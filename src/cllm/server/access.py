@@ -221,6 +221,11 @@ def check_access(settings: Settings, access: Access) -> None:
         )
     if server.enable_faults and access.is_required:
         raise StartupError("server.enable_faults cannot be used with API keys")
+    if server.live_prompts and not is_loopback(server.host) and not access.is_required:
+        raise StartupError(
+            f"server.live_prompts on {server.host} would show everyone what others ask: create API "
+            "keys with `cllm keys add NAME`"
+        )
     for proxy in server.trusted_proxies:
         if proxy != "*" and not is_network(proxy):
             raise StartupError(f"server.trusted_proxies: {proxy} is not an address or a network")

@@ -64,9 +64,7 @@ class ServerState:
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
         self.request_log = RequestLog(self.settings.log, self.registry.metrics)
         self.request_log.listeners += [self.last_minute.note, self.recent.note]
-        self.live = LiveView(
-            self.registry, self.last_minute, has_bench=self.settings.server.benchmark
-        )
+        self.live = LiveView(self.registry, self.last_minute, self.settings.server)
         certificate = expand(self.settings.server.tls_certificate)
         self.load_runs = LoadRuns(self.settings, self.registry, self.access, certificate)
 

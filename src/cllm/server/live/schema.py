@@ -1,4 +1,4 @@
-"""A snapshot: the state of all models, engines and unfinished requests at one time, without texts.
+"""A snapshot: the state of all models, engines and unfinished requests at one time.
 
 Times are in seconds, except for those named ms. ``cllm top`` reads snapshots too, so this module
 imports little.
@@ -38,6 +38,8 @@ class LiveStep(msgspec.Struct, frozen=True):
 class EngineState(msgspec.Struct, frozen=True):
     """An engine. ``stage_ms`` has the mean time of each stage of a step since the last snapshot.
     ``steps`` are the latest ones. It is expected to be ready in ``seconds_until_ready``.
+    ``prompts`` has the ends of the prompts by the ids of their requests, if ``server.live_prompts``
+    is set.
     """
 
     number: int
@@ -54,6 +56,7 @@ class EngineState(msgspec.Struct, frozen=True):
     stage_ms: dict[str, float]
     steps: list[LiveStep]
     sequences: list[SequenceState]
+    prompts: dict[str, str] = {}
 
 
 class QueueEntry(msgspec.Struct, frozen=True, rename={"account": "key"}):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from cllm import __version__
+from cllm.config.settings import ServerSettings
 from cllm.core.output import STAGES, Stats
 from cllm.core.request import Priority
+from cllm.core.vocabulary import Pieces
 from cllm.process.in_flight_request import InFlightRequest
 from cllm.process.member import Member
 from cllm.process.pool import Pool
@@ -18,9 +21,11 @@ from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.schema import EngineState, LiveStep, ModelState, QueueEntry, Snapshot
 from cllm.serving.registry import Registry
 from cllm.serving.served_model import ServedModel
+from cllm.serving.service import Service
 
 LOADING = "the model is being loaded"
 RESTARTING = "its engine is being restarted"
+MAX_PROMPT = 1000  # characters of a prompt that are shown
 IN_STEP = "the engine computes a step, and begins new requests after it"
 
 
@@ -28,10 +33,14 @@ class Snapshots:
     """Makes snapshots, and remembers of the last one what the rates are computed from."""
 
     def __init__(
-        self, registry: Registry, last_minute: LastMinute, *, has_bench: bool = False
+        self,
+        registry: Registry,
+        last_minute: LastMinute,
+        settings: ServerSettings = ServerSettings(),  # noqa: B008  # frozen
     ) -> None:
         self._registry = registry
-        self._has_bench = has_bench
+        self._settings = settings
+        self._prompts: WeakKeyDictionary[InFlightRequest, str] = WeakKeyDictionary()
         self._last_minute = last_minute
         self._at = 0.0
         self._counts: dict[str, tuple[float, int]] = {}  # tokens of output and prompts, by model
@@ -49,10 +58,19 @@ class Snapshots:
             [self._describe_model(model, explanations, elapsed) for model in models],
             self._last_minute.sum_up(now),
             self._registry.loaded.draining,
-            has_bench=self._has_bench,
+            has_bench=self._settings.benchmark,
         )
         self._stats = {member: member.stats for model in models for member in list_members(model)}
         return snapshot
+
+    def _list_prompts(self, requests: list[InFlightRequest], service: Service) -> dict[str, str]:
+        """Return the ends of the prompts of ``requests`` by their ids, if they are to be shown."""
+        if not self._settings.live_prompts:
+            return {}
+        for entry in requests:
+            if entry not in self._prompts:
+                self._prompts[entry] = read_end(entry.request.prompt, service.vocabulary.pieces)
+        return {entry.request.request_id: self._prompts[entry] for entry in requests}
 
     def _describe_model(
         self, model: ServedModel, explanations: Mapping[Member, Explanation], elapsed: float
@@ -77,7 +95,7 @@ class Snapshots:
             queue=list_queue(pool),
             engines=[
                 self._describe_engine(
-                    member, explanations.get(member), requests.get(member, []), model
+                    member, explanations.get(member), requests.get(member, []), model, service
                 )
                 for member in pool.members
             ],
@@ -89,6 +107,7 @@ class Snapshots:
         explanation: Explanation | None,
         requests: list[InFlightRequest],
         model: ServedModel,
+        service: Service,
     ) -> EngineState:
         stats = member.stats
         return EngineState(
@@ -106,7 +125,14 @@ class Snapshots:
             stage_ms=compute_stages(self._stats.get(member, stats), stats),
             steps=[] if explanation is None else list(map(shorten, explanation.steps)),
             sequences=list_sequences(explanation, requests, choose_reason(member, model)),
+            prompts=self._list_prompts(requests, service),
         )
+
+
+def read_end(prompt: list[int], pieces: Pieces) -> str:
+    """Return the last MAX_PROMPT characters of a prompt."""
+    data = b"".join(pieces[token] for token in prompt[-MAX_PROMPT:])
+    return data.decode(errors="replace")[-MAX_PROMPT:]
 
 
 def list_members(model: ServedModel) -> list[Member]:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from cllm.config.settings import ServerSettings
 from cllm.errors import CLLMError
 from cllm.process.member import Member
 from cllm.scheduler.trace import Explanation
@@ -102,18 +103,21 @@ class LiveView(SnapshotStream):
     """Makes snapshots of a server, which ends when it shuts down and all requests have ended."""
 
     def __init__(
-        self, registry: Registry, last_minute: LastMinute, *, has_bench: bool = False
+        self,
+        registry: Registry,
+        last_minute: LastMinute,
+        settings: ServerSettings = ServerSettings(),  # noqa: B008  # frozen
     ) -> None:
         super().__init__()
         self._registry = registry
-        self._has_bench = has_bench
+        self._settings = settings
         self._last_minute = last_minute
         self._snapshots: Snapshots | None = None
         self._asked: dict[Member, asyncio.Task[Explanation]] = {}
         self._explanations: dict[Member, Explanation] = {}
 
     def open(self) -> None:
-        self._snapshots = Snapshots(self._registry, self._last_minute, has_bench=self._has_bench)
+        self._snapshots = Snapshots(self._registry, self._last_minute, self._settings)
 
     @property
     def is_ending(self) -> bool:

@@ -142,12 +142,21 @@ function showDetail(time) {
     ...(sequence.replica && { Replica: sequence.replica }),
     ...(journey && { "Sent more than once": journey.join("; ") }),
   };
+  const prompt = findPrompt(sequence.name, state.at);
+  if (prompt) facts["End of the prompt"] = prompt;
   fill(
     detail.querySelector("dl"),
     Object.entries(facts).flat().map((text, i) => ({ text, isName: i % 2 === 0 })),
     () => make(detail.querySelector("dl").children.length % 2 ? "dd" : "dt"),
     (element, { text }) => setText(element, text),
   );
+}
+
+/** Return the end of a prompt; undefined unless the server shows prompts. */
+function findPrompt(name, time) {
+  const id = name.replace(/\.\d+$/, "");
+  const engines = history.find(time).models.flatMap((model) => model.engines);
+  return engines.map(({ prompts }) => prompts?.[id]).find(Boolean);
 }
 
 function describeTimeline(name, time) {
