@@ -1,5 +1,6 @@
 """axe-core finds no violation in any view, and phones need not scroll sideways."""
 
+import json
 import re
 
 import pytest
@@ -231,6 +232,44 @@ def test_model_that_is_not_loaded_is_described_and_not_loaded(visit, start_serve
     expect(chat.answers()).to_have_text("72")
     expect(chat.page.locator(".message.assistant h2")).to_have_text("two")
     expect(chat.page.get_by_label("Model", exact=True)).not_to_contain_text("not loaded")
+
+
+def test_progress_of_a_load_is_shown(visit, start_server, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("models: {one: {preload: true}, two: {}}\n")
+    chat = visit(start_server("--config", str(config), "--context", "1024"))
+    progress = {"status": "loading", "progress": {"value": 0.42}}
+    events = [
+        {"model": "one", "event": "model_status", "data": {"status": "loaded"}},
+        {"model": "two", "event": "model_status", "data": progress},
+    ]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    chat.page.route(
+        "**/models/sse", lambda route: route.fulfill(body=body, content_type="text/event-stream")
+    )
+    held = []
+
+    def hold(route):
+        held.append(route)
+
+    chat.page.route("**/v1/chat/completions", hold)
+    chat.page.route("**/api/generate", hold)
+    chat.page.get_by_label("Model", exact=True).select_option("two")
+    chat.ask("What is 27 plus 45?")
+    expect(chat.page.locator(".message .status")).to_contain_text("Loading the model 42 %")
+    chat.page.get_by_role("link", name="Models").click()
+    chat.page.get_by_text("two", exact=True).last.click()
+    chat.page.get_by_role("button", name="Load", exact=True).click()
+    view = chat.page.get_by_role("region", name="Models")
+    expect(view.get_by_text("Loading the model 42 %")).to_be_visible()
+    for route in held:
+        route.continue_()
+    expect(view.locator(".badge")).to_have_text(["loaded", "loaded"])
+    expect(view.get_by_text("Loading the model")).to_have_count(0)
+    expect(chat.page.get_by_text("Parallel sequences")).to_have_count(2)
+    chat.page.locator(".sidebar .title").click()
+    expect(chat.answers()).to_have_text("72")
+    chat.page.wait_for_load_state("networkidle")
 
 
 @pytest.mark.parametrize("may_change", [True, False])

@@ -2,6 +2,7 @@
 
 import { fillAnswer } from "./answer.js";
 import { addMessage, toApi, toText } from "./conversation.js";
+import { watchLoad } from "./loading.js";
 import { isBase, isLoaded } from "./models.js";
 import { toFields, toSampling } from "./settings.js";
 import { makePainter } from "./view.js";
@@ -45,7 +46,6 @@ export async function generate(conversation, model, parent, events, message) {
   running.set(conversation.id, controller);
   message ??= addMessage(conversation, parent, "assistant");
   Object.assign(message, { model: name, isJson: "response_format" in body, finish: "", error: "" });
-  if (mustLoad) message.status = "Loading the model …";
   let saved = Date.now();
   const paint = makePainter(onChange);
   const draw = () => {
@@ -55,9 +55,19 @@ export async function generate(conversation, model, parent, events, message) {
       onSave(conversation);
     }
   };
+  const loading = new AbortController();
+  if (mustLoad) {
+    watchLoad(model.root, loading.signal, (text) => {
+      message.status = text;
+      paint();
+    });
+  }
   onSave(conversation);
   try {
-    await fillAnswer(message, body, controller.signal, draw);
+    await fillAnswer(message, body, controller.signal, () => {
+      loading.abort(); // the server has answered
+      draw();
+    });
   } catch (error) {
     message.finish = "stopped";
     if (!controller.signal.aborted) {
@@ -65,6 +75,7 @@ export async function generate(conversation, model, parent, events, message) {
       onError(error, message);
     }
   } finally {
+    loading.abort();
     message.status = "";
     running.delete(conversation.id);
     onSave(conversation);

@@ -1,5 +1,6 @@
 // The models view: what the server knows about its models.
 
+import { useLoad } from "./loading.js";
 import { getJson } from "./server.js";
 import { classes, html, Icon, useEffect, useState } from "./view.js";
 
@@ -43,6 +44,8 @@ function Model({ model, running, isFirst, onChat, onChange }) {
   const [fault, setFault] = useState("");
   const [isChanging, setChanging] = useState(false);
   const isUsable = isLoaded(model);
+  const isLoading = !isUsable && (isChanging || model.status?.value === "loading");
+  const progress = useLoad(model.root, isLoading, onChange);
   useEffect(() => setDetails(null), [isUsable]);
   useEffect(() => {
     if (isOpen && !details) readDetails(model).then(setDetails, ({ message }) => setFault(message));
@@ -60,7 +63,7 @@ function Model({ model, running, isFirst, onChat, onChange }) {
     }
     setChanging(false);
   };
-  const state = isUsable ? "loaded" : (model.status?.value ?? "not loaded");
+  const state = isUsable ? "loaded" : isLoading ? "loading" : (model.status?.value ?? "not loaded");
   return html`<details open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}>
     <summary>
       <strong>${model.id}</strong>
@@ -75,12 +78,13 @@ function Model({ model, running, isFirst, onChat, onChange }) {
       }
       ${
         !model.parent &&
-        html`<button type="button" disabled=${isChanging} onClick=${change}>
+        html`<button type="button" disabled=${isChanging || isLoading} onClick=${change}>
           <${Icon} name="power" />
-          ${isUsable ? (isChanging ? "Unloading …" : "Unload") : isChanging ? "Loading …" : "Load"}
+          ${isUsable ? (isChanging ? "Unloading …" : "Unload") : isLoading ? "Loading …" : "Load"}
         </button>`
       }
     </div>
+    ${progress && html`<p class="status">${progress}</p>`}
     ${fault && html`<p class="fault" role="alert">${fault}</p>`}
     ${details && html`<${Details} model=${model} running=${running} ...${details} />`}
   </details>`;

@@ -90,6 +90,12 @@ export async function listModels() {
   return (await getJson("v1/models")).data;
 }
 
+/** Yield the events about models: the status of each one, then its changes. Throws ServerError. */
+export async function* listenToModels(signal) {
+  const response = await request("models/sse", { signal });
+  for await (const data of readEvents(response, signal)) yield JSON.parse(data);
+}
+
 /**
  * Start a streamed chat completion or, if the body has a prompt, the continuation of a text. Return
  * the queue position (0: it does not wait), the estimated seconds to the first token, and the
