@@ -23,11 +23,11 @@ LANGUAGES = (
     *("markdown", "php", "python", "ruby", "rust", "sql", "typescript", "xml", "yaml"),
 )
 ICONS = (
-    *("arrow-down", "arrow-up", "book-open", "box", "brain", "check", "chevron-down"),
-    *("chevron-left", "chevron-right", "copy", "download", "ellipsis", "file-text", "key-round"),
-    *("menu", "monitor", "moon", "paperclip", "pencil", "play", "power", "refresh-cw", "search"),
-    *("sliders-horizontal", "square", "square-pen", "sun", "trash-2", "undo-2", "upload"),
-    *("wrench", "x"),
+    *("activity", "arrow-down", "arrow-up", "book-open", "box", "brain", "check"),
+    *("chevron-down", "chevron-left", "chevron-right", "copy", "download", "ellipsis"),
+    *("file-text", "key-round", "menu", "monitor", "moon", "paperclip", "pencil", "play"),
+    *("power", "refresh-cw", "search", "sliders-horizontal", "square", "square-pen", "sun"),
+    *("trash-2", "undo-2", "upload", "wrench", "x"),
 )
 FONTS = (
     *("AMS-Regular", "Caligraphic-Bold", "Caligraphic-Regular", "Fraktur-Bold", "Fraktur-Regular"),

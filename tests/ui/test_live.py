@@ -17,6 +17,7 @@ from ui.conftest import Visit
 
 from cllm.scheduler.trace import SequenceState
 from cllm.server.live.schema import EngineState, Latencies, ModelState, QueueEntry, Snapshot
+from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.llama]
 
@@ -302,3 +303,46 @@ def test_loading_model_shows_its_progress_and_names_cannot_run_scripts(watch, st
     expect(view.page.get_by_role("region", name="Request", exact=True)).to_contain_text(hostile)
     assert view.page.locator("main img").count() == 0
     assert view.page.evaluate("window.hacked") is None
+
+
+def test_page_and_live_view_lead_to_each_other(visit, server):
+    chat = visit(server)
+    with chat.context.expect_page() as opened:
+        chat.page.get_by_role("link", name="Live view").click()
+    live = opened.value
+    expect(live.get_by_role("status")).to_contain_text("Ready")
+    live.get_by_role("link", name="Chat").click()
+    expect(live.get_by_label("Message", exact=True)).to_be_visible()
+
+
+def test_live_view_gets_the_key_of_the_page_and_only_administrators_see_the_link(
+    visit, start_server, tmp_path
+):
+    records = {
+        name: AccountRecord(keys=(Key(hash_key(f"{name}-key"), 0),), admin=name == "root")
+        for name in ("root", "ann")
+    }
+    write_key_file(tmp_path / "keys.json", KeyFile(accounts=records))
+    keys = str(tmp_path / "keys.json")
+    chat = visit(start_server(*SMALL, CLLM_SERVER_KEYS_FILE=keys))
+    chat.expected_fault = "Failed to load resource"  # before the key is known
+    link = chat.page.get_by_role("link", name="Live view")
+    for name in ("ann", "root"):
+        if name == "root":
+            chat.page.get_by_role("button", name="API key").click()
+        chat.page.locator("input[name=key]").fill(f"{name}-key")
+        chat.page.get_by_role("button", name="Save").click()
+        expect(chat.page.get_by_label("Model", exact=True)).to_be_enabled()
+        expect(link).to_have_count(int(name == "root"))
+    with chat.context.expect_page() as opened:
+        link.click()
+    expect(opened.value.get_by_role("status")).to_contain_text("Ready")
+
+
+def test_prompt_is_shown_if_an_administrator_wants_that(watch, start_server):
+    server = start_server(*SMALL, "--server.live-prompts")
+    view = watch(server)
+    with requests(server, 1):
+        rows(view).first.click()
+        detail = view.page.get_by_role("region", name="Request", exact=True)
+        expect(detail).to_contain_text("End of the prompt0 private text")

@@ -41,13 +41,16 @@ router = APIRouter(tags=["cLLM"])
 
 
 class Root(TypedDict):
-    """Without a valid API key, if the server needs one, ``model`` and ``paths`` are missing."""
+    """Without a valid API key, if the server needs one, the fields after ``docs`` are missing.
+    ``admin`` says whether the account has the rights of an administrator.
+    """
 
     name: Literal["cLLM"]
     version: str
     docs: str
     model: NotRequired[str]
     paths: NotRequired[list[str]]
+    admin: NotRequired[bool]
 
 
 class EngineHealth(TypedDict):
@@ -106,11 +109,13 @@ async def root(request: Request) -> Response:
     if wants_page(request):
         return answer_page(request)
     content: Root = {"name": "cLLM", "version": __version__, "docs": "/docs"}
-    if get_call(request).account() != ANONYMOUS:
+    account = get_call(request).account()
+    if account != ANONYMOUS:
         models = served_models(request)
         document = await asyncio.to_thread(request.app.openapi)
         paths = sorted(path for path in document["paths"] if path != "/")
         content["model"], content["paths"] = models[0].name if models else "", paths
+        content["admin"] = account.is_admin
     return JSONResponse(content, headers={"vary": "accept"})
 
 

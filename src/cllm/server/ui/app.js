@@ -41,6 +41,7 @@ function App() {
   const [current, setCurrent] = useState(() => makeConversation(readSettings()));
   const [view, setView] = useState("");
   const [models, setModels] = useState([]);
+  const [isAdmin, setAdmin] = useState(false);
   const [defaults, setDefaults] = useState({});
   const [hasBench, setHasBench] = useState(false);
   const [dialog, setDialog] = useState("");
@@ -62,6 +63,13 @@ function App() {
     } catch (error) {
       report(error);
     }
+  }
+
+  function readRights() {
+    getJson(".").then(
+      ({ admin }) => setAdmin(admin === true),
+      () => setAdmin(false),
+    );
   }
 
   function report(error) {
@@ -152,6 +160,7 @@ function App() {
       () => setNotice({ text: "This browser does not store conversations." }),
     );
     readModels();
+    readRights();
     addEventListener("popstate", followAddress);
     addEventListener("hashchange", followAddress);
     addEventListener("focus", readModels);
@@ -228,6 +237,7 @@ function App() {
       isOpen=${isListOpen}
       running=${listRunning()}
       hasBench=${hasBench}
+      isAdmin=${isAdmin}
       actions=${actions}
     />
     ${isListOpen && html`<div class="shade" onClick=${actions.closeList} />`}
@@ -275,7 +285,10 @@ function App() {
       html`<${KeyDialog}
         fault=${notice?.isOfKey ? notice.text : ""}
         onClose=${() => setDialog("")}
-        onSave=${readModels}
+        onSave=${() => {
+          readModels();
+          readRights();
+        }}
       />`
     }
     ${

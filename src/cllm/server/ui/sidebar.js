@@ -34,10 +34,11 @@ const makeFileName = (title) =>
 
 /**
  * Lists conversations. view is the address of the view that is shown instead of one, running lists
- * those that get an answer. hasBench links to the load runs. actions are functions by name: open, startNew, rename, remove, add (for
- * imported conversations), openSearch, openKey, closeList and report.
+ * those that get an answer. hasBench links to the load runs, and isAdmin to the live view. actions
+ * are functions by name: open, startNew, rename, remove, add (for imported conversations),
+ * openSearch, openKey, closeList and report.
  */
-export const Sidebar = memo(({ conversations, current, view, isOpen, hasBench, actions }) => {
+export const Sidebar = memo(({ conversations, current, view, isOpen, hasBench, isAdmin, actions }) => {
   const file = useRef();
   const importFile = async ({ target }) => {
     try {
@@ -84,6 +85,12 @@ export const Sidebar = memo(({ conversations, current, view, isOpen, hasBench, a
         <${Icon} name="box" />Models
       </a>
       ${hasBench && html`<a class="row" href="bench"><${Icon} name="play" />Load runs</a>`}
+      ${
+        isAdmin &&
+        html`<a class="row" href="live" target="_blank" rel="opener">
+          <${Icon} name="activity" />Live view
+        </a>`
+      }
       <a class="row" href="docs"><${Icon} name="book-open" />API</a>
       <div class="tools">
         <button type="button" class="row" onClick=${actions.openKey}>
