@@ -19,7 +19,10 @@ from cllm.core.stored_ids import find_replica
 from cllm.store.keys import AccountRecord, Key, KeyFile, edit_key_file, hash_key, write_key_file
 
 CHAT = "/v1/chat/completions"
-INNER = {"x-cllm-usage", "x-cllm-needed-tokens", "x-cllm-framed", "x-cllm-account"}
+INNER = {
+    *("x-cllm-usage", "x-cllm-needed-tokens", "x-cllm-framed", "x-cllm-account"),
+    "x-cllm-computed",
+}
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     FrontFlags = dict[str, object]
 else:
-    SECTIONS = ("server.", "cluster.", "log.", "scheduler.weights", "scheduler.priorities")
+    SCHEDULING = ("scheduler.weights", "scheduler.priorities")
+    SECTIONS = ("server.", "cluster.", "log.", "trace.", *SCHEDULING)
     OTHERS = {"storage.folder"}
     FrontFlags = flags(
         option

@@ -72,7 +72,7 @@ class Forwarding:
         self._stored: StoredName | None = None  # what the request names
         self._landmarks: list[int] = []  # of the prompt's prefixes
         self._is_left = False  # whether the client has disconnected
-        self._journey = Journey(find_record(request.scope))
+        self._journey = Journey(find_record(request.scope), front.spans)
 
     def end(self, error: CLLMError) -> None:
         """End the request with ``error``."""
@@ -268,7 +268,8 @@ class Forwarding:
         try:
             size = None if self._is_upload else len(self._body)
             key, carried = self._write_credentials(replica, admission)
-            head = write_head(replica, self._request, self._path, key, carried, size)
+            trace = self._journey.traceparent
+            head = write_head(replica, self._request, self._path, key, carried, trace, size)
             await self._exchange(replica, admission, relay, connection, head + self._body)
         except StreamCut:
             is_cut = True  # the relay is still needed
@@ -297,6 +298,7 @@ class Forwarding:
     ) -> None:
         """Send ``data`` to a replica, and let ``relay`` pass its answer on."""
         answering = asyncio.ensure_future(connection.exchange(data, relay.feed, relay.begin))
+        self._journey.note_sent()
         watching = asyncio.ensure_future(self._watch(connection))
         replica.running.add(connection)
         try:
@@ -400,7 +402,8 @@ class Forwarding:
         content_type = self._request.headers.get("content-type", "")
         body = replay.make_body(self._path, scope["query_string"], content_type, self._body)
         key, carried = self._write_credentials(replica, admission)
-        head = write_continuing_head(replica, self._request, key, carried, len(body))
+        trace = self._journey.traceparent
+        head = write_continuing_head(replica, self._request, key, carried, trace, len(body))
         self._front.metrics.continued.inc()
         relay.continue_with(connection)
         await self._exchange(replica, admission, relay, connection, head + body)

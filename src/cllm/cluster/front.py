@@ -18,6 +18,7 @@ from cllm.cluster.model_events import ModelEvents
 from cllm.cluster.own import OwnRoutes
 from cllm.cluster.replay import ReplayMemory
 from cllm.cluster.reports import ReportPuller
+from cllm.cluster.spans import FrontSpans
 from cllm.cluster.stored import StoredName
 from cllm.cluster.view import ClusterView
 from cllm.config.settings import Settings
@@ -70,6 +71,7 @@ class Front:
         self.running: set[Callable[[CLLMError], None]] = set()
         self.journeys: set[Journey] = set()  # of the requests in progress
         self.is_draining = False
+        self.spans: FrontSpans | None = None  # set if requests are traced
         self.last_minute = LastMinute()
         self.live = ClusterView(
             self.replicas,

@@ -7,16 +7,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from cllm.cluster.outcomes import Refused, ReplicaLost, StreamCut
 from cllm.cluster.relay import Relay
+from cllm.cluster.spans import FrontSpans
+from cllm.core.carried import Computed
+from cllm.observe.otel import write_traceparent
 from cllm.observe.request_record import RequestRecord
 from cllm.scheduler.trace import SequenceState
+from cllm.server.auth import COMPUTED_HEADER
 from cllm.store.charges import UsageCounts
 
 MAX_ATTEMPTS = 16  # the latest ones are kept
+ANSWERED = "answered"
 LOOKING = "the front reads it and looks for a replica"
 
 
@@ -31,6 +37,7 @@ class Attempt:
     begun: float = field(default_factory=time.monotonic)
     ended: float | None = None
     event: str = ""
+    span: Any = None  # of OpenTelemetry, if the request is sampled
 
 
 class ErrorFields(msgspec.Struct):
@@ -51,8 +58,9 @@ class Journey:
     got, once there is one.
     """
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, spans: FrontSpans | None = None) -> None:
         self.record = record
+        self._spans = spans
         self.relay: Relay | None = None
         self.received = UsageCounts()
         self.attempts: deque[Attempt] = deque(maxlen=MAX_ATTEMPTS)
@@ -62,11 +70,17 @@ class Journey:
     def ask(self, replica: str, *, continues: bool = False) -> Iterator[None]:
         """Note that a replica is asked while the block runs, and what becomes of that."""
         attempt = Attempt(replica, continues)
+        record = self.record
+        record.replica, record.num_retries = replica, self._num_failed
+        if (spans := self._spans) is not None:
+            since = record.arrived if not self.attempts else self.attempts[-1].ended or 0.0
+            attempt.span = spans.begin_attempt(
+                record, replica, since, attempt.begun, continues=continues
+            )
         self.attempts.append(attempt)
-        self.record.replica, self.record.num_retries = replica, self._num_failed
         try:
             yield
-            attempt.event = "answered"
+            attempt.event = ANSWERED
         except BaseException as error:
             attempt.event = getattr(error, "event", "failed")
             if isinstance(error, (Refused, ReplicaLost, StreamCut)) and not self._repeats(attempt):
@@ -74,6 +88,23 @@ class Journey:
             raise
         finally:
             attempt.ended = time.monotonic()
+            if spans is not None and attempt.span is not None:
+                has_failed = attempt.event != ANSWERED
+                spans.end_attempt(attempt.span, attempt.event, has_failed=has_failed)
+
+    @property
+    def traceparent(self) -> str:
+        """The header of W3C Trace Context for the replica that is asked now; "" if the front does
+        not trace requests.
+        """
+        span = self.attempts[-1].span if self.attempts else None
+        context = self.record.trace if span is None else span.get_span_context()
+        return "" if context is None else write_traceparent(context)
+
+    def note_sent(self) -> None:
+        """Note that the replica has been sent the request."""
+        if (span := self.attempts[-1].span) is not None:
+            span.add_event("sent")
 
     def _repeats(self, attempt: Attempt) -> bool:
         """Return whether the attempt before ended in the same way; then forget that one."""
@@ -98,8 +129,25 @@ class Journey:
             record.outcome = "error"
         elif not record.outcome:
             record.outcome = "finished" if relay.is_complete else "abort"
-        if record.outcome == "finished" and not record.completion_tokens:  # such as embeddings
+        if relay.replay is None and not self._read_computed(relay):  # such as embeddings
             record.submitted, record.outcome = None, ""
+
+    def _read_computed(self, relay: Relay) -> bool:
+        """Complete the record by what the replica says of an answer that is no stream. Return
+        whether it says something.
+        """
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, LookupError):
+            found = relay.response.headers[COMPUTED_HEADER.encode()]
+            computed = msgspec.json.decode(found, type=Computed)
+            record = self.record
+            record.prompt_tokens = computed.prompt_tokens
+            record.cached_tokens = computed.cached_tokens
+            record.completion_tokens = computed.completion_tokens
+            record.finish_reasons = computed.finish_reasons
+            if computed.ttft is not None:
+                record.first_token = self.attempts[-1].begun + computed.ttft
+            return True
+        return False
 
     def _read_error(self, body: bytes) -> None:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

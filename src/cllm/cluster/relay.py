@@ -12,6 +12,7 @@ from starlette.types import Message, Scope, Send
 
 from cllm.cluster.replay import Replay, ReplayMemory
 from cllm.http_connection import BrokenHTTP, Connection, Response
+from cllm.server.auth import COMPUTED_HEADER
 from cllm.server.http.sse import DIRECT_SEND, HEARTBEAT_BYTES, PROBE, begin
 from cllm.server.queueing import TICKET
 from cllm.store.charges import UsageCounts
@@ -26,7 +27,9 @@ HOP_BY_HOP = frozenset(
 )
 FRAMED = b"x-cllm-framed"
 # What replicas tell their front
-INNER_FIELDS = frozenset({b"x-cllm-usage", FRAMED, b"x-cllm-needed-tokens"})
+INNER_FIELDS = frozenset(
+    {b"x-cllm-usage", FRAMED, b"x-cllm-needed-tokens", COMPUTED_HEADER.encode()}
+)
 TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # a valid name of a field
 MAX_STATUS = 599
 WITHOUT_BODY = (204, 304)

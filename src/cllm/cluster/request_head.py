@@ -19,20 +19,28 @@ OWN_FIELDS = (b"x-cllm-cluster-", b"x-cllm-account", b"x-cllm-progress", b"x-for
 # it is sent, but without a value.
 CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key"})
 REPLACED = CREDENTIALS | {b"host", b"content-length", b"expect"}
+TRACE = b"traceparent"
 CHUNKED = (b"transfer-encoding", b"chunked")
 
 
 def write_head(
-    replica: Replica, request: Request, path: str, key: str, carried: str, size: int | None
+    replica: Replica,
+    request: Request,
+    path: str,
+    key: str,
+    carried: str,
+    trace: str,
+    size: int | None,
 ) -> bytes:
     """Return the head of a client's request for a replica. ``key`` is the cluster key, ``carried``
-    tells the account. The body has ``size`` bytes; None means that it is passed on as it arrives.
+    tells the account, and ``trace`` replaces the client's traceparent unless it is "". The body has
+    ``size`` bytes; None means that it is passed on as it arrives.
     """
     target = quote_path(path)
     query: bytes = request.scope["query_string"]
     if query:
         target += "?" + query.decode("latin-1")
-    fields = list_fields(request, key, carried)
+    fields = list_fields(request, key, carried, trace)
     if size is None:
         length = request.headers.get("content-length")
         fields.append((b"content-length", length.encode()) if length else CHUNKED)
@@ -42,15 +50,16 @@ def write_head(
 
 
 def write_continuing_head(
-    replica: Replica, request: Request, key: str, carried: str, size: int
+    replica: Replica, request: Request, key: str, carried: str, trace: str, size: int
 ) -> bytes:
     """Return the head of the request for the rest of a stream, with a body of ``size`` bytes."""
-    fields = [field for field in list_fields(request, key, carried) if field[0] != b"content-type"]
+    listed = list_fields(request, key, carried, trace)
+    fields = [field for field in listed if field[0] != b"content-type"]
     fields.append((b"content-length", b"%d" % size))
     return replica.client.write_head("POST", CONTINUE_PATH, fields)
 
 
-def list_fields(request: Request, key: str, carried: str) -> list[tuple[bytes, bytes]]:
+def list_fields(request: Request, key: str, carried: str, trace: str) -> list[tuple[bytes, bytes]]:
     """Return the header fields for a replica, except the length of the body."""
     fields = [
         (name, value)
@@ -63,6 +72,8 @@ def list_fields(request: Request, key: str, carried: str) -> list[tuple[bytes, b
     fields = [
         (name, value.rpartition(b".")[2] if name == ticket else value) for name, value in fields
     ]
+    if trace:
+        fields = [*(field for field in fields if field[0] != TRACE), (TRACE, trace.encode())]
     return [
         *fields,
         (KEY_HEADER.encode(), key.encode()),

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 
 import uvicorn
 
+from cllm import __version__
 from cllm.cluster.app import FrontApp
 from cllm.cluster.front import Front
 from cllm.cluster.leases import make_client
+from cllm.cluster.spans import FrontSpans
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
 from cllm.observe.request_log import RequestLog
@@ -94,6 +96,10 @@ def run_front(
         front = Front(settings, access)
         request_log = RequestLog(settings.log, front.metrics.server)
         request_log.listeners.append(front.last_minute.note)
+        if settings.trace.endpoint is not None:
+            front.spans = FrontSpans(settings.trace, __version__)
+            request_log.listeners.append(front.spans.export)
+            request_log.tracer = front.spans.begin
         app = resumable(FrontApp(front), front.streams, find_owner)
         server = FrontServer(
             make_config(app, access, settings, request_log),
@@ -116,6 +122,8 @@ def run_front(
             if following:
                 following.cancel()
             await front.close()
+            if front.spans is not None:
+                await asyncio.to_thread(front.spans.close)
             await access.close()
         return server.has_served
 

@@ -30,6 +30,18 @@ class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
     prefixes: list[int] = msgspec.field(default_factory=list)
 
 
+class Computed(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica tells its front about an answer that is no stream, for the front's records.
+    The first token came ``ttft`` seconds after the request.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft: float | None
+    finish_reasons: list[str]
+
+
 def encode_carried(carried: Carried) -> str:
     """Return the value of the header that carries an account."""
     return base64.b64encode(msgspec.json.encode(carried)).decode()

@@ -46,8 +46,9 @@ class SpanExporter:
         self._tracer = self._provider.get_tracer("cllm", version)
         self._read_parent = TraceContextTextMapPropagator().extract
         self._in_context = trace.set_span_in_context
-        self._server = trace.SpanKind.SERVER
-        self._error = trace.StatusCode.ERROR
+        self._server, self._client = trace.SpanKind.SERVER, trace.SpanKind.CLIENT
+        self._internal = trace.SpanKind.INTERNAL
+        self.error = trace.StatusCode.ERROR
 
     def begin(self, record: RequestRecord, traceparent: str) -> None:
         """Choose whether a request that has arrived is traced. ``traceparent`` is its header of W3C
@@ -59,6 +60,7 @@ class SpanExporter:
             kind=self._server,
             start_time=nanoseconds(record.created),
         )
+        record.trace = span.get_span_context()
         if span.is_recording():
             record.steps = RequestSteps(span)
 
@@ -66,32 +68,62 @@ class SpanExporter:
         """Make the spans of a request that has ended."""
         if (steps := record.steps) is None or record.ended is None:
             return
-        if not (record.is_computed or record.status >= 400):
+        if not self.is_shown(record):
             return
         offset = record.created - record.arrived  # from the monotonic clock to that of the day
         span = steps.span
         span.set_attributes(list_attributes(record))
         if record.status >= 500 or record.outcome in ("error", "timeout"):
-            span.set_status(self._error, record.error_code or record.outcome)
-        for part in list_parts(record, steps):
-            self._add(part, span, offset)
+            span.set_status(self.error, record.error_code or record.outcome)
+        for part in self.list_parts(record, steps):
+            self.add(part, span, offset)
         span.end(nanoseconds(record.ended + offset))
 
-    def _add(self, part: Part, parent: Any, offset: float) -> None:
-        span = self._tracer.start_span(
-            part.name,
-            context=self._in_context(parent),
-            attributes=part.attributes,
-            start_time=nanoseconds(part.begin + offset),
-        )
+    def is_shown(self, record: RequestRecord) -> bool:
+        """Return whether a request that has ended has a span."""
+        return record.is_computed or record.status >= 400
+
+    def list_parts(self, record: RequestRecord, steps: RequestSteps) -> list[Part]:
+        """Return the phases of a request that has ended, and what they consist of."""
+        return list_parts(record, steps)
+
+    def add(self, part: Part, parent: Any, offset: float) -> None:
+        """Make the spans of a part. ``offset`` is that from the monotonic clock to that of the
+        day.
+        """
+        span = self.start(part.name, parent, nanoseconds(part.begin + offset), part.attributes)
         for inner in part.parts:
-            self._add(inner, span, offset)
+            self.add(inner, span, offset)
         span.end(nanoseconds(part.end + offset))
+
+    def start(
+        self,
+        name: str,
+        parent: Any,
+        at: int,
+        attributes: Attributes | None = None,
+        *,
+        is_client: bool = False,
+    ) -> Any:
+        """Return a span within another one, which begins ``at`` a time in nanoseconds."""
+        return self._tracer.start_span(
+            name,
+            context=self._in_context(parent),
+            kind=self._client if is_client else self._internal,
+            attributes=attributes,
+            start_time=at,
+        )
 
     def close(self) -> None:
         """Send what has not been sent; this takes as long as the collector, TIMEOUT at most."""
         self._provider.force_flush(int(TIMEOUT * 1000))
         self._provider.shutdown()
+
+
+def write_traceparent(context: Any) -> str:
+    """Return the header of W3C Trace Context for what is done within a span."""
+    trace, span = f"{context.trace_id:032x}", f"{context.span_id:016x}"
+    return f"00-{trace}-{span}-{context.trace_flags & 1:02x}"
 
 
 def nanoseconds(seconds: float) -> int:

@@ -70,6 +70,7 @@ class RequestRecord:
     replica: str = ""  # of a cluster, which has answered
     num_retries: int = 0
     num_parked: int = 0
+    trace: Any = None  # its SpanContext, if the server traces requests, sampled or not
     steps: RequestSteps | None = None
 
     def timing(self, name: str) -> AbstractContextManager[None]:

@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.config.settings import Settings
 from cllm.core.account import Account
-from cllm.core.carried import decode_carried
+from cllm.core.carried import Computed, decode_carried
 from cllm.errors import BadRequest, CLLMError, Unauthorized
+from cllm.observe.request_record import RequestRecord
 from cllm.server.access import LOAD_ACCOUNT, Access
 from cllm.server.addresses import is_loopback, split_host
 from cllm.server.cluster.key import INTERNAL
@@ -38,6 +39,7 @@ CARRIED = "cllm.carried"  # in the scope of a request that a front has sent for 
 CARRIED_HEADER = "x-cllm-account"
 PROGRESS_HEADER = "x-cllm-progress"  # asks for streams in frames, which tell their progress
 USAGE_HEADER = "x-cllm-usage"  # UsageCounts as JSON
+COMPUTED_HEADER = "x-cllm-computed"  # Computed as JSON
 NEEDED_HEADER = "x-cllm-needed-tokens"  # tokens that the front must reserve for the request
 # Paths that need no key, because they reveal nothing about the model or its users. CORS preflights
 # need none either.
@@ -137,7 +139,8 @@ class Guard:
 
             async def send_with_usage(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    headers = [*message["headers"], *list_usage_headers(usage)]
+                    own = [*list_usage_headers(usage), *list_computed(find_record(scope))]
+                    headers = [*message["headers"], *own]
                     message = {**message, "headers": headers}
                 await send(message)
 
@@ -282,6 +285,20 @@ def list_usage_headers(usage: RequestUsage) -> list[tuple[bytes, bytes]]:
     if usage.is_settled:
         return [(USAGE_HEADER.encode(), msgspec.json.encode(usage.sum_up()))]
     return []
+
+
+def list_computed(record: RequestRecord) -> list[tuple[bytes, bytes]]:
+    """Return the header that tells a front about an answer, if it is complete."""
+    if record.outcome != "finished":
+        return []
+    computed = Computed(
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.completion_tokens,
+        record.ttft,
+        record.finish_reasons,
+    )
+    return [(COMPUTED_HEADER.encode(), msgspec.json.encode(computed))]
 
 
 def is_address(name: str) -> bool:

@@ -16,6 +16,7 @@ from cllm.server.auth import ACCOUNT, CARRIED
 from cllm.server.body import read_bytes
 from cllm.server.call import DELIVERED
 from cllm.server.cluster.key import INTERNAL
+from cllm.server.http.recording import RECORD
 from cllm.server.http.request_id import KEY
 from cllm.server.http.sse import DIRECT_SEND, WANTS_FRAMES
 from cllm.server.off_loop import LARGE, in_thread
@@ -28,7 +29,7 @@ CONTINUE_PATH = "/internal/continue"
 KEPT = frozenset(
     {
         *("type", "asgi", "http_version", "scheme", "server", "client", "root_path", "state"),
-        *("extensions", DIRECT_SEND, KEY, ACCOUNT, CARRIED),
+        *("extensions", DIRECT_SEND, KEY, ACCOUNT, CARRIED, RECORD),
     }
 )
 OF_BODY = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
