@@ -22,6 +22,7 @@ from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_s
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.stored import StoredName
 from cllm.errors import BadRequest, EngineError
+from cllm.observe.exposition import render
 from cllm.scheduler.trace import Explanation
 from cllm.server.anthropic.batches import choose_page
 from cllm.server.auth import CARRIED_HEADER
@@ -247,17 +248,13 @@ class Gatherer:
         return JSONResponse(merge_health(answers, troubles))
 
     async def _answer_metrics(self, request: Request) -> Response:
-        pages: dict[str, str] = {}
+        pages: list[bytes] = []
         if any(self._replicas.listed()):
             answered = await self._ask_any(request)
-            pages = {
-                name: answer.body.decode(errors="replace")
-                for name, answer in answered.items()
-                if answer.status == 200
-            }
+            pages = [one.body for one in answered.values() if one.status == 200]
         ledger = self._accounts.access.ledger
         usage = ledger.totals() if get_call(request).account().is_admin else {}
-        own = self._metrics.list_registries(usage, ledger.num_failed_writes)
+        own = render(self._metrics.list_registries(usage, ledger.num_failed_writes))
         content = await asyncio.to_thread(merge_metrics, own, pages)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 

@@ -111,11 +111,14 @@ class Families(Collector):
 
 
 def render(
-    registries: Iterable[CollectorRegistry], aliases: Collection[str] = (), prefix: str = ""
+    registries: Iterable[CollectorRegistry],
+    aliases: Collection[str] = (),
+    prefix: str = "",
+    replica: str = "",
 ) -> bytes:
     """Return the page that Prometheus reads. Families of several registries with the same name
     become one. The families ``aliases`` are on the page twice, also with ``prefix`` in place of
-    what their names have up to the colon.
+    what their names have up to the colon. For a front, all samples get the label ``replica``.
     """
     families: dict[str, list[str]] = {}
     for registry in registries:
@@ -128,7 +131,20 @@ def render(
     for name in [one for one in aliases if one in families]:
         old = name.partition(":")[0] + ":"
         families[f"{prefix}{name}"] = [line.replace(old, prefix, 1) for line in families[name]]
-    return "\n".join([*chain.from_iterable(families.values()), ""]).encode()
+    page: Iterable[str] = chain.from_iterable(families.values())
+    if replica:
+        label = write_labels({"replica": replica})[1:-1]
+        page = (add_label(line, label) for line in page)
+    return "\n".join([*page, ""]).encode()
+
+
+def add_label(line: str, label: str) -> str:
+    """Return a line of the page with one more label, if it is a sample."""
+    if line.startswith("#"):
+        return line
+    if "{" in line:
+        return line.replace("{", f"{{{label},", 1)
+    return line.replace(" ", f"{{{label}}} ", 1)
 
 
 def write_family(family: Metric) -> list[str]:

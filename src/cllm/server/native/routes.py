@@ -206,7 +206,8 @@ async def metrics(request: Request) -> Response:
     pages = [registry.metrics.update(usage, ledger.num_failed_writes, states)]
     pages += [update_metrics(model) for model in models if model.service is not None]
     aliases = VLLM_NAMES if get_state(request).settings.metrics.vllm_names else ()
-    return Response(render(pages, aliases, "vllm:"), media_type=CONTENT_TYPE_LATEST)
+    content = render(pages, aliases, "vllm:", get_call(request).replica_name)
+    return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
 def update_metrics(model: ServedModel) -> CollectorRegistry:
