@@ -480,6 +480,9 @@ def test_routes_about_the_server_are_about_the_cluster(cluster):
     assert get("/health", params={"level": "full"}, headers=bearer("ann")).status_code == 403
     assert get("/ready").status_code == 200
     assert get("/version", headers=root).json()["version"]
+    run = cluster.client.post("/bench/run", json={}, headers=root)
+    assert (run.status_code, "a replica" in run.text) == (404, True)
+    assert get("/props", headers=root).json()["endpoint_bench"] is False
     assert get("/", headers=root | {"accept": "text/html"}).text.startswith("<!doctype html>")
 
 

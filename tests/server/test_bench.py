@@ -1,5 +1,6 @@
 """Load runs on a server, their reports and their comparison, on the fake backend."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -9,14 +10,20 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import httpx2
 import pytest
 from conftest import PATIENCE
+from starlette.responses import Response
 
 from cllm.bench.load.report import read_report
 from cllm.config.settings import Settings
-from cllm.store.keys import AccountRecord, Key, KeyFile, hash_key, write_key_file
+from cllm.core.request import Priority
+from cllm.errors import StartupError
+from cllm.server.access import LOAD_ACCOUNT, Access
+from cllm.server.auth import ACCOUNT, Guard
+from cllm.store.keys import AccountRecord, Key, KeyFile, check_name, hash_key, write_key_file
 from cllm.store.reports import MAX_REPORTS, KeptReports
 
 pytestmark = pytest.mark.slow
@@ -290,6 +297,47 @@ def test_load_runs_need_an_administrators_key_and_have_a_key_of_their_own(start_
     assert b"sk-cllm" not in command
     assert "sk-cllm" not in server.log
     server.client.delete("/bench/run")
+
+
+def test_key_of_a_run_is_for_its_requests_only():
+    """Neither other routes nor other runs accept it."""
+
+    async def ask(access, path, key):
+        """Return the status of a request, and its account."""
+        seen = []
+
+        async def app(scope, receive, send):
+            seen.append(scope.get(ACCOUNT))
+
+        def answer(request, error):
+            seen.append(type(error).__name__)
+            return Response()
+
+        headers = [(b"authorization", f"Bearer {key}".encode()), (b"host", b"elsewhere")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "state": {}}
+        guard = Guard(app, access, settings, answer)
+        await guard({**scope, "query_string": b""}, None, AsyncMock())
+        return seen[0]
+
+    settings = Settings.model_validate({"server": {"api_key": "operator"}})
+    access = Access(settings)
+
+    async def main():
+        access.load_key = "sk-cllm-run"
+        assert await ask(access, "/v1/chat/completions", "sk-cllm-run") is LOAD_ACCOUNT
+        assert await ask(access, "/v1/models", "sk-cllm-run") is LOAD_ACCOUNT
+        for path in ("/bench/run", "/usage", "/v1/completions", "/models/unload"):
+            assert await ask(access, path, "sk-cllm-run") == "BadRequest"
+        for key in ("sk-cllm-rum", "", "\u00e9"):
+            assert await ask(access, "/v1/models", key) == "Unauthorized"
+        access.load_key = ""
+        for key in ("sk-cllm-run", ""):
+            assert await ask(access, "/v1/models", key) == "Unauthorized"
+
+    asyncio.run(main())
+    assert (LOAD_ACCOUNT.priority, LOAD_ACCOUNT.is_admin) == (Priority.BATCH, False)
+    with pytest.raises(StartupError):
+        check_name(LOAD_ACCOUNT.name)
 
 
 def test_server_with_tls_and_another_name(start_server, tmp_path):

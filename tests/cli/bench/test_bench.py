@@ -114,6 +114,17 @@ def test_load_prints_table(cllm, server: str) -> None:
     assert all(word in out for word in ("TTFT", "TPOT", "E2E", "p95", "output tokens/s", "s CPU"))
 
 
+def test_load_ends_after_its_seconds_and_keeps_a_note(cllm, server: str, tmp_path: Path) -> None:
+    sizes = ("--requests", "5000", "--prompt-words", "2", "--max-tokens", "2")
+    more = ("--seconds", "0.3", "--note", "with 8 threads")
+    code, out, _ = cllm("bench", "load", server, *sizes, *more, "--out", tmp_path / "a")
+    assert code == 0
+    assert "with 8 threads" in out
+    report = json.loads((tmp_path / "a").read_text())
+    assert 0 < report["num_succeeded"] == report["num_requests"] < 5000
+    assert (report["note"], report["settings"]["seconds"]) == ("with 8 threads", 0.3)
+
+
 def test_diff_compares_two_reports(cllm, server: str, tmp_path: Path) -> None:
     """The comparison shows settings that differ, and each figure with its ratio."""
     for name, options in (

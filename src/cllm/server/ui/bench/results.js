@@ -123,7 +123,7 @@ export function Comparison({ before, after }) {
             <th scope="col">Figure</th>
             <th scope="col">before</th>
             <th scope="col">after</th>
-            <th scope="col">after / before</th>
+            <th scope="col">ratio</th>
             <th scope="col">beyond the spread</th>
           </tr>
         </thead>
