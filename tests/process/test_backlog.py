@@ -256,6 +256,24 @@ def test_estimates_just_after_start_are_about_right(fake_engine):
     assert seconds / 1.5 < estimate - sent < seconds * 1.5
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "num_each"), [(10, 400, 2), (100, 100, 2), (200, 10, 8)]
+)
+def test_estimate_follows_a_change_of_the_traffic(fake_engine, before, after, num_each):
+    """Answers become longer or shorter; then each slot has served ``num_each`` of the new ones."""
+    served = Served(fake_engine(max_num_seqs=CAPACITY, context_length=2048, costs=COSTS))
+    served.submit(120, max_tokens=before, ignore_eos=True)
+    name, _ = served.submit(num_each * CAPACITY + 1, max_tokens=after, ignore_eos=True)
+    served.submit(20, max_tokens=after, ignore_eos=True)
+    while name not in served.first:
+        served.step()
+    last, estimate = served.submit(1, max_tokens=after, ignore_eos=True)
+    sent = served.engine.now
+    served.finish()
+    seconds = served.first[last] - sent
+    assert seconds / 2.5 < estimate - sent < seconds * 2.5
+
+
 def test_lower_classes_do_not_count_as_ahead():
     """A queue full of batch requests rejects only batch requests, and higher classes count as ahead
     of them.

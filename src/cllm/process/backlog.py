@@ -29,6 +29,10 @@ from cllm.scheduler.policy import Policy
 SHARE = 0.2  # weight of a new observation in a running mean
 # sequences over which the rate is measured; ten times the number of slots if that is more
 WINDOW = 100
+# the latest ones, which count if they differ from those by a factor of CHANGE, because the traffic
+# has changed; twice the number of slots if that is more
+LATEST_WINDOW = 10
+CHANGE = 2.0
 MIN_ENDED = 5  # sequences, before which no request is rejected because of an estimated wait
 FIRST_GUESS = 1.0  # seconds that a sequence is assumed to run until something is measured
 OPEN_SHARE = 0.5  # share of the queue that stays open to newcomers despite reservations
@@ -86,6 +90,23 @@ class Excess(NamedTuple):
 NO_CLAIM = Claim()
 
 
+class ServedTime:
+    """The seconds for each sequence that was served, over about the last ones."""
+
+    def __init__(self) -> None:
+        self.seconds = self.num_served = 0.0
+
+    def add_seconds(self, seconds: float, window: int) -> None:
+        """Add a time, and forget what is older than about ``window`` sequences."""
+        share = min(1.0, window / max(1.0, self.num_served))
+        self.seconds = share * (self.seconds + seconds)
+        self.num_served *= share
+
+    @property
+    def seconds_each(self) -> float:
+        return self.seconds / self.num_served
+
+
 class ServiceRate:
     """Measures the seconds from one free slot in the engine to the next, while all slots are taken.
 
@@ -97,7 +118,7 @@ class ServiceRate:
         """``clock`` returns seconds."""
         self._clock = clock
         self._capacity = 1
-        self._seconds_full = self._num_served = 0.0  # over about the last WINDOW sequences
+        self._usual, self._latest = ServedTime(), ServedTime()
         self._full_since: float | None = None  # time before this has been counted
         self._was_full = False  # whether all slots were taken during the last step
         self._is_paused = False
@@ -126,22 +147,25 @@ class ServiceRate:
 
     def count_served(self, num_seqs: float) -> None:
         if self._was_full:
-            self._num_served += num_seqs
+            self._usual.num_served += num_seqs
+            self._latest.num_served += num_seqs
 
     @property
     def seconds_each(self) -> float:
         """Seconds from one free slot to the next; 0 until as many sequences have been served as
         there are slots.
         """
-        return self._seconds_full / self._num_served if self._num_served >= self._capacity else 0.0
+        if self._usual.num_served < self._capacity:
+            return 0.0
+        usual, latest = self._usual.seconds_each, self._latest.seconds_each
+        return usual if usual / CHANGE <= latest <= CHANGE * usual else latest
 
     def _count_time(self) -> None:
         if self._full_since is None:
             return
         now, before = self._clock(), self._full_since
-        share = min(1.0, max(WINDOW, 10 * self._capacity) / max(1.0, self._num_served))
-        self._seconds_full = share * (self._seconds_full + now - before)
-        self._num_served *= share
+        self._usual.add_seconds(now - before, max(WINDOW, 10 * self._capacity))
+        self._latest.add_seconds(now - before, max(LATEST_WINDOW, 2 * self._capacity))
         self._full_since = now
 
 
