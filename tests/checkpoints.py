@@ -10,6 +10,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from cllm.models.checkpoint import POOLINGS
+
 Tensor = tuple[str, list[int], bytes]
 """A tensor's type, its shape and its bytes."""
 
@@ -126,6 +128,23 @@ def write_tokenizer(folder: Path, path: Path) -> None:
     settings["chat_template"] = fields["tokenizer.chat_template"].contents()
     (folder / "tokenizer.json").write_text(json.dumps(convert_tokenizer(path)))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_pooling(folder: Path, pooling: str, max_tokens: int | None = None) -> None:
+    """Write what sentence-transformers stores with a model for embeddings of size 64."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    chosen = {f"pooling_mode_{name}": known == pooling for name, known in POOLINGS.items()}
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 64} | chosen)
+    )
+    settings = {"max_seq_length": max_tokens, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
 
 
 LAYER_NAMES = {

@@ -4,10 +4,13 @@ pooling.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import write_pooling
 
 from cllm.backends.base import Backend
 from cllm.backends.fake.backend import FakeBackend
@@ -24,6 +27,7 @@ DECODERS = [
     "fake",
     *(pytest.param(kind, marks=LLAMA) for kind in ("builtin", "mamba", "lfm2", "gemma3")),
 ]
+TORCH = [pytest.param(f"torch {pooling}", marks=pytest.mark.torch) for pooling in ("mean", "last")]
 ENCODERS = [pytest.param(kind, marks=LLAMA) for kind in ("bert", "bert_cls", "reranker")]
 TEXTS = [
     [5, 9, 33, 7, 20, 21, 40, 3, 90, 12],
@@ -40,6 +44,8 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         sizes = {"context_length": CONTEXT, "max_num_seqs": 2, "max_num_batched_tokens": 32}
         if kind == "fake":
             return FakeBackend(**sizes)
+        if kind.startswith("torch"):
+            return make_torch_backend(request.getfixturevalue("torch_folder")(kind), sizes)
         path = request.getfixturevalue("builtin_path")
         from cllm.backends.llama_cpp.backend import LlamaCppBackend
         from cllm.backends.llama_cpp.options import Options
@@ -52,7 +58,30 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
     return make
 
 
-@pytest.fixture(scope="module", params=[*DECODERS, *ENCODERS])
+def make_torch_backend(folder: Path, sizes: dict[str, int]) -> Backend:
+    from cllm.backends.torch.loader import load
+    from cllm.backends.torch.options import Options
+
+    options = Options(device="cpu", n_threads=1, dtype="float32").model_dump()
+    return load(BackendParams(path=str(folder), options=options, **sizes))
+
+
+@pytest.fixture(scope="module")
+def torch_folder(
+    builtin_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return the function that writes a checkpoint of a kind."""
+
+    def write(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("torch") / "checkpoint"
+        shutil.copytree(builtin_checkpoint, folder)
+        write_pooling(folder, kind.removeprefix("torch "))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module", params=[*DECODERS, *TORCH, *ENCODERS])
 def backend(
     request: pytest.FixtureRequest, make_backend: Callable[[str], Backend]
 ) -> Iterator[Backend]:

@@ -156,6 +156,7 @@ class Architecture:
     num_experts: int
     experts_per_token: int
     normalizes_experts: bool
+    ties_embeddings: bool | None  # whether they are the output matrix, too; None: not said
 
     @property
     def kv_size(self) -> int:
@@ -253,6 +254,7 @@ def read_architecture(
         if num_experts
         else 0,
         normalizes_experts=bool(values.get("norm_topk_prob", model_type == "mixtral")),
+        ties_embeddings=None if (ties := values.get("tie_word_embeddings")) is None else bool(ties),
     )
 
 

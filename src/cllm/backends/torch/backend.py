@@ -137,7 +137,8 @@ class TorchBackend:
         shape = (len(a.layers), a.num_kv_heads, a.head_size)
         num_ids = params.max_num_seqs + NUM_SPARE_IDS
         self._cells = Cells(shape, num_cells, num_ids, self.dtype, self.device)
-        self._embedder = Embedder(self._decoder, checkpoint.pooling or "mean", context)
+        longest = min(context, checkpoint.max_embedding_tokens or context)
+        self._embedder = Embedder(self._decoder, checkpoint.pooling or "mean", longest)
         num_samples = min(params.max_num_batched_tokens, max(MIN_SAMPLES, params.max_num_seqs))
         self.info = ModelInfo(
             name=checkpoint.folder.resolve().name,
@@ -162,6 +163,7 @@ class TorchBackend:
             fingerprint=f"{checkpoint.fingerprint} torch {self.dtype} {context}",
             system=f"PyTorch {torch.__version__}",
             on_gpu=self.device.type != "cpu",
+            generates=self._decoder.generates,
             embedding_size=a.hidden_size,
             pooling=self._embedder.pooling,
             max_embedding_tokens=self._embedder.max_tokens,
@@ -189,6 +191,8 @@ class TorchBackend:
 
     def forward(self, batch: Batch) -> Logits:
         """Raises EngineError for invalid batches, and if PyTorch fails."""
+        if not self.info.generates:
+            raise EngineError("this model does not generate")
         with torch.inference_mode():
             try:
                 for operation in batch.operations:

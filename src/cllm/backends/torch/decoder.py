@@ -254,9 +254,12 @@ class Decoder:
         ]
         self.final_norm = Norm(weights, root + a.names["final_norm"], a.hidden_size, a)
         self.head, self.head_bias = self.embeddings, None
+        # a model for embeddings may lack the output matrix, and then it cannot generate
+        self.generates = bool(root) if a.ties_embeddings is None else a.ties_embeddings
         for head in HEADS:
             if f"{head}.weight" in weights:
                 self.head = weights.read(f"{head}.weight", size)
+                self.generates = True
                 if f"{head}.bias" in weights:
                     self.head_bias = weights.read(f"{head}.bias", size[:1])
                 break

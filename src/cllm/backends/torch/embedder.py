@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from cllm.backends.base import Vectors
 from cllm.backends.torch.cells import Cells
@@ -13,6 +16,7 @@ from cllm.core.batch import MAX_CHUNKS, Chunk
 from cllm.errors import EngineError
 
 MAX_BATCH_TOKENS = 512
+LEAST_ROOM = 512
 
 
 class Embedder:
@@ -24,13 +28,14 @@ class Embedder:
         self.pooling, self.max_tokens = pooling, max_tokens
         self.max_batch_tokens = MAX_BATCH_TOKENS
         self._cells: Cells | None = None
+        self._room = 0  # length of the longest text for which there are cells
         self._going = (-1, 0, 0)  # the unfinished text: its seq_id, tokens computed, and length
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
         """Raises EngineError for chunks that break the contract."""
         going, self._going = self._going, (-1, 0, 0)
         self._check(chunks, going)
-        cells = self._make_room(max(chunk.length for chunk in chunks), keeps=chunks[0].start > 0)
+        cells = self._make_room(chunks[0].length)
         continues = chunks[0].start > 0
         free = iter(seq_id for seq_id in range(MAX_CHUNKS + 1) if seq_id != going[0])
         seq_ids = [going[0] if continues and i == 0 else next(free) for i in range(len(chunks))]
@@ -41,33 +46,25 @@ class Embedder:
             (seq_id, chunk.start, chunk.tokens)
             for seq_id, chunk in zip(seq_ids, chunks, strict=True)
         ]
-        hidden = self._decoder.compute(make_step(self._decoder, cells, rows), cells).float()
-        result, at = [], 0
-        for chunk in chunks:
-            part = hidden[at : at + len(chunk.tokens)]
-            at += len(chunk.tokens)
-            match self.pooling:
-                case "mean":
-                    result.append(part.sum(dim=0))
-                case "cls":
-                    result.append(part[0])
-                case _:
-                    result.append(part[-1])
+        hidden = self._decoder.compute(make_step(self._decoder, cells, rows), cells)
         last = chunks[-1]
         done = last.start + len(last.tokens)
         if done < last.length:
             self._going = seq_ids[-1], done, last.length
-        return np.array(torch.stack(result).cpu().numpy())
+        return pool(hidden, [len(chunk.tokens) for chunk in chunks], self.pooling)
 
-    def _make_room(self, length: int, *, keeps: bool) -> Cells:
-        """Return cells for a text of ``length`` tokens and a batch; new ones if it is the longest
-        so far, unless they are to keep what they have.
+    def _make_room(self, length: int) -> Cells:
+        """Return cells for a text of ``length`` tokens beside a batch; new ones if no text was as
+        long before. Then no text continues, see Backend.embed.
         """
-        a, needed = self._decoder.architecture, length + self.max_batch_tokens
-        if self._cells is None or (self._cells.num_cells < needed and not keeps):
+        if self._cells is None or length > self._room:
+            a = self._decoder.architecture
+            self._room = min(max(LEAST_ROOM, 1 << (length - 1).bit_length()), self.max_tokens)
             shape = (len(a.layers), a.num_kv_heads, a.head_size)
             dtype, device = self._decoder.embeddings.dtype, self._decoder.device
-            self._cells = Cells(shape, needed, MAX_CHUNKS + 1, dtype, device)
+            num_cells = self._room + self.max_batch_tokens
+            self._cells = None  # its memory may be needed
+            self._cells = Cells(shape, num_cells, MAX_CHUNKS + 1, dtype, device)
         return self._cells
 
     def _check(self, chunks: list[Chunk], going: tuple[int, int, int]) -> None:
@@ -83,3 +80,20 @@ class Embedder:
                 raise EngineError(f"a chunk from {start} of {length} after {going[1:]}")
             if end > length or length > self.max_tokens or (end < length and i + 1 < len(chunks)):
                 raise EngineError(f"a chunk from {start} to {end} of {length}")
+            if length > max(self._room, chunks[0].length):
+                raise EngineError(f"a text of {length}, the longest so far, is not the first")
+
+
+def pool(hidden: Tensor, sizes: Sequence[int], pooling: str) -> Vectors:
+    """Return a vector for each text; ``hidden`` has those of the tokens of all texts, whose lengths
+    are ``sizes``.
+    """
+    parts = hidden.float().split(list(sizes))
+    match pooling:
+        case "mean":
+            vectors = [part.sum(dim=0) for part in parts]
+        case "cls":
+            vectors = [part[0] for part in parts]
+        case _:
+            vectors = [part[-1] for part in parts]
+    return np.array(torch.stack(vectors).cpu().numpy())

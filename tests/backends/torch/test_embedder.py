@@ -1,0 +1,112 @@
+"""Vectors of decoders equal those of sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_pooling, write_tokenizer
+
+from cllm.backends.base import Backend
+from cllm.backends.params import BackendParams
+from cllm.backends.torch.options import Options
+from cllm.core.batch import Chunk
+from cllm.errors import EngineError
+
+torch = pytest.importorskip("torch", reason="needs the extra torch: tools/setup.sh --torch")
+transformers = pytest.importorskip("transformers", reason="needs it as a reference")
+pytestmark = pytest.mark.torch
+
+CONFIG = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
+TEXTS = ["a cat", "The quick brown fox jumps over the lazy dog. " * 30, "x", "What is 2 + 3?"]
+
+
+def write_embedding_model(folder: Path, builtin: Path, pooling: str, **config: Any) -> Path:
+    """Write a small Qwen3 with random weights as embedding models are: without an output matrix."""
+    torch.manual_seed(1)
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**CONFIG | config))
+    model.save_pretrained(folder)
+    write_tokenizer(folder, builtin)
+    write_pooling(folder, pooling, max_tokens=600)
+    return folder
+
+
+def load(folder: Path) -> Backend:
+    from cllm.backends.torch.loader import load
+
+    options = Options(device="cpu", n_threads=1, dtype="float32").model_dump()
+    return load(BackendParams(path=str(folder), options=options, max_num_seqs=2))
+
+
+@pytest.fixture(scope="module", params=["mean", "last"])
+def folder(request, builtin_path, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_embedding_model(folder, builtin_path, request.param, vocab_size=num_tokens())
+
+
+def num_tokens() -> int:
+    import gguf
+
+    from cllm.models.catalog import BUILTIN
+
+    return len(gguf.GGUFReader(BUILTIN).fields["tokenizer.ggml.tokens"].contents())
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[Backend]:
+    made = load(folder)
+    yield made
+    made.close()
+
+
+def embed(backend: Backend, tokens: list[int]) -> np.ndarray:
+    """Return the vector of a text that is computed in parts, with length 1."""
+    size, parts = backend.info.max_embedding_batch_tokens, []
+    for start in range(0, len(tokens), size):
+        chunk = Chunk(tokens[start : start + size], start, len(tokens))
+        parts.append(backend.embed([chunk])[0])
+    vector = np.sum(parts, axis=0) if backend.info.pooling == "mean" else parts[-1]
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.slow
+def test_vectors_equal_those_of_sentence_transformers(backend, folder) -> None:
+    reference = pytest.importorskip("sentence_transformers").SentenceTransformer(
+        str(folder), device="cpu", model_kwargs={"dtype": torch.float32}
+    )
+    expected = reference.encode(TEXTS, normalize_embeddings=True)
+    for text, vector in zip(TEXTS, expected, strict=True):
+        tokens = backend.vocabulary.tokenize(text, add_special=True, parse_special=False)
+        assert np.abs(embed(backend, tokens) - vector).max() < 1e-5
+
+
+def test_model_without_output_matrix_only_embeds(backend, folder, builtin_checkpoint) -> None:
+    assert not backend.info.generates
+    assert backend.info.max_embedding_tokens == 600
+    other = load(builtin_checkpoint)
+    assert other.info.generates
+    assert other.info.pooling == "mean"
+    other.close()
+
+
+def test_longest_text_so_far_must_come_first(folder) -> None:
+    backend = load(folder)
+    short, long = [1, 2], [3] * 512
+    with pytest.raises(EngineError, match="the longest so far"):
+        backend.embed([Chunk(short, 0, 2), Chunk(long[:500], 0, 600)])
+    backend.embed([Chunk(long, 0, 600)])
+    backend.embed([Chunk(long[:88], 512, 600), Chunk(short, 0, 2), Chunk(long[:400], 0, 600)])
+    backend.embed([Chunk(long[:200], 400, 600)])
+    backend.close()
