@@ -17,7 +17,7 @@ PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve check test test-all models browser coverage lint format bench reliability soak docs site wheels
+.PHONY: help serve check test test-all models browser torch coverage lint format bench reliability soak docs site wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,6 +41,9 @@ browser: ## fetch Chromium for the tests of the page, unless it is installed: Pl
 
 models: ## fetch two trained models (350 MB) for the tests marked real, and for measurements
 	@exec $(CHECK) python tools/real_models.py
+
+torch: ## fetch PyTorch for CPUs (200 MB, 750 MB installed) for the tests marked torch
+	@exec tools/setup.sh --torch true
 
 coverage: ## run all tests in one process and show the lines that none of them reaches
 	@exec $(TESTS) pytest --cov=cllm --cov-report=term-missing:skip-covered $(ARGS)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -61,13 +62,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests whose fixtures start a server, and skip those marked ``full`` except in make
-    test-all.
+    test-all, and those marked ``torch`` without PyTorch.
     """
+    has_torch = find_spec("torch") is not None
     for item in items:
         if any("server" in name for name in getattr(item, "fixturenames", ())):
             item.add_marker("server")
         if item.get_closest_marker("full") and not IS_FULL:
             item.add_marker(pytest.mark.skip(reason="runs in make test-all only"))
+        if item.get_closest_marker("torch") and not has_torch:
+            item.add_marker(pytest.mark.skip(reason="needs PyTorch, which make torch fetches"))
 
 
 def pytest_collection_finish() -> None:

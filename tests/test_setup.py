@@ -48,7 +48,7 @@ def run(tmp_path: Path):
     shutil.copy(SCRIPT, checkout / "tools")
     fakes.mkdir()
 
-    def run(programs: dict[str, str], *command: str, fault: str = "UnknownIssuer"):
+    def run(programs: dict[str, str], *command: str, fault: str = "UnknownIssuer", links: str = ""):
         for name, content in programs.items():
             (fakes / name).write_text(content)
             (fakes / name).chmod(0o755)
@@ -59,6 +59,7 @@ def run(tmp_path: Path):
             "CALLS": str(calls),
             "FAKES": str(fakes),
             "FAULT": fault,
+            "PIP_FIND_LINKS": links,
         }
         script = ["sh", str(checkout / "tools" / "setup.sh"), *command]
         done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
@@ -103,6 +104,40 @@ def test_sources_in_the_cache_are_compiled_without_asking_the_index(run):
     assert [call for call in calls if call.startswith("uv sync") and "--check" not in call] == [
         "uv sync --offline --quiet --inexact",
         "uv sync --offline --inexact",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wheel", "source"),
+    [
+        ("torch-2.13.0+cpu-cp311.whl", "--find-links {}"),
+        ("torch-2.13.0-cp311.whl", "--torch-backend cpu"),
+    ],
+)
+def test_torch_for_cpus_is_installed_on_request_only(run, tmp_path, wheel, source):
+    """From the folder that pip has been told of, or else from PyTorch's own index, but never from
+    uv.lock, which has the one for CUDA.
+    """
+    (tmp_path / "checkout" / "ready").touch()
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / wheel).touch()
+    uv = UV.replace(
+        "*) exit 9",
+        '"pip install") mkdir -p .venv/lib/python3.11/site-packages/torch ;;\n  *) exit 9',
+    )
+    programs = {"uv": uv}
+    done, calls = run(programs, "echo", "hello", links=str(tmp_path / "wheels"))
+    assert not any("torch" in call for call in calls)
+    done, calls = run(programs, "--torch", "echo", "hello", links=str(tmp_path / "wheels"))
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "fetching PyTorch 2.13.0 for CPUs" in done.stderr
+    options = f"--quiet --python .venv {source.format(tmp_path / 'wheels')}"
+    assert calls[-1] == f"uv pip install {options} torch==2.13.0"
+    again, calls_again = run(programs, "--torch", "echo", "hello")
+    assert again.stderr == ""
+    assert calls_again[len(calls) :] == [
+        "uv --version",
+        "uv sync --check --inexact --offline --quiet",
     ]
 
 

@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh uv run cllm serve          the whole environment in .venv, llama.cpp compiled
 #   tools/setup.sh --cluster uv run pytest    with Ray as well (the extra "cluster", 500 MB)
+#   tools/setup.sh --torch uv run pytest      with PyTorch for CPUs as well (the extra "torch", 750 MB)
 #   tools/setup.sh --no-llama uv run mypy     enough to check the sources; compiles nothing
 #
 # It installs into this checkout only (.venv, .tools; downloads are shared in uv's cache).
@@ -15,7 +16,11 @@ die() { say "$@"; exit 1; }
 
 main() {
   ensure_uv
-  with=--inexact without= # so that Ray stays where it is not asked for
+  with=--inexact without= torch= # so that Ray and PyTorch stay where they are not asked for
+  if [ "${1:-}" = --torch ]; then
+    shift
+    torch=yes
+  fi
   if [ "${1:-}" = --cluster ]; then
     shift
     with="$with --extra cluster"
@@ -27,6 +32,7 @@ main() {
   fi
   export UV_PROJECT_ENVIRONMENT
   ready || install
+  [ -z "$torch" ] || has_torch || install_torch
   export UV_NO_SYNC=1
   exec "$@"
 }
@@ -132,6 +138,19 @@ has_llama() {
   cat "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp_python-*/uv_build.json 2>/dev/null | grep -qF "$kernels"
 }
 
+has_torch() { ls -d "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/torch >/dev/null 2>&1; }
+
+# Not from uv.lock, whose PyTorch for Linux brings gigabytes of CUDA. pip may have been told of a folder with a wheel for
+# CPUs; otherwise it comes from PyTorch's own index.
+install_torch() {
+  links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} source="--torch-backend cpu"
+  ! ls "$links"/torch-"$TORCH"+cpu-*.whl >/dev/null 2>&1 || source="--find-links $links"
+  say "fetching PyTorch $TORCH for CPUs"
+  # shellcheck disable=SC2086 # two words
+  uv pip install --quiet --python "$UV_PROJECT_ENVIRONMENT" $source "torch==$TORCH" >&2 \
+    || die "PyTorch could not be fetched: install it into $UV_PROJECT_ENVIRONMENT yourself"
+}
+
 # The cause stands before the compiler's long output, what it says about it at the end.
 show_failure() {
   grep -E '(error|cause|FAILED):' "$log" | cut -c 1-300 | head -n 10
@@ -175,6 +194,7 @@ stage() {
   fi
 }
 
+TORCH=2.13.0
 UV_PYTHON_DOWNLOADS=never # the system's Python is used; PyPI is the only place asked
 UV_PROJECT_ENVIRONMENT=${UV_PROJECT_ENVIRONMENT:-.venv}
 export UV_PYTHON_DOWNLOADS

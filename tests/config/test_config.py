@@ -134,7 +134,7 @@ def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
     """Each is named with its line and the reason. One line says which limit applies."""
     loaded = load_settings(SEED_YAML, {}, {})
     reasons = [note for note in loaded.notes if "is not needed: " in note]
-    assert len(reasons) == len(NOT_NEEDED) == 11
+    assert len(reasons) == len(NOT_NEEDED) == 10
     assert (
         f"{SEED_YAML}:4: server.num_threads is not needed: {NOT_NEEDED['server.num_threads']}"
         in reasons
@@ -148,6 +148,33 @@ def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
     ]
     assert loaded.origins["scheduler.max_num_seqs"] == f"{SEED_YAML}:23"
     assert loaded.origins["kv.max_memory_mb"] == f"{SEED_YAML}:25"
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "notes"),
+    [
+        ("server: {use_libtorch: true}", "torch", []),
+        ("server: {use_libtorch: false}", "auto", []),
+        ("server: {use_libtorch: true}\nbackend: {name: torch}", "torch", []),
+        (
+            "server: {use_libtorch: true}\nbackend: {name: fake}",
+            "fake",
+            [
+                'c.yaml:2: backend.name is "fake" by its own name; ignored: server.use_libtorch: true'
+            ],
+        ),
+    ],
+)
+def test_switch_of_the_seed_chooses_the_backend(file, text, backend, notes) -> None:
+    loaded = load_settings(file(text), {}, {})
+    assert loaded.settings.backend.name == backend
+    assert loaded.notes == notes
+    assert load_settings(file(text), {}, {"backend.name": "fake"}).settings.backend.name == "fake"
+
+
+def test_switch_must_be_true_or_false(file) -> None:
+    message = refusal(file("server:\n  use_libtorch: maybe\n"))
+    assert message == 'c.yaml:2: server.use_libtorch must be true or false, not "maybe"'
 
 
 def test_single_alias_sets_its_option_without_a_note(file) -> None:

@@ -22,7 +22,7 @@ BACKENDS = (
     "torch",
     "fake",
 )
-"""The folders next to this file that contain a backend; the first one is the default.
+"""The folders next to this file that contain a backend; the first one reads GGUF files.
 
 ``options.py`` defines ``Options``, a pydantic model of the backend's options, and ``SUMMARY``, the
 words after the backend's name in the help of ``backend.name``. It imports pydantic only.
@@ -92,6 +92,17 @@ class Loader(Protocol):
         read; a damaged file may abort the process.
         """
         ...
+
+
+AUTO = "auto"
+"""The name in the settings that stands for the backend that reads a model's files."""
+
+
+def choose_backend(name: str, path: Path | None) -> str:
+    """Return the backend that ``name`` means for the model at ``path``, a file or a folder."""
+    if name != AUTO:
+        return name
+    return "torch" if path is not None and path.is_dir() else BACKENDS[0]
 
 
 def import_options(backend: str) -> ModuleType:

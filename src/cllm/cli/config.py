@@ -16,7 +16,7 @@ from cllm.cli.settings_flags import (
     find_section,
     settings_from_flags,
 )
-from cllm.config.file import ALIASES, NOT_NEEDED
+from cllm.config.file import ALIASES, NOT_NEEDED, SWITCHES
 from cllm.config.file import show as shown
 from cllm.config.options import Option
 from cllm.config.settings import MODEL_KEYS, OPTIONS, ModelSettings
@@ -153,10 +153,11 @@ These keys are accepted in a YAML file, with a note at startup.
 
 def page() -> str:
     """Return a page about all options, as Markdown."""
+    switches = {f"{key}: true": f"{name}: {value}" for key, (name, value) in SWITCHES.items()}
     return "\n".join(
         [
             *sections(),
-            OTHER_NAMES + table(ALIASES, "`{}`"),
+            OTHER_NAMES + table(ALIASES | switches, "`{}`"),
             WITHOUT_EFFECT + table(NOT_NEEDED, "{}"),
         ]
     )

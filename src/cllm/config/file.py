@@ -36,13 +36,15 @@ ALIASES = {
     "cache.default_max_memory_mb": "cache.max_memory_mb",
 }
 
+# Switches of earlier designs: true means this value of another option, and false changes nothing.
+SWITCHES = {"server.use_libtorch": ("backend.name", "torch")}
+
 # Keys that a YAML file may contain although they change nothing, with the reason that the user
 # sees.
 NOT_NEEDED = {
     "server.num_threads": "one event loop serves all connections, without worker threads",
     "server.min_threads": "one event loop serves all connections, so there is no thread pool to "
     "keep filled",
-    "server.use_libtorch": "llama.cpp runs all models",
     "scheduler.max_iterations": "the engine steps while there is work; each request ends by its "
     "own limits",
     "scheduler.batch_timeout_ms": "batches are continuous: sequences join and leave at every step",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from cllm.backends.registry import BACKENDS, import_options
+from cllm.backends.registry import AUTO, BACKENDS, import_options
 from cllm.config.file import read_auto, split_names, strip_brackets
 from cllm.config.options import SECRET, list_options
 from cllm.core.params import PARAMETERS
@@ -27,7 +27,7 @@ Weight = Annotated[float, Field(ge=0.001, le=1000)]
 if TYPE_CHECKING:
     BackendName = str
 else:
-    BackendName = Literal[BACKENDS]
+    BackendName = Literal[(AUTO, *BACKENDS)]
 
 
 class Section(BaseModel):
@@ -147,8 +147,8 @@ class ModelSettings(Section):
 
     path: Text | None = Field(
         default=None,
-        description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null "
-        "selects the built-in model.",
+        description="A GGUF file, a checkpoint (a folder with config.json and safetensors), or "
+        "hf:owner/repo[:quant] from the Hugging Face hub; null selects the built-in model.",
     )
     name: Text | None = Field(
         default=None, description="Name in /v1/models; null derives it from the model."
@@ -167,8 +167,7 @@ class ModelSettings(Section):
     )
     draft_path: Text | None = Field(
         default=None,
-        description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that "
-        "drafts tokens.",
+        description="A small model with the same vocabulary, as in model.path, that drafts tokens.",
     )
     chat_template_file: Text | None = Field(
         default=None,
@@ -204,7 +203,8 @@ class ModelsSettings(Section):
 
     folder: Text | None = Field(
         default=None,
-        description="Folder whose GGUF files are served too, each under its name without .gguf.",
+        description="Folder whose GGUF files and checkpoints are served too, each under its name "
+        "without .gguf.",
     )
     hub_cache: bool = Field(
         default=False,
@@ -469,7 +469,11 @@ BACKEND_SECTIONS = {
 class ChosenBackend(Section):
     """The backend, which computes."""
 
-    name: BackendName = Field(default=BACKENDS[0], description=f"{'; '.join(SUMMARIES)}.")
+    name: BackendName = Field(
+        default=AUTO,
+        description="auto takes torch for a checkpoint, and else llama_cpp; "
+        f"{'; '.join(SUMMARIES)}.",
+    )
 
 
 if TYPE_CHECKING:

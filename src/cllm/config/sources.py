@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from cllm.config.file import (
     ALIASES,
     NOT_NEEDED,
+    SWITCHES,
     Given,
     describe_unknown_key,
     read_exponents,
@@ -35,7 +36,7 @@ VARIABLES["CLLM_API_KEY"] = OPTIONS["server.api_key"]  # also the key that clien
 OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_URL"})
 MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
 LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
-FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
+FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *SWITCHES, *NOT_NEEDED})
 ADAPTER_OPTIONS = {option.key: option for option in list_options(Adapter)}
 # Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its
 # value decides.
@@ -159,6 +160,9 @@ def from_file(
         if key in NOT_NEEDED:
             notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
             continue
+        if key in SWITCHES:
+            notes += read_switch(key, entry, leaves, entries)
+            continue
         option = OPTIONS[ALIASES.get(key, key)]
         entries[key] = check_value(option, entry, key)
     for target in dict.fromkeys(ALIASES.values()):
@@ -189,6 +193,25 @@ def from_file(
     }
     adapters = {name: make_adapter(name, values) for name, values in named["adapters"].items()}
     return entries, of_models, adapters, notes
+
+
+def read_switch(
+    key: str, given: Given, leaves: Mapping[str, Given], entries: dict[str, Given]
+) -> list[str]:
+    """Add what a switch means to ``entries``, unless ``leaves`` has that option too; then return a
+    note. Raises StartupError.
+    """
+    target, value = SWITCHES[key]
+    if not isinstance(given.value, bool):
+        raise StartupError(f"{given.origin}: {key} must be true or false, not {show(given.value)}")
+    if not given.value:
+        return []
+    if (other := leaves.get(target)) is None:
+        entries[target] = check_value(OPTIONS[target], Given(value, given.origin), key)
+    elif other.value != value:
+        winner = f"{other.origin}: {target} is {show(other.value)} by its own name"
+        return [f"{winner}; ignored: {key}: true"]
+    return []
 
 
 def make_adapter(name: str, given: Mapping[str, Given]) -> Adapter:

@@ -6,19 +6,28 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.backends.registry import import_loader
+from cllm.backends.registry import AUTO, choose_backend, import_loader
 from cllm.config.settings import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
+from cllm.models import catalog
 from cllm.models.catalog import check_sha256
+from cllm.models.hub import Progress
 from cllm.models.template_file import read_template
+
+
+def resolve_model(settings: Settings, progress: Progress | None = None) -> Path | None:
+    """Return the file or the folder of the model, see ``Loader.resolve``."""
+    model, backend = settings.model, settings.backend.name
+    resolve = catalog.resolve if backend == AUTO else import_loader(backend).resolve
+    return resolve(model.path, model.quantization, progress)
 
 
 def make_engine_params(
     settings: Settings, path: Path | None, *, check_tokens: bool = False
 ) -> EngineParams:
     """Return the parameters for the model at ``path`` (None if the backend needs no file), after
-    reading its header.
+    reading its headers.
 
     ``check_tokens`` is passed to ``gguf.read_header``; set it if the caller's own process loads the
     model and must survive a damaged file. Raises StartupError if the file is not a model or sizes
@@ -26,15 +35,16 @@ def make_engine_params(
     the model: only the backend's library can detect a GPU, and importing it would delay the start.
     """
     backend, scheduler, kv = settings.backend, settings.scheduler, settings.kv
-    loader, draft = import_loader(backend.name), settings.model.draft_path
+    name, draft = choose_backend(backend.name, path), settings.model.draft_path
+    loader = import_loader(name)
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise StartupError(
             f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at "
             f"least scheduler.max_num_seqs ({scheduler.max_num_seqs})"
         )
     params = EngineParams(
-        backend=backend.name,
-        options=backend.model_dump().get(backend.name, {}),
+        backend=name,
+        options=backend.model_dump().get(name, {}),
         path=str(path or ""),
         context_length=settings.model.max_context_length,
         max_num_seqs=scheduler.max_num_seqs,

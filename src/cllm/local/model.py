@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import Any, TypeVar, cast
 
-from cllm.backends.registry import import_loader
 from cllm.config.settings import OPTIONS, Settings
 from cllm.config.sources import load_settings
 from cllm.core.params import MAX_LEXER_STATES, SamplingParams
@@ -25,7 +24,7 @@ from cllm.core.request import (
 )
 from cllm.core.segments import tokenize_segments
 from cllm.engine.build import build_backend, build_engine, fit_memory
-from cllm.engine.settings import make_engine_params
+from cllm.engine.settings import make_engine_params, resolve_model
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest
 from cllm.local.completion import Ranked
@@ -65,8 +64,7 @@ class LocalModel:
 
     def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
         """Load the model of ``settings``. Raises StartupError."""
-        model = settings.model
-        path = import_loader(settings.backend.name).resolve(model.path, model.quantization)
+        path = resolve_model(settings)
         params = fit_memory(make_engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self._own_template = params.chat_template

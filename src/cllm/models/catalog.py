@@ -170,7 +170,7 @@ def check_sha256(path: Path, expected: str) -> None:
     """Raise StartupError unless the file has the SHA-256 ``expected``, in hex, or if the model has
     several files.
     """
-    if SPLIT.search(path.name):
+    if SPLIT.search(path.name) or path.is_dir():
         raise StartupError(f"model.sha256 needs a model in one file, not {path.name}")
     measure_regular_file(path)
     try:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from cllm.backends.registry import choose_backend
 from cllm.config.settings import Adapter, Settings
 from cllm.errors import StartupError
 from cllm.models.memory import USUAL_KV_BYTES, weigh
@@ -107,7 +108,7 @@ class Builder:
             preload=options.preload or source.is_first,
             is_found=source.is_found,
             sampling=source.settings.sampling,
-            backend=source.settings.backend.name,
+            backend=choose_backend(source.settings.backend.name, source.path),
             path=str(source.path or ""),
             file_task=source.task,
             recipe=source.recipe(),

@@ -17,13 +17,12 @@ from pathlib import Path
 import msgspec
 from pydantic import ValidationError
 
-from cllm.backends.registry import import_loader
 from cllm.config.settings import Adapter, ModelSettings, Settings
 from cllm.config.sources import LoadedConfig
 from cllm.core.params import LARGEST
 from cllm.core.request import AdapterFile
 from cllm.engine.params import EngineParams
-from cllm.engine.settings import make_engine_params
+from cllm.engine.settings import make_engine_params, resolve_model
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
 from cllm.models.file_names import SPLIT
@@ -76,7 +75,7 @@ class Source:
         """Return the parameters of its engine, after reading the header of its file, which is
         downloaded if necessary. Raises StartupError.
         """
-        path = self.path or resolve(self.settings, progress)
+        path = self.path or resolve_model(self.settings, progress)
         params = make_engine_params(self.settings, path)
         files = {name: adapter_path(adapter) for name, adapter in self.adapters.items()}
         files = {name: file for name, file in files.items() if file.is_file()}
@@ -88,11 +87,6 @@ class Source:
 
 ReadAgain = Callable[[], tuple[Settings, Sequence[Source]]]
 """Returns the settings and the models that they name, read again."""
-
-
-def resolve(settings: Settings, progress: Progress | None = None) -> Path | None:
-    model = settings.model
-    return import_loader(settings.backend.name).resolve(model.path, model.quantization, progress)
 
 
 def list_sources(
@@ -107,12 +101,12 @@ def list_sources(
     """
     settings = loaded.settings
     sources = [
-        Source(name, one, None if catalog.is_on_hub(one.model.path) else resolve(one))
+        Source(name, one, None if catalog.is_on_hub(one.model.path) else resolve_model(one))
         for name, one in loaded.models.items()
     ]
     names_models = loaded.models or settings.models.folder or settings.models.hub_cache
     if settings.model.path is not None or not names_models:
-        path = resolve(settings, progress)
+        path = resolve_model(settings, progress)
         name = settings.model.name or (
             catalog.derive_model_name(path) if path else settings.backend.name
         )

@@ -17,9 +17,6 @@ from cllm.errors import ModelFileError
 from cllm.models.catalog import BUILTIN
 from cllm.models.checkpoint import Checkpoint
 
-pytest.importorskip("tokenizers", reason="needs the extra torch: tools/setup.sh --torch")
-pytestmark = pytest.mark.torch
-
 BUILTIN_SIZE = 1024
 TEXTS = [
     "",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from cllm.backends.registry import AUTO
 from cllm.bench.tune.load import WORKLOADS, ServerBench
 from cllm.bench.tune.measure import Bench, CandidateError
 from cllm.bench.tune.quality import TEXT, Quality
@@ -149,7 +150,7 @@ def tune(
     loaded = settings_from_flags(config, settings, model)
     print_notes(loaded)
     backend = loaded.settings.backend.name
-    if backend != "llama_cpp":
+    if backend not in (AUTO, "llama_cpp"):
         raise StartupError(f"backend.name is {backend}; only llama_cpp can be tuned")
     check_options(options)
     subject = find_subject(loaded, options)
