@@ -26,7 +26,7 @@ def resolve(
 ) -> Path:
     from cllm.models import catalog  # the engine process does not need it
 
-    return catalog.resolve(name, quantization, progress)
+    return catalog.resolve(name, quantization, progress, "checkpoint")
 
 
 def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
