@@ -12,7 +12,14 @@ import pytest
 from conftest import PATIENCE
 from pydantic import ValidationError
 
-from cllm.backends.registry import BACKENDS, Loader, import_loader, import_options
+from cllm.backends.registry import (
+    AUTO,
+    BACKENDS,
+    Loader,
+    choose_backend,
+    import_loader,
+    import_options,
+)
 from cllm.config.settings import BACKEND_SECTIONS, Section
 from cllm.config.sources import load_settings
 from cllm.engine.params import EngineParams
@@ -139,3 +146,12 @@ def test_options_and_sizes_of_a_model_file_reach_the_engine(builtin_path: Path) 
     params = make_engine_params(settings, builtin_path)
     assert params.options == {**import_options("llama_cpp").Options().model_dump(), "n_ubatch": 64}
     assert params.weight_bytes > params.kv_bytes_per_token > 0
+
+
+def test_backend_is_chosen_by_the_model(tmp_path: Path) -> None:
+    """A folder is a checkpoint. A name in the settings is not questioned."""
+    file = tmp_path / "model.gguf"
+    assert choose_backend(AUTO, tmp_path) == "torch"
+    assert choose_backend(AUTO, file) == choose_backend(AUTO, None) == "llama_cpp"
+    for name in BACKENDS:
+        assert choose_backend(name, tmp_path) == choose_backend(name, file) == name
