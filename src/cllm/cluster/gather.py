@@ -18,21 +18,19 @@ from cllm.cluster.accounts import Accounts
 from cllm.cluster.ask import TIMEOUT, ReplicaAnswer, ask, quote_path
 from cllm.cluster.body import NOTHING
 from cllm.cluster.leases import Replica, Replicas
-from cllm.cluster.merge import merge_health, merge_metrics, merge_named, merge_sorted
+from cllm.cluster.lists import STORED_LISTS, answer_list
+from cllm.cluster.merge import merge_health, merge_metrics, merge_named
 from cllm.cluster.metrics import FrontMetrics
 from cllm.cluster.stored import StoredName
 from cllm.errors import BadRequest, EngineError
 from cllm.observe.exposition import render
 from cllm.scheduler.trace import Explanation
-from cllm.server.anthropic.batches import choose_page
 from cllm.server.auth import CARRIED_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.call import get_call
 from cllm.server.cluster.routes import RESPONSES_PATH
 from cllm.server.http.paths import BENCH
-from cllm.server.openai.paging import make_page
 
-MAX_PAGES = 1000  # that are read of a replica's list
 # Fields of clients that matter for the form of the answers
 PASSED_FIELDS = (b"anthropic-version", b"anthropic-beta", b"accept", b"content-type")
 
@@ -61,20 +59,6 @@ class NamedList(msgspec.Struct):
     models: list[Named]
 
 
-class StoredObject(Identified):
-    """What the front reads of a file or a batch. Its time is a text in Anthropic's list."""
-
-    created_at: int | str
-
-
-class StoredPage(msgspec.Struct):
-    """A page of files or batches."""
-
-    data: list[StoredObject]
-    has_more: bool
-    last_id: str | None = None
-
-
 class Health(msgspec.Struct):
     """The health of a replica."""
 
@@ -88,12 +72,6 @@ UNIONS: dict[str, tuple[str, str, type]] = {
     "/v1/models": ("data", "id", ModelList),
     "/api/tags": ("models", "name", NamedList),
     "/api/ps": ("models", "name", NamedList),
-}
-# Lists of stored objects: the number of entries in a page by default, and in the largest page
-STORED_LISTS = {
-    "/v1/files": (10_000, 10_000),
-    "/v1/batches": (20, 100),
-    "/v1/messages/batches": (20, 1000),
 }
 # Requests that change a server. All replicas do what they ask, unless ?replica= names one.
 CHANGES = frozenset(
@@ -273,51 +251,7 @@ class Gatherer:
         return JSONResponse({"replicas": known})
 
     async def _answer_list(self, request: Request) -> Response:
-        """Answer with a page of a list of stored objects, which is read from all replicas."""
-        path, query = request.scope["path"], request.query_params
-        replicas = self._choose(request)
-        answers = await asyncio.gather(*(self._read_list(one, request) for one in replicas))
-        for answer in answers:
-            if isinstance(answer, ReplicaAnswer):
-                return answer.pass_on()
-        lists = [answer for answer in answers if isinstance(answer, list)]
-        if not lists:
-            raise EngineError("No replica has answered the request.")
-        newest_first = merge_sorted(lists, find_time)
-        limit = int(query.get("limit", STORED_LISTS[path][0]))
-        if path == "/v1/messages/batches":
-            return JSONResponse(make_message_page(newest_first, query, limit))
-        entries = newest_first[::-1] if query.get("order") == "asc" else newest_first
-        return JSONResponse(make_page(entries, query.get("after"), limit))
-
-    async def _read_list(
-        self, replica: Replica, request: Request
-    ) -> list[dict[str, Any]] | ReplicaAnswer | None:
-        """Return all entries of a replica's list, newest first; an error for the client; or None if
-        the replica does not answer, or not with a list.
-        """
-        path: str = request.scope["path"]
-        cursor = "after_id" if path == "/v1/messages/batches" else "after"
-        hidden = {"after", "after_id", "before_id", "order", "replica"}
-        query = [one for one in request.query_params.multi_items() if one[0] not in hidden]
-        if "order" in request.query_params:  # the first page checks it; the entries are sorted here
-            query.append(("order", request.query_params["order"]))
-        entries: list[dict[str, Any]] = []
-        for _ in range(MAX_PAGES):
-            answer = await self.ask(replica, request, f"{path}?{urlencode(query)}")
-            if answer is None:
-                return None
-            if answer.status != 200:
-                return answer
-            page = answer.read(StoredPage)
-            if page is None:
-                return None
-            entries += page["data"]
-            if not page["has_more"]:
-                break
-            query = [one for one in query if one[0] not in ("limit", cursor)]
-            query += [("limit", str(STORED_LISTS[path][1])), (cursor, page["last_id"])]
-        return entries[::-1] if request.query_params.get("order") == "asc" else entries
+        return await answer_list(request, self._choose(request), self.ask)
 
     async def _answer_change(self, request: Request) -> Response:
         """Let replicas do what an operator asks. Answer with the first error, or else with the
@@ -356,12 +290,6 @@ def as_app(
     return app
 
 
-def find_time(entry: Mapping[str, Any]) -> tuple[bool, Any]:
-    """Return when something was stored, as a key for sorting."""
-    time = entry["created_at"]
-    return isinstance(time, str), time
-
-
 def write_target(request: Request) -> str:
     """Return the path of a request with its query, but without the name of a replica."""
     query = [one for one in request.query_params.multi_items() if one[0] != "replica"]
@@ -375,17 +303,3 @@ def is_failure(answer: ReplicaAnswer) -> bool:
         return True
     last = answer.body.rstrip().rpartition(b"\n")[2]
     return last.startswith(b'{"error"')
-
-
-def make_message_page(
-    entries: list[dict[str, Any]], query: Mapping[str, str], limit: int
-) -> dict[str, Any]:
-    """Return a page of Anthropic's list of batches. Raises BadRequest."""
-    ids = [entry["id"] for entry in entries]
-    begin, end, has_more = choose_page(ids, query.get("before_id"), query.get("after_id"), limit)
-    return {
-        "data": entries[begin:end],
-        "has_more": has_more,
-        "first_id": ids[begin] if begin < end else None,
-        "last_id": ids[end - 1] if begin < end else None,
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 LABEL = "replica"
@@ -82,12 +82,3 @@ def merge_health(
             for name, answer in answers.items()
         ]
     return merged
-
-
-def merge_sorted(
-    lists: Iterable[Iterable[dict[str, Any]]], key: Callable[[dict[str, Any]], Any]
-) -> list[dict[str, Any]]:
-    """Return the entries of all lists, in descending order of ``key``. Entries of the same list
-    with equal keys keep their order.
-    """
-    return sorted((entry for entries in lists for entry in entries), key=key, reverse=True)

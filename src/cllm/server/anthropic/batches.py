@@ -27,6 +27,7 @@ from cllm.server.anthropic.routes import check_version, format_time
 from cllm.server.batches import open_batches, send_files, store_file
 from cllm.server.body import Body, check_type, describe_route, example, read_bytes
 from cllm.server.call import get_call
+from cllm.server.list_cursors import find_split
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.resolve import check_route, model_for
 from cllm.server.state import get_state
@@ -167,7 +168,8 @@ async def list_batches(
     batches = await open_batches(request)
     records = await batches.list_for(get_call(request).account(), ENDPOINTS)
     ids = [record.id for record in records]
-    begin, end, has_more = choose_page(ids, before_id, after_id, limit)
+    times = [format_time(record.created_at) for record in records]
+    begin, end, has_more = choose_page(ids, times, before_id, after_id, limit)
     shown = records[begin:end]
     return {
         "data": [batch_object(request, record) for record in shown],
@@ -227,16 +229,20 @@ async def find(request: Request, batch_id: str) -> tuple[Batches, BatchRecord]:
 
 
 def choose_page(
-    ids: list[str], before_id: str | None, after_id: str | None, limit: int
+    ids: list[str], times: list[str], before_id: str | None, after_id: str | None, limit: int
 ) -> tuple[int, int, bool]:
-    """Return the begin and the end of a page of ``ids``, and whether there are more. Raises
-    BadRequest if an id is not among them.
+    """Return the begin and the end of a page of ``ids``, and whether there are more. Instead of an
+    id, a front may have written a place among the ``times``. Raises BadRequest if an id is not
+    among them.
     """
     if before_id:
-        end = find_place(before_id, ids, "before_id")
+        end = find_split(times, before_id, "before_id")
+        if end is None:
+            end = find_place(before_id, ids, "before_id")
         begin = max(0, end - limit)
         return begin, end, begin > 0
-    begin = find_place(after_id, ids, "after_id") + 1 if after_id else 0
+    split = find_split(times, after_id, "after_id") if after_id else 0
+    begin = find_place(after_id or "", ids, "after_id") + 1 if split is None else split
     end = min(begin + limit, len(ids))
     return begin, end, end < len(ids)
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeVar
 from typing_extensions import TypedDict
 
 from cllm.errors import BadRequest
+from cllm.server.list_cursors import find_split
 
 ListItem = TypeVar("ListItem", bound=Mapping[str, Any])
 
@@ -20,14 +21,21 @@ class ListPage(TypedDict, Generic[ListItem]):
     has_more: bool
 
 
-def make_page(objects: Sequence[ListItem], after: str | None, limit: int) -> ListPage[ListItem]:
-    """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or ""
-    is the beginning.
+def make_page(
+    objects: Sequence[ListItem], after: str | None, limit: int, *, ascending: bool = False
+) -> ListPage[ListItem]:
+    """Return at most ``limit`` of the ``objects`` after the one with the id ``after``, or after a
+    place that a front has written; None or "" is the beginning. The newest object is the first one
+    unless ``ascending``.
 
     Raises BadRequest if no object has that id.
     """
     begin = 0
-    if after:
+    times = [entry.get("created_at", 0) for entry in objects] if after else []
+    split = find_split(times, after or "", "after", ascending=ascending)
+    if split is not None:
+        begin = split
+    elif after:
         ids = [entry["id"] for entry in objects]
         if after not in ids:
             raise BadRequest(

@@ -136,7 +136,8 @@ async def list_files(
     files = await store.run(store.files.list_for, get_call(request).account())
     own = [file for file in files if file.purpose in PURPOSES]
     objects = [file_object(file) for file in own if purpose in (None, file.purpose)]
-    return make_page(objects if order == "asc" else objects[::-1], after, limit)
+    ascending = order == "asc"
+    return make_page(objects if ascending else objects[::-1], after, limit, ascending=ascending)
 
 
 @router.get("/{file_id}")
