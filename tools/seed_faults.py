@@ -46,9 +46,13 @@ FAULTS = [
         ("self._awaited.remove(name)", "self._awaited.clear()"),
     ),
     *faults_in(
-        "process/in_flight.py",
+        "process/in_flight_request.py",
         "process/test_pool.py",
         ("progress.tokens.append(output.token)", "progress.tokens.insert(0, output.token)"),
+    ),
+    *faults_in(
+        "process/in_flight.py",
+        "process/test_pool.py",
         ("entry.unfinished & entry.stopped", "set[int]()"),
     ),
     *faults_in(
