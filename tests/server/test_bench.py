@@ -13,11 +13,13 @@ from pathlib import Path
 from unittest.mock import AsyncMock
 
 import httpx2
+import msgspec
 import pytest
 from conftest import PATIENCE
 from starlette.responses import Response
 
-from cllm.bench.load.report import read_report
+from cllm.bench.load.client import Outcome
+from cllm.bench.load.report import read_report, summarize
 from cllm.config.settings import Settings
 from cllm.core.request import Priority
 from cllm.errors import StartupError
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.slow
 FAKE = ("--backend.name", "fake", "--server.benchmark", "--context", "8192")
 WORKER = "cllm.cli.bench.worker"
 SMALL = {"requests": 8, "concurrency": 2, "max_tokens": 4, "prompt_words": 4}
+NOTHING = msgspec.to_builtins(summarize(Outcome([], 1.0, 0.1), url="u", model="m", settings={}))
 ENDLESS = {"requests": 5000, "concurrency": 2, "max_tokens": 64, "prompt_words": 4}
 
 
@@ -398,6 +401,7 @@ def test_reports_are_uploaded_compared_and_deleted(server):
         (b"[]", 400, "not a report"),
         (b'{"model": "m"}', 400, "missing required field"),
         (b'"' + b"a" * 1_000_001 + b'"', 413, "larger than"),
+        (json.dumps(NOTHING | {"note": "a" * 200_000}).encode(), 413, "200000 bytes"),
     ],
 )
 def test_only_reports_can_be_uploaded(server, content, status, word):
@@ -439,6 +443,31 @@ def test_damaged_files_do_no_harm(start_server, tmp_path):
     server.stop()
     again = start_server(*FAKE, CLLM_STORAGE_FOLDER=str(tmp_path))
     assert [one["id"] for one in again.client.get("/bench/reports").json()["data"]] == [report]
+
+
+def test_folder_that_cannot_be_used(start_server, tmp_path):
+    """Lists say so, and a run ends with the reason."""
+    (tmp_path / "bench").write_text("not a folder")
+    server = start_server(*FAKE, CLLM_STORAGE_FOLDER=str(tmp_path))
+    for path in ("/bench/reports", "/bench/reports/20260101-000000-00000001"):
+        answer = server.client.get(path)
+        assert answer.status_code in (200, 503), answer.text
+        assert answer.status_code == 503 or answer.json()["data"] == []
+    last = run(server, **SMALL)
+    assert (last["status"], last["report"]) == ("failed", None)
+    assert last["reason"].startswith("Its report was not stored: ")
+
+
+def test_run_that_sends_nothing_and_watchers_that_leave(server):
+    last = run(server, **SMALL, seconds=1e-9)
+    assert last["status"] == "completed"
+    report = server.client.get(f"/bench/reports/{last['report']}").json()
+    assert report["num_requests"] == 0
+    start(server, **ENDLESS)
+    for _ in range(50):
+        with events(server) as states:
+            next(states)
+    assert server.client.delete("/bench/run").json()["run"]["status"] == "cancelled"
 
 
 def test_server_without_a_folder_has_no_load_runs(start_server, tmp_path):

@@ -10,7 +10,6 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,10 +18,18 @@ from cllm.private_files import replace_private
 
 FOLDER = "bench"  # in the folder storage.folder
 MAX_REPORTS = 100  # the oldest ones are removed
-MAX_BYTES = 1_000_000  # of a report; they have about 10,000
+MAX_BYTES = 200_000  # of a report; they have about 10,000
 ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 TIME = "%Y%m%d-%H%M%S"
 DAMAGED = (ValueError, RecursionError, msgspec.MsgspecError)
+
+
+class ReportSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The settings that lists show; None if a report does not have them."""
+
+    workload: str | None = None
+    concurrency: int | None = None
+    rate: float | None = None
 
 
 class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +37,7 @@ class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     note: str = ""
-    settings: dict[str, Any]
+    settings: ReportSettings
     num_requests: int
     num_succeeded: int
     wall_s: float
@@ -77,7 +84,12 @@ class KeptReports:
         return content
 
     def add(self, content: bytes) -> KeptReport:
-        """Store a report, JSON, and remove the oldest ones if there are too many."""
+        """Store a report, JSON, and remove the oldest ones if there are too many. Raises BadRequest
+        (413).
+        """
+        if len(content) > MAX_BYTES:
+            message = f"A report has at most {MAX_BYTES} bytes, not {len(content)}."
+            raise BadRequest(message, code="request_too_large", status=413)
         now = datetime.fromtimestamp(time.time(), UTC)
         report_id = f"{now.strftime(TIME)}-{secrets.token_hex(4)}"
         with self._lock:

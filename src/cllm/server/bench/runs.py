@@ -142,7 +142,8 @@ class LoadRuns:
             log.error("a load run has failed: %s", error, exc_info=not known and error)
             why = str(error) if known else "It has failed; the server's log says why."
             self._end = self._end or ("failed", why)
-        status, reason = self._end or ("completed", "")
+        done: tuple[Status, str] = "completed", ""
+        status, reason = done if report is not None else self._end or done
         last = self.last or run
         self._set(msgspec.structs.replace(last, status=status, reason=reason, report=report))
         self._metrics.load_runs.labels(status).inc()

@@ -70,11 +70,11 @@ function Entry({ entry, isChosen, actions }) {
 }
 
 function describe(head, created) {
-  const { workload, concurrency } = head.settings;
+  const { workload, concurrency, rate } = head.settings;
   const parts = [
     time(created),
     head.note && `${workload ?? "load"} on ${head.model}`,
-    concurrency && `${concurrency} clients`,
+    rate ? `${number(rate)} requests/s sent` : concurrency && `${concurrency} clients`,
     `${head.num_succeeded} of ${head.num_requests} succeeded`,
     `${number(head.output_tokens_per_s)} tokens/s`,
   ];
