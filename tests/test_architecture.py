@@ -43,6 +43,7 @@ GROUND = {
     "config": {"errors", "input_files"},
     "observe": {
         "errors",
+        "environment",
         "config",
         "core",
         "private_files",

@@ -76,6 +76,17 @@ def child_environment() -> dict[str, str]:
     }
 
 
+class MemoryUse(NamedTuple):
+    """Memory of ``num_bytes`` (at least 1), of which ``num_used`` are used."""
+
+    num_used: int
+    num_bytes: int
+
+    @property
+    def share(self) -> float:
+        return self.num_used / self.num_bytes
+
+
 class ControlGroup(NamedTuple):
     """A control group: the folder with its files, whose names depend on the version, 1 or 2."""
 

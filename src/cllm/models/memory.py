@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.environment import list_control_groups
+from cllm.environment import MemoryUse, list_control_groups
 from cllm.errors import StartupError
 from cllm.models.gguf import format_size
 
@@ -38,6 +38,19 @@ VERSION_1 = GroupFiles(
     ("total_active_file ", "total_inactive_file "),
 )
 VERSION_2 = GroupFiles("memory.max", "memory.current", ("active_file ", "inactive_file "))
+
+
+def measure_memory_use() -> MemoryUse | None:
+    """Return the use of the machine's memory or, if that is nearer to its limit, of a control group
+    of this process, without cached files; None if the system does not say.
+    """
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        sizes = {line[0]: int(line[1]) * 1024 for line in lines}
+        total = sizes["MemTotal:"]
+        machine = MemoryUse(total - sizes["MemAvailable:"], total)
+        return max([machine, *_measure_groups()], key=lambda use: use.share)
+    return None
 
 
 def measure_available_bytes() -> int | None:
@@ -113,14 +126,19 @@ def _measure_container_room() -> int | None:
     """Return what is left of the memory of this process's control group and of the groups above
     it; None if none has a limit.
     """
-    rooms = [
-        _measure_group_room(folder, VERSION_1 if version == 1 else VERSION_2)
+    return min((use.num_bytes - use.num_used for use in _measure_groups()), default=None)
+
+
+def _measure_groups() -> list[MemoryUse]:
+    """Return the use of the memory of the control groups of this process that have a limit."""
+    uses = (
+        _measure_group(folder, VERSION_1 if version == 1 else VERSION_2)
         for folder, version in list_control_groups("memory")
-    ]
-    return min((room for room in rooms if room is not None), default=None)
+    )
+    return [use for use in uses if use is not None]
 
 
-def _measure_group_room(group: Path, files: GroupFiles) -> int | None:
+def _measure_group(group: Path, files: GroupFiles) -> MemoryUse | None:
     try:
         limit = (group / files.limit).read_text().strip()
         used = int((group / files.used).read_text())
@@ -130,9 +148,9 @@ def _measure_group_room(group: Path, files: GroupFiles) -> int | None:
     # Cached files, such as this model's, count as used, but are released as soon as memory is
     # needed.
     used -= sum(int(line.split()[1]) for line in lines if line.startswith(files.cached))
-    if limit == "max" or int(limit) >= NO_LIMIT:
+    if limit == "max" or not 0 < (num_bytes := int(limit)) < NO_LIMIT:
         return None
-    return max(0, int(limit) - max(0, used))
+    return MemoryUse(min(max(0, used), num_bytes), num_bytes)
 
 
 def compute_kv_budget(

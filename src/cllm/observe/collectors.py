@@ -1,4 +1,4 @@
-"""Metrics whose labels come and go: the usage of accounts, and the figures of engines."""
+"""Metrics whose labels come and go: the usage of accounts, the figures of engines, and GPUs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from cllm.core.output import Stats
 from cllm.observe.exposition import TextFamily, write_labels
+from cllm.observe.machine import UNKNOWN
 from cllm.observe.step_histograms import StepHistograms
 
 
@@ -134,3 +135,37 @@ class EngineCollector(Collector):
                 add("gauge", "pool_engine_kv_cells", text, count, state=state)
         for (name, text, kind), lines in families.items():
             yield TextFamily(name, text, kind, lines)
+
+
+class MachineCollector(Collector):
+    """Writes the use of the machine; nothing about what it does not tell."""
+
+    def __init__(self) -> None:
+        self.use = UNKNOWN
+
+    def collect(self) -> Iterator[Metric]:
+        if (memory := self.use.memory) is not None:
+            text = "memory of the machine that is used, or of the container if it has a limit"
+            lines = [f"cllm:machine_memory_used_bytes {float(memory.num_used)!r}"]
+            yield TextFamily("cllm:machine_memory_used_bytes", text, "gauge", lines)
+            text = "memory of the machine, or the limit of the container"
+            lines = [f"cllm:machine_memory_bytes {float(memory.num_bytes)!r}"]
+            yield TextFamily("cllm:machine_memory_bytes", text, "gauge", lines)
+        families = {
+            "gpu_busy_ratio": "share of the time in which a GPU computes, 0 to 1",
+            "gpu_memory_used_bytes": "memory of a GPU that is used, by all processes",
+            "gpu_memory_bytes": "memory of a GPU",
+        }
+        values: dict[str, list[str]] = {name: [] for name in families}
+        for gpu in self.use.gpus:
+            labels = write_labels({"gpu": gpu.name})
+            figures = {"gpu_busy_ratio": gpu.busy}
+            if gpu.memory is not None:
+                figures["gpu_memory_used_bytes"] = gpu.memory.num_used
+                figures["gpu_memory_bytes"] = gpu.memory.num_bytes
+            for name, value in figures.items():
+                if value is not None:
+                    values[name].append(f"cllm:{name}{labels} {float(value)!r}")
+        for name, lines in values.items():
+            if lines:
+                yield TextFamily(f"cllm:{name}", families[name], "gauge", lines)

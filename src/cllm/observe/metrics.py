@@ -24,8 +24,10 @@ from cllm.observe.collectors import (
     AccountUsageCollector,
     EngineCollector,
     EngineFigures,
+    MachineCollector,
 )
 from cllm.observe.exposition import Histogram, Value, Values
+from cllm.observe.machine import UNKNOWN, MachineUse
 from cllm.observe.request_record import RequestRecord
 from cllm.observe.step_histograms import (
     PREFILL_BOUNDS,
@@ -446,6 +448,8 @@ class ServerMetrics:
         )
         self._account_usage = AccountUsageCollector()
         registry.register(self._account_usage)
+        self._machine = MachineCollector()
+        registry.register(self._machine)
 
     def limit_accounts(self, max_accounts: int) -> None:
         """Show at most ``max_accounts`` accounts under their names."""
@@ -468,10 +472,12 @@ class ServerMetrics:
         usage: Mapping[str, AccountCounts],
         num_failed_writes: int,
         models: Iterable[str] = (),
+        machine: MachineUse = UNKNOWN,
     ) -> CollectorRegistry:
         """Return the metrics. ``usage`` has the accounts that are shown, ``models`` the state of
         each model. ``num_failed_writes`` must never decrease.
         """
+        self._machine.use = machine
         for state, count in {**dict.fromkeys(STATES, 0), **Counts(models)}.items():
             self._models.labels(state).set(count)
         self._failed_writes.inc(num_failed_writes - self._num_failed_writes)

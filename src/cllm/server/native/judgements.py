@@ -10,6 +10,9 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from cllm.models.gguf import format_size
+from cllm.models.memory import measure_memory_use
+from cllm.observe.machine import MachineUse, list_gpus
 from cllm.observe.request_record import RequestRecord
 from cllm.serving.served_model import ServedModel
 
@@ -17,7 +20,8 @@ SECONDS = 600.0
 MAX_REQUESTS = 10_000  # the latest ones are kept
 MIN_SUCCESS_RATE = 0.95
 MAX_SECONDS = 5.0  # mean response time
-MAX_MEMORY = 0.8  # share of the KV cache, without what can be evicted
+MAX_MEMORY = 0.8  # share of the KV cache without what can be evicted, of RAM, of a GPU's memory
+MIN_GPU_USE = 0.5  # share of the time, while requests wait
 
 
 class Judgement(TypedDict):
@@ -90,6 +94,37 @@ def judge_memory(models: Sequence[ServedModel]) -> list[Judgement]:
             f"{stats.num_cells} KV cells"
         )
         judgements.append(make("memory", share, MAX_MEMORY, reason, is_bad=share > MAX_MEMORY))
+    return judgements
+
+
+def read_machine() -> MachineUse:
+    """Return the present use of the machine. This may take milliseconds."""
+    return MachineUse(measure_memory_use(), list_gpus())
+
+
+def judge_machine(machine: MachineUse, models: Sequence[ServedModel]) -> list[Judgement]:
+    """Return judgements of the machine's memory, of each GPU's memory, and of how much the GPUs
+    compute while requests of ``models`` wait. What the system does not tell is left out.
+    """
+    places = {"RAM": machine.memory, **{gpu.name: gpu.memory for gpu in machine.gpus}}
+    judgements = [
+        make(
+            "machine_memory" if name == "RAM" else "gpu_memory",
+            use.share,
+            MAX_MEMORY,
+            f"{format_size(use.num_used)} of {format_size(use.num_bytes)} of {name} are used",
+            is_bad=use.share > MAX_MEMORY,
+        )
+        for name, use in places.items()
+        if use is not None
+    ]
+    shares = [gpu.busy for gpu in machine.gpus if gpu.busy is not None]
+    if shares:
+        busy = fmean(shares)
+        num_waiting = sum(one.engine.stats.num_waiting for one in models if one.engine is not None)
+        reason = f"{num_waiting} requests wait, and the GPUs compute {busy:.0%} of the time"
+        is_bad = num_waiting > 0 and busy < MIN_GPU_USE
+        judgements.append(make("gpu_use", busy, MIN_GPU_USE, reason, is_bad=is_bad))
     return judgements
 
 

@@ -26,7 +26,7 @@ from cllm.scheduler.trace import MAX_STEPS, Explanation
 from cllm.server.body import describe_route
 from cllm.server.call import get_call
 from cllm.server.http.sse import until_disconnect
-from cllm.server.native.judgements import Judgement, judge_memory
+from cllm.server.native.judgements import Judgement, judge_machine, judge_memory, read_machine
 from cllm.server.page import answer_page, wants_page
 from cllm.server.resolve import (
     check_admin,
@@ -135,7 +135,9 @@ async def health(request: Request, level: Literal["basic", "full"] = "basic") ->
     if level == "full":
         own = [model for model in models if model.parent is None]
         answer["models"] = [describe(model) for model in own]
-        answer["judgements"] = get_state(request).recent.judge() + judge_memory(own)
+        machine = await asyncio.to_thread(read_machine)
+        judgements = get_state(request).recent.judge() + judge_memory(own)
+        answer["judgements"] = judgements + judge_machine(machine, own)
     return answer
 
 
@@ -203,7 +205,8 @@ async def metrics(request: Request) -> Response:
     usage = ledger.totals() if account.is_admin else {}
     models = served_models(request) if account.has_key else registry.models
     states = [model.status for model in models if model.parent is None]
-    pages = [registry.metrics.update(usage, ledger.num_failed_writes, states)]
+    machine = await asyncio.to_thread(read_machine)
+    pages = [registry.metrics.update(usage, ledger.num_failed_writes, states, machine)]
     pages += [update_metrics(model) for model in models if model.service is not None]
     aliases = VLLM_NAMES if get_state(request).settings.metrics.vllm_names else ()
     content = render(pages, aliases, "vllm:", get_call(request).replica_name)
