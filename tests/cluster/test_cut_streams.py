@@ -99,12 +99,16 @@ def test_replica_that_cannot_continue_or_is_busy_is_passed_over(cluster):
     assert len(cluster.received()) == 5
 
 
-def test_request_with_which_two_replicas_ended_goes_to_no_third(cluster):
+def test_stream_continues_although_two_replicas_ended_without_a_token(cluster):
+    """None of them is asked again. If all have ended, the stream does too."""
+    ends = sends(HEAD + chunk(BEGIN))
+    assert ask(cluster, cut_after(1, 2), ends, continues) == WHOLE
+    assert sorted(cluster.received()) == ["a", "b", "c"]
     before = cluster.metric("cut_streams_total")
-    data = ask(cluster, cut_after(1, 2), sends(HEAD + chunk(BEGIN)), continues)
+    data = ask(cluster, cut_after(1, 2), ends, ends, continues)
     assert data.startswith(data_of(1) + data_of(2) + b'data: {"error"')
     assert data.endswith(DONE)
-    assert len(cluster.received()) == 2
+    assert sorted(cluster.received()) == ["a", "b", "c"]
     assert cluster.metric("cut_streams_total") == before + 1
     assert ask(cluster, cut_after(1), cut_after(2), cut_after(3), continues) == WHOLE
 
