@@ -186,4 +186,5 @@ def rename(engine: EngineState, hidden: set[str]) -> EngineState:
         for name, one in named
         if name not in hidden
     ]
-    return msgspec.structs.replace(engine, sequences=sequences)
+    prompts = {find_first_name(f"{one}.0")[:-2]: text for one, text in engine.prompts.items()}
+    return msgspec.structs.replace(engine, sequences=sequences, prompts=prompts)
