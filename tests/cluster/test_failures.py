@@ -643,7 +643,8 @@ def test_answers_of_other_replicas_count_if_one_sends_nonsense(cluster):
             got = cluster.front.client.get(path)
             assert got.status_code == 200, (path, body)
             assert '"m"' in got.text or path == "/api/tags"
-        liar.metrics, honest.metrics = sends_body(body), sends_body(b"a_b 7\n")
+        right = b'# HELP a_b what\n# TYPE a_b gauge\na_b{replica="b"} 7.0\n'
+        liar.metrics, honest.metrics = sends_body(body), sends_body(right)
         page = cluster.front.client.get("/metrics")
         assert page.status_code == 200
         assert 'a_b{replica="b"} 7.0' in page.text

@@ -45,6 +45,16 @@ def test_lost_stream_goes_on_although_its_replica_is_killed(cluster, path):
     assert split_events(resume(front, stream_id).text) == events  # it is kept for a while
 
 
+def test_log_line_of_a_resumable_stream_is_complete(cluster):
+    front, _ = cluster
+    body = BODY | {"max_tokens": 7, "stream": True}
+    assert front.client.post(CHAT, json=body, headers=headers()).headers["x-cllm-stream"]
+    front.stop()
+    [line] = [line for line in front.log.splitlines() if f"POST {CHAT} 200" in line]
+    assert " outcome=finished " in line
+    assert " output_tokens=7 " in line
+
+
 def test_only_its_account_can_resume_or_end_a_stream(cluster):
     front, replicas = cluster
     stream_id, _ = lose(front)

@@ -206,7 +206,7 @@ class RequestRecord:
             "engine": self.engine,
             "replica": self.replica,
             "retries": self.num_retries if is_computed or self.replica else None,
-            "parked": self.num_parked if is_computed else None,
+            "parked": self.num_parked if is_computed and not self.replica else None,
         }
         return {name: value for name, value in fields.items() if value not in (None, "")}
 

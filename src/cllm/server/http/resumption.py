@@ -226,6 +226,8 @@ def resumable(app: ASGIApp, streams: KeptStreams, find_owner: FindOwner) -> ASGI
         task.add_done_callback(streams.tasks.discard)
         task.add_done_callback(run.end)
         await EventReader(streams, stream, 0)(scope, receive, send)
+        if stream.is_done:  # so that the request's record is complete
+            await asyncio.wait([task])
 
     return called
 
