@@ -1,4 +1,4 @@
-"""cLLM: a server for GGUF language models on llama.cpp."""
+"""cLLM: a server for language models on llama.cpp and PyTorch."""
 
 from __future__ import annotations
 

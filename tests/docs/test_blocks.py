@@ -24,7 +24,7 @@ from doc_pages import BLOCKS, PAGES, ROOT, Block, inline_code, name_of, split_co
 from server.conftest import Server, running
 
 from cllm.cli.main import app
-from cllm.config.file import ALIASES, NOT_NEEDED
+from cllm.config.file import ALIASES, NOT_NEEDED, SWITCHES
 from cllm.config.settings import OPTIONS
 from cllm.config.sources import load_settings
 
@@ -121,7 +121,7 @@ def test_settings_exist(page):
         for code in inline_code(page)
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", code) and code.partition(".")[0] in SECTIONS
     ]
-    known = {*OPTIONS, *ALIASES, *NOT_NEEDED}
+    known = {*OPTIONS, *ALIASES, *NOT_NEEDED, *SWITCHES}
     known |= {"backend.fake"}
     assert [code for code in named if code not in known] == []
 

@@ -31,7 +31,8 @@ from cllm.process.launch import Popen
 
 SERVE = """Serve a model over HTTP.
 
-MODEL is a GGUF file or hf:owner/repo[:quantization]. The default is the built-in model.
+MODEL is a GGUF file, a checkpoint's folder or hf:owner/repo[:quantization]. The default is the
+built-in model.
 """
 CHAT = """Talk with a model in the terminal.
 
@@ -118,7 +119,7 @@ def version() -> str:
 # of --help.
 app = App(
     name="cllm",
-    help="Serve GGUF language models to many users at once.",
+    help="Serve language models to many users at once.",
     version=version,
     help_format="plaintext",
     default_parameter=Parameter(negative=""),  # few flags have an opposite, such as --no-think

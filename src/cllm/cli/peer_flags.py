@@ -139,10 +139,11 @@ HINTS = {
     ("--allowed-origins", "--cors-origins"): "Use --server.cors-origins.",
     ("-v", "--verbose", "-lv", "--verbosity", "--uvicorn-log-level"): "Use --log.level debug.",
     ("--dtype", "-q", "--quantization"): (
-        "A GGUF file has its types; name the quantization: hf:owner/repo:Q4_K_M."
+        "A GGUF file has its types; name the quantization: hf:owner/repo:Q4_K_M. For a checkpoint, "
+        "use --backend.torch.dtype."
     ),
     ("--load-format", "--tokenizer", "--trust-remote-code", "--hf-config-path"): (
-        "A GGUF file contains everything; nothing else is loaded."
+        "A GGUF file, or the folder of a checkpoint, contains everything; nothing else is loaded."
     ),
     ("--offline",): "Set the variable HF_HUB_OFFLINE to 1.",
     ("--download-dir",): "Set the variable HF_HOME.",
