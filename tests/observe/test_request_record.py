@@ -43,7 +43,8 @@ def test_wait_names_the_account_that_was_ahead_and_the_long_prefill() -> None:
 
 def test_request_that_ended_in_the_queue_has_waited() -> None:
     unknown = {"first_token": None, "last_token": None, "times": SequenceTimes()}
-    assert make_record(**unknown, outcome="abort").explain_wait() == "waited 13.0 s"
+    aborted = make_record(**unknown, outcome="abort")
+    assert aborted.explain_wait() == "waited, or computed its prompt, for 13.0 s"
     finished = make_record(**unknown)  # texts were embedded
     assert finished.explain_wait() == "took 13.0 s; its parts are not known"
 

@@ -27,7 +27,15 @@ from cllm.scheduler.trace import Explanation
 from cllm.server.live import watching
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.schema import Latencies
-from cllm.server.live.snapshot import IN_STEP, MAX_PROMPT, RESTARTING, Snapshots, list_sequences
+from cllm.server.live.snapshot import (
+    IN_STEP,
+    LOADING,
+    MAX_PROMPT,
+    RESTARTING,
+    Snapshots,
+    list_sequences,
+    list_waiting,
+)
 from cllm.server.live.watching import LiveView
 
 ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
@@ -312,6 +320,7 @@ def test_snapshots_of_64_sequences_take_less_than_a_hundredth_of_a_core(fake_eng
         engine=pool,
         service=service,
         is_loading=False,
+        waiting=[],
     )
     loaded = SimpleNamespace(draining=False)
     made = Snapshots(SimpleNamespace(models=[model], ready=True, loaded=loaded), LastMinute())
@@ -343,6 +352,15 @@ def test_requests_of_an_engine_that_restarts_are_shown():
     assert (old.name, old.phase, old.expected_wait) == ("old.0", "parked", None)
     assert (new.name, new.phase, new.reason) == ("new.0", "queued", RESTARTING)
     assert 0 < new.expected_wait <= 9
+
+
+def test_requests_that_wait_for_the_load_of_a_model_are_shown():
+    record = RequestRecord("req_1", account="ann")
+    model = SimpleNamespace(waiting=[record], is_loading=True)
+    first, second = list_waiting(model, [make_entry("new")])
+    assert (first.name, first.account, first.phase) == ("req_1", "ann", "queued")
+    assert (second.name, second.phase) == ("new.0", "queued")
+    assert {first.reason, second.reason} == {LOADING}
 
 
 def test_late_explanation_is_completed_by_what_the_pool_knows(fake_engine):

@@ -109,10 +109,9 @@ def describe_sequence(seq: SequenceState) -> str:
         begin = ""
         if seq.expected_wait is not None:
             begin = f" It begins in about {seq.expected_wait:.1f} s."
-        return (
-            f"{who} has waited {past:.1f} s with a prompt of {seq.num_prompt_tokens} tokens, "
-            f"because {seq.reason}.{begin}"
-        )
+        length = f" with a prompt of {seq.num_prompt_tokens} tokens"
+        what = length if seq.num_prompt_tokens else ""  # one that waits for its model was not read
+        return f"{who} has waited {past:.1f} s{what}, because {seq.reason}.{begin}"
     output = f"{seq.num_output_tokens} output tokens"
     if seq.phase == "parked":
         return (

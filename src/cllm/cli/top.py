@@ -135,6 +135,7 @@ def render(snapshot: Snapshot, url: str, height: int | None) -> RenderableType:
         where = f"{model.replica}: " if model.replica else ""
         lines.append(describe_model(model, where))
         lines += [describe_engine(engine) for engine in model.engines]
+        sequences += [(where, seq) for seq in model.waiting]
         sequences += [(where, seq) for engine in model.engines for seq in engine.sequences]
     lines.append(Text(f"Requests: {len(sequences)}"))
     room = None if height is None else max(0, height - len(lines) - 1)

@@ -132,15 +132,16 @@ class RequestRecord:
         """
         whole = self.seconds if self.ttft is None else self.ttft
         queued = self.times.queued
+        did = "waited"
         has_ended_early = self.first_token is None and self.outcome != "finished"
         if queued is None and self.submitted is not None and has_ended_early:
-            queued = whole - (self.preparation or 0.0)  # it ended in the queue, or in its prompt
+            queued, did = whole - (self.preparation or 0.0), "waited, or computed its prompt, for"
         account, number = self.busiest
         parts = []
         if (seconds := self.preparation or 0.0) >= whole / 10:
             parts.append(f"{seconds:.1f} s until its model was loaded and its text was read")
         if queued is not None and queued >= whole / 10:
-            text = f"waited {queued:.1f} s"
+            text = f"{did} {queued:.1f} s"
             if self.num_ahead:
                 others = "1 request" if self.num_ahead == 1 else f"{self.num_ahead} requests"
                 text += f" behind {others}, {number} of account {account!r}"

@@ -139,6 +139,8 @@ async def load(registry: Registry, model: ServedModel, call: Call) -> Service:
     """
     timeout = call.state.settings.scheduler.request_timeout
     first = min(list_limits(timeout, call.time_limits), key=attrgetter("at"), default=None)
+    call.record.account = call.scheduling_account().name
+    model.origin.waiting.append(call.record)
     try:
         with call.record.timing("load"):
             async with asyncio.timeout(first and first.at - time.monotonic()):
@@ -148,6 +150,8 @@ async def load(registry: Registry, model: ServedModel, call: Call) -> Service:
     except EngineError as error:
         registry.metrics.count_rejection(error.reason)
         raise
+    finally:
+        model.origin.waiting.remove(call.record)
 
 
 def check_route(account: Account, path: str) -> None:

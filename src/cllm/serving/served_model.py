@@ -14,6 +14,7 @@ from cllm.core.model_info import ModelInfo
 from cllm.core.request import AdapterFile
 from cllm.errors import CLLMError
 from cllm.models.task import Task
+from cllm.observe.request_record import RequestRecord
 from cllm.process.pool import Pool
 from cllm.serving.adapter_use import NO_ADAPTERS, AdapterUse
 from cllm.serving.service import Service
@@ -68,6 +69,7 @@ class ServedModel:
     is_removed: bool = False
     successor: ServedModel | None = field(default=None, repr=False)
     loading: asyncio.Task[Service] | None = field(default=None, repr=False)
+    waiting: list[RequestRecord] = field(default_factory=list, repr=False)  # for its load
     _derived: Service | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -70,7 +70,8 @@ class QueueEntry(msgspec.Struct, frozen=True, rename={"account": "key"}):
 
 class ModelState(msgspec.Struct, frozen=True):
     """A model. While it is loading, its engines have read ``loaded_share`` of it, 0 to 1. The rates
-    are those since the last snapshot. ``replica`` names the server of a cluster that has it.
+    are those since the last snapshot. ``replica`` names the server of a cluster that has it. The
+    requests that are ``waiting`` have no engine yet, because the model is being loaded.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ModelState(msgspec.Struct, frozen=True):
     queue: list[QueueEntry]
     engines: list[EngineState]
     replica: str = ""
+    waiting: list[SequenceState] = []
 
 
 ReplicaStatus = Literal["ready", "loading", "draining", "slow", "lost"]

@@ -77,7 +77,10 @@ class Snapshots:
     ) -> ModelState:
         pool, service = model.engine, model.service
         if pool is None or service is None:
-            return ModelState(model.name, model.status, 0.0, 0, 0, 0.0, 0.0, [], [])
+            waiting = list_waiting(model, [])
+            return ModelState(
+                model.name, model.status, 0.0, 0, 0, 0.0, 0.0, [], [], waiting=waiting
+            )
         counts = service.metrics.num_generated, pool.stats_since_start.num_prefill_tokens
         before = self._counts.get(model.name, counts)
         self._counts[model.name] = counts
@@ -99,6 +102,7 @@ class Snapshots:
                 )
                 for member in pool.members
             ],
+            waiting=list_waiting(model, requests.get(None, [])),
         )
 
     def _describe_engine(
@@ -133,6 +137,27 @@ def read_end(prompt: list[int], pieces: Pieces) -> str:
     """Return the last MAX_PROMPT characters of a prompt."""
     data = b"".join(pieces[token] for token in prompt[-MAX_PROMPT:])
     return data.decode(errors="replace")[-MAX_PROMPT:]
+
+
+def list_waiting(model: ServedModel, unassigned: list[InFlightRequest]) -> list[SequenceState]:
+    """Return the requests that wait until a model is loaded: those that the server has not read
+    further than to the name of the model, and those that are in no engine.
+    """
+    records = [
+        SequenceState(
+            name=record.request_id,
+            account=record.account,
+            priority=record.priority or Priority.NORMAL.name.lower(),
+            phase="queued",
+            phase_seconds=round(record.seconds, 3),
+            age=round(record.seconds, 3),
+            num_prompt_tokens=0,
+            reason=LOADING,
+        )
+        for record in model.waiting[:MAX_NAMED]
+    ]
+    reason = LOADING if model.is_loading else RESTARTING
+    return records + [describe_unknown(entry, reason) for entry in unassigned[:MAX_NAMED]]
 
 
 def list_members(model: ServedModel) -> list[Member]:

@@ -252,7 +252,13 @@ async def scheduler(
     for, what steps cost. Needs an administrator's key.
     """
     check_admin(request)
-    service = model_for(request, model).origin.service
+    served = model_for(request, model).origin
+    service = served.service
+    if served.is_loading:
+        raise EngineError(
+            f"The model is being loaded, {served.loaded_share:.0%}; "
+            f"{len(served.waiting)} requests wait for that."
+        )
     if service is None:
         raise EngineError("The model is not loaded.")
     if engine >= (count := len(service.engine.members)):

@@ -83,6 +83,9 @@ function nameReplicas(snapshot) {
 
 /** Return the sequences of all engines, and those that the front of a cluster has itself. */
 export function listSequences(snapshot) {
-  const ofEngines = snapshot.models.flatMap((model) => model.engines.flatMap((engine) => engine.sequences));
-  return [...(snapshot.at_front ?? []), ...ofEngines];
+  const ofModels = snapshot.models.flatMap((model) => [
+    ...(model.waiting ?? []),
+    ...model.engines.flatMap((engine) => engine.sequences),
+  ]);
+  return [...(snapshot.at_front ?? []), ...ofModels];
 }
