@@ -130,6 +130,67 @@ def write_tokenizer(folder: Path, path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def write_word_tokenizer(folder: Path, size: int) -> None:
+    """Write a vocabulary like BERT's, with ``size`` words: w5, w6 and so on."""
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+    words = [*special, *(f"w{token}" for token in range(len(special), size))]
+    separators = {"cls": ("[CLS]", 1), "sep": ("[SEP]", 2)}
+    definition = make_tokenizer(
+        {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {word: token for token, word in enumerate(words)},
+        },
+        added_tokens=add_tokens(*special),
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        post_processor={"type": "BertProcessing"} | separators,
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+ENCODER = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 300,
+    "num_labels": 1,
+    "pad_token_id": 3,
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": {"hidden_act": "gelu_new"},
+    "Roberta": {"type_vocab_size": 1},
+    "XLMRoberta": {"type_vocab_size": 1},
+    "Camembert": {},
+    "DistilBert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+}
+"""By the beginnings of the names of transformers' classes, how their models differ from ENCODER."""
+
+
+def write_encoder(folder: Path, name: str, kind: str, **options: Any) -> Any:
+    """Write a small encoder with random weights, and return it as transformers reads it.
+
+    Its class has the name ``name`` with ``kind``.
+    """
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**ENCODER | ENCODERS[name] | options)
+    torch.manual_seed(5)
+    model = getattr(transformers, name + kind)(config)
+    for weights in model.parameters():  # otherwise the biases are zero
+        weights.data += torch.randn_like(weights) * 0.2
+    model.save_pretrained(folder)
+    write_word_tokenizer(folder, config.vocab_size)
+    return getattr(transformers, name + kind).from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def write_pooling(folder: Path, pooling: str, max_tokens: int | None = None) -> None:
     """Write what sentence-transformers stores with a model for embeddings of size 64."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}

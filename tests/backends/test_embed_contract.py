@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import write_pooling
+from checkpoints import write_encoder, write_pooling
 
 from cllm.backends.base import Backend
 from cllm.backends.fake.backend import FakeBackend
@@ -20,6 +20,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
+from cllm.models.checkpoint import POOLINGS
 
 CONTEXT = 256
 LLAMA = pytest.mark.llama
@@ -28,7 +29,13 @@ DECODERS = [
     *(pytest.param(kind, marks=LLAMA) for kind in ("builtin", "mamba", "lfm2", "gemma3")),
 ]
 TORCH = [pytest.param(f"torch {pooling}", marks=pytest.mark.torch) for pooling in ("mean", "last")]
-ENCODERS = [pytest.param(kind, marks=LLAMA) for kind in ("bert", "bert_cls", "reranker")]
+ENCODERS = [
+    *(pytest.param(kind, marks=LLAMA) for kind in ("bert", "bert_cls", "reranker")),
+    *(
+        pytest.param(f"torch {kind}", marks=pytest.mark.torch)
+        for kind in ("bert", "cls", "reranker")
+    ),
+]
 TEXTS = [
     [5, 9, 33, 7, 20, 21, 40, 3, 90, 12],
     [64, 64, 2, 77, 30, 8],
@@ -73,9 +80,15 @@ def torch_folder(
     """Return the function that writes a checkpoint of a kind."""
 
     def write(kind: str) -> Path:
-        folder = tmp_path_factory.mktemp("torch") / "checkpoint"
-        shutil.copytree(builtin_checkpoint, folder)
-        write_pooling(folder, kind.removeprefix("torch "))
+        folder, kind = tmp_path_factory.mktemp("torch") / "checkpoint", kind.removeprefix("torch ")
+        if kind in ("mean", "last"):
+            shutil.copytree(builtin_checkpoint, folder)
+        else:
+            pytest.importorskip("transformers", reason="writes the model")
+            head = "ForSequenceClassification" if kind == "reranker" else "Model"
+            write_encoder(folder, "Bert", head)
+        if kind in POOLINGS.values():
+            write_pooling(folder, kind)
         return folder
 
     return write

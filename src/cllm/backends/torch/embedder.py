@@ -74,14 +74,19 @@ class Embedder:
         size = self._decoder.architecture.vocabulary_size
         for i, (tokens, start, length) in enumerate(chunks):
             end = start + len(tokens)
-            if not tokens or min(tokens) < 0 or max(tokens) >= size:
-                raise EngineError("a token outside the vocabulary, or no token")
+            check_tokens(tokens, size)
             if (start, length) != (going[1:] if start and i == 0 else (0, length)):
                 raise EngineError(f"a chunk from {start} of {length} after {going[1:]}")
             if end > length or length > self.max_tokens or (end < length and i + 1 < len(chunks)):
                 raise EngineError(f"a chunk from {start} to {end} of {length}")
             if length > max(self._room, chunks[0].length):
                 raise EngineError(f"a text of {length}, the longest so far, is not the first")
+
+
+def check_tokens(tokens: list[int], vocabulary_size: int) -> None:
+    """Raise EngineError for a text that is empty or has unknown tokens."""
+    if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary_size:
+        raise EngineError("a token outside the vocabulary, or no token")
 
 
 def pool(hidden: Tensor, sizes: Sequence[int], pooling: str) -> Vectors:

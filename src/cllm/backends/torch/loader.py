@@ -31,17 +31,20 @@ def resolve(
 
 def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
     from cllm.backends.torch.architecture import read_architecture
+    from cllm.backends.torch.encoder_config import is_encoder, read_encoder_config
     from cllm.models.checkpoint import CONFIG, read_checkpoint
 
     checkpoint = read_checkpoint(Path(params.path))
-    where = str(checkpoint.folder / CONFIG)
-    architecture = read_architecture(checkpoint.text_config, where, params.context_length)
+    config, where = checkpoint.text_config, str(checkpoint.folder / CONFIG)
     # "auto" is at most float32; only PyTorch, which takes a second to import, knows whether it is
     itemsize = 2 if params.options.get("dtype") in ("bfloat16", "float16") else 4
-    return ModelSize(
-        checkpoint.num_parameters * itemsize,
-        2 * len(architecture.layers) * architecture.kv_size * itemsize,
-    )
+    num_kept = 0  # numbers of a token in the KV cache
+    if is_encoder(config):
+        read_encoder_config(config, where)
+    else:
+        architecture = read_architecture(config, where, params.context_length)
+        num_kept = 2 * len(architecture.layers) * architecture.kv_size
+    return ModelSize(checkpoint.num_parameters * itemsize, num_kept * itemsize)
 
 
 def measure_gpus(params: BackendParams) -> int | None:
@@ -65,20 +68,27 @@ def load(
     progress: Callable[[float], None] | None = None,
     on_abort: Callable[[str], None] = lambda _: None,
 ) -> Backend:
+    from cllm.backends.torch.encoder_config import is_encoder
+    from cllm.models.checkpoint import read_config
+
     with loadable():
         from cllm.backends.torch.backend import TorchBackend
+        from cllm.backends.torch.encoder_backend import EncoderBackend
 
-    return TorchBackend(params, progress)
+    kind = EncoderBackend if is_encoder(read_config(Path(params.path))) else TorchBackend
+    return kind(params, progress)
 
 
 def load_vocabulary(params: BackendParams) -> Vocabulary:
     with loadable():
         from cllm.backends.torch.vocabulary import HfVocabulary
 
-    from cllm.models.checkpoint import read_checkpoint
+    from cllm.backends.torch.architecture import Config
+    from cllm.models.checkpoint import CONFIG, read_checkpoint
 
     checkpoint = read_checkpoint(Path(params.path))
-    return HfVocabulary(checkpoint, checkpoint.text_config["vocab_size"])
+    config = Config(checkpoint.text_config, str(checkpoint.folder / CONFIG))
+    return HfVocabulary(checkpoint, config.integer("vocab_size"))
 
 
 @contextmanager
