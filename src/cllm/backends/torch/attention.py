@@ -83,8 +83,8 @@ def attend(
 ) -> Tensor:
     """Return the outputs of all rows, shape (tokens, heads, head_size).
 
-    ``query`` has this shape, too; ``key`` and ``value`` are those of the rows, and ``cells`` those
-    of the layer, with the rows' own: (tokens, kv_heads, head_size).
+    ``query`` has this shape, too; ``key`` and ``value`` are those of the rows, (tokens, kv_heads,
+    head_size), and ``cells`` those of the layer, with the rows' own, (kv_heads, cells, head_size).
     """
     singles = plan.singles
     if singles is not None and singles.rows is None:
@@ -104,7 +104,7 @@ def attend_singles(
     singles: Singles, query: Tensor, cells: tuple[Tensor, Tensor], scale: float
 ) -> Tensor:
     num_heads, size = query.shape[1:]
-    kv_heads = cells[0].shape[1]
+    kv_heads = cells[0].shape[0]
     # (kv_heads, singles, heads of a kv_head, head_size): a kv_head's queries are its rows
     query = query.view(-1, kv_heads, num_heads // kv_heads, size).transpose(0, 1)
     out: Any = None
@@ -138,7 +138,7 @@ def attend_run(
 ) -> tuple[Tensor, Tensor]:
     """All of ``query``, shape (heads, queries, head_size), see the whole run."""
     begin, count = run
-    keys, values = (each[begin : begin + count].transpose(0, 1) for each in cells)
+    keys, values = (each[:, begin : begin + count] for each in cells)
     return compute(query, keys, values, scale)
 
 
@@ -156,9 +156,7 @@ def attend_chunk(
     if window is not None and num_past + count > window:
         # each token has a first one that it sees, so all keys are joined, with a mask
         keys, values = (
-            torch.cat(
-                [*(each[begin : begin + n].transpose(0, 1) for begin, n in chunk.past), own], dim=1
-            )
+            torch.cat([*(each[:, begin : begin + n] for begin, n in chunk.past), own], dim=1)
             for each, own in zip(cells, (key, value), strict=True)
         )
         ends = torch.arange(num_past, num_past + count, device=query.device).unsqueeze(1)
