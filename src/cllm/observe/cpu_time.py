@@ -32,7 +32,7 @@ class CpuMeter:
 
 
 decoding = CpuMeter()
-"""The calls of llama_decode in this process."""
+"""The computations of a backend in this process: llama_decode, or PyTorch's decoder."""
 
 
 def read_idle_seconds() -> float | None:

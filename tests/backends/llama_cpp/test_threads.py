@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import PATIENCE
 
+from cllm.backends import threads as shared
 from cllm.backends.llama_cpp import threads
 from cllm.backends.llama_cpp.options import Options
-from cllm.backends.llama_cpp.threads import ThreadLimit, Threads
+from cllm.backends.llama_cpp.threads import Threads
+from cllm.backends.threads import ThreadLimit
 
 pytestmark = pytest.mark.llama
 
@@ -74,7 +76,7 @@ def test_busy_machine_is_noticed_within_a_tenth_of_a_second_of_computing():
     machine = Machine(2)
     machine.compute(5)
     machine.num_programs = 6
-    assert machine.compute(2 * threads.WINDOW) == 1
+    assert machine.compute(2 * shared.WINDOW) == 1
 
 
 def test_all_threads_compute_again_soon_after_the_other_programs_end():
@@ -82,7 +84,7 @@ def test_all_threads_compute_again_soon_after_the_other_programs_end():
     machine.num_programs = 6
     machine.compute(30)
     machine.num_programs = 0
-    assert machine.compute(2 * threads.PAUSE) == 2
+    assert machine.compute(2 * shared.PAUSE) == 2
 
 
 def test_no_step_is_wasted_on_trying_while_no_cpu_is_idle():
@@ -98,14 +100,14 @@ def test_trying_becomes_rare_where_the_system_does_not_say_what_is_idle():
     machine = Machine(2, says_idle=False)
     machine.num_programs = 6
     machine.compute(200)
-    assert sum(count > 1 for count in machine.counts) <= 10 * threads.WINDOW / STEP
+    assert sum(count > 1 for count in machine.counts) <= 10 * shared.WINDOW / STEP
 
 
 def test_busy_machine_is_seen_before_the_first_step():
     """For example while the model is being loaded, or between two requests."""
     machine = Machine(2)
     machine.num_programs = 6
-    machine.wait(threads.FIRST_LOOK, threads=1)
+    machine.wait(shared.FIRST_LOOK, threads=1)
     machine.compute(STEP)
     assert machine.counts == [1]
     machine.num_programs = 0
@@ -150,8 +152,8 @@ def lose_cpu_time(contexts, monkeypatch) -> None:
     clock.monotonic = lambda: clock.now
 
     def decode(*_: object) -> int:
-        clock.now += 2 * threads.WINDOW
-        threads.decoding.seconds += 4 * threads.WINDOW
+        clock.now += 2 * shared.WINDOW
+        threads.decoding.seconds += 4 * shared.WINDOW
         return 0
 
     monkeypatch.setattr(threads, "time", clock)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.params import BackendParams
+from cllm.backends.threads import ThreadLimit, may_adapt
 from cllm.backends.torch.architecture import Architecture, read_architecture
 from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.decoder import Decoder
@@ -27,6 +28,7 @@ from cllm.core.model_info import ModelInfo
 from cllm.environment import count_cpus
 from cllm.errors import EngineError, StartupError
 from cllm.models.checkpoint import CONFIG, Checkpoint, read_checkpoint
+from cllm.observe.cpu_time import decoding
 
 if TYPE_CHECKING:
     from cllm.backends.torch.options import Options
@@ -115,8 +117,9 @@ class TorchBackend:
         Raises StartupError if it cannot be loaded.
         """
         options = read_options(params)
-        self._num_threads = options.n_threads or count_cpus()
-        self.share_cores(1)
+        self._most_threads = options.n_threads or count_cpus()
+        self._num_engines = 1
+        self._limit = ThreadLimit(self._most_threads) if may_adapt(options.n_threads) else None
         checkpoint = read_checkpoint(Path(params.path))
         self.device = choose_device(options)
         self.dtype = choose_dtype(options, self.device, checkpoint)
@@ -182,7 +185,15 @@ class TorchBackend:
         return min(times[1:])
 
     def share_cores(self, num_engines: int) -> None:
-        torch.set_num_threads(max(1, self._num_threads // num_engines))
+        self._num_engines = num_engines
+
+    def _count_threads(self) -> int:
+        """Return how many threads the next step gets: those that find a free CPU."""
+        most = max(1, self._most_threads // self._num_engines)
+        if self._limit is None or self.device.type != "cpu":
+            return most
+        self._limit.look()
+        return min(most, self._limit.count)
 
     def load_adapter(self, name: str, path: str) -> None:
         raise StartupError(f"the adapter {name}: the torch backend has no adapters yet")
@@ -237,8 +248,15 @@ class TorchBackend:
         """Compute rows, each of a sequence, its number of tokens before, and the new ones. Return
         the hidden states of the tokens ``samples``.
         """
+        num_threads = self._count_threads()
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
         step = make_step(self._decoder, self._cells, rows)
-        hidden = self._decoder.compute(step, self._cells)
+        begun, used = time.monotonic(), decoding.seconds
+        hidden = decoding.timing(self._decoder.compute)(step, self._cells)
+        if self._limit is not None:
+            seconds = time.monotonic() - begun
+            self._limit.note(num_threads, seconds, decoding.seconds - used)
         return hidden if len(samples) == len(hidden) else hidden[samples]
 
     # --- cells -----------------------------------------------------------------------------------
