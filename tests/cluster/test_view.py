@@ -19,7 +19,8 @@ ZEROS = dict.fromkeys(EngineState.__struct_fields__, 0) | {
 
 
 def make_sequence(name):
-    return SequenceState(name, "ann", "normal", "decode", 1.0, 1.0, 7)
+    reason = "it is behind cmpl-1-again0123abcd-0.1, the head of the queue"
+    return SequenceState(name, "ann", "normal", "decode", 1.0, 1.0, 7, reason=reason)
 
 
 def make_model(*names):
@@ -33,6 +34,8 @@ def test_sequence_that_another_replica_continues_keeps_its_name():
     model = make_model("cmpl-1-again0123abcd-0.1", "cmpl-2-0.0", "cmpl-3-0.0")
     [engine] = label(model, "a", {"cmpl-3-0.0"}).engines
     assert [one.name for one in engine.sequences] == ["cmpl-1-0.1", "cmpl-2-0.0"]
+    reason = "it is behind cmpl-1-0.1, the head of the queue"
+    assert {one.reason for one in engine.sequences} == {reason}
     assert engine.prompts["cmpl-1-0"] == "prompt of cmpl-1-again0123abcd-0.1"
     assert model.engines[0].sequences[0].name == "cmpl-1-again0123abcd-0.1"
 

@@ -180,11 +180,10 @@ def label(model: ModelState, replica: str, hidden: set[str]) -> ModelState:
 
 
 def rename(engine: EngineState, hidden: set[str]) -> EngineState:
-    named = [(find_first_name(one.name), one) for one in engine.sequences]
     sequences = [
-        one if one.name == name else msgspec.structs.replace(one, name=name)
-        for name, one in named
-        if name not in hidden
+        msgspec.structs.replace(one, name=name, reason=find_first_name(one.reason))
+        for one in engine.sequences
+        if (name := find_first_name(one.name)) not in hidden
     ]
     prompts = {find_first_name(f"{one}.0")[:-2]: text for one, text in engine.prompts.items()}
     return msgspec.structs.replace(engine, sequences=sequences, prompts=prompts)

@@ -24,7 +24,7 @@ LENGTH = struct.Struct(">I")
 MAX_PROGRESS_BYTES = 16_000_000  # of one stream; one that has more cannot be continued
 
 # what the id of an answer's rest has more than that of the answer, in the name of a sequence
-AGAIN = re.compile(r"-again[0-9a-f]{8}(?=-\d+\.\d+$)")
+AGAIN = re.compile(r"-again[0-9a-f]{8}(?=-\d+\.\d+\b)")
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -270,6 +270,8 @@ def cannot_continue(reason: str) -> BadRequest:
     )
 
 
-def find_first_name(sequence: str) -> str:
-    """Return the name that an engine's sequence had on the server that has begun its answer."""
-    return AGAIN.sub("", sequence)
+def find_first_name(text: str) -> str:
+    """Return the name of an engine's sequence, or a text with such names, as the name was on the
+    server that has begun the answer.
+    """
+    return AGAIN.sub("", text)
