@@ -85,7 +85,9 @@ def make_tokenizer(model: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
 
 
 def convert_tokenizer(path: Path) -> dict[str, Any]:
-    """Return the vocabulary of a GGUF file of the kind "qwen2" as ``tokenizer.json``."""
+    """Return the vocabulary of a GGUF file of the kinds "qwen2" and "smollm" as
+    ``tokenizer.json``.
+    """
     fields = gguf.GGUFReader(path).fields
     tokens, kinds, merges = (
         fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges")
@@ -108,6 +110,9 @@ def convert_tokenizer(path: Path) -> dict[str, Any]:
         "invert": False,
     }
     letters = BYTE_LEVEL | {"use_regex": False}
+    if fields["tokenizer.ggml.pre"].contents() == "smollm":
+        words = {"type": "Digits", "individual_digits": True}
+        letters = BYTE_LEVEL | {"use_regex": True}
     return make_tokenizer(
         model,
         added_tokens=added,

@@ -7,7 +7,7 @@ import pytest
 from conftest import PATIENCE
 from fake_hub import LARGE, FakeHub
 
-FAKE = ("--backend.name", "fake", "--server.allow-pull")
+FAKE = ("--backend.name", "fake", "--server.allow-pull", "--server.allow-model-changes")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,19 @@ def test_pull_streams_progress_and_caches_the_file(client):
 def test_pull_without_stream_gets_one_answer(client):
     assert client.pull("hf.co/o/models").status == "success"
     assert list(client.folder.rglob("snapshots/*/m-Q4_0.gguf"))
+
+
+def test_pulled_checkpoint_is_listed_and_deleted(client):
+    """It is a folder in the cache; its files are removed together."""
+    lines = list(client.pull("hf.co/o/tuned", stream=True))
+    assert lines[-1].status == "success"
+    assert {"model.safetensors", "config.json"} <= {line.status.split()[-1] for line in lines}
+    (folder,) = {file.parent for file in client.folder.rglob("models--o--tuned/snapshots/*/*")}
+    assert not (folder / "pytorch_model.bin").exists()
+    (model,) = [one for one in client.list().models if one.model == "o/tuned:latest"]
+    assert model.details.format == "safetensors"
+    assert client.delete("hf.co/o/tuned").status == "success"
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import add_tokens, make_tokenizer, write_tokenizer
+from conftest import repeat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +21,7 @@ from cllm.models.catalog import BUILTIN
 from cllm.models.checkpoint import Checkpoint
 
 BUILTIN_SIZE = 1024
+CODE = Path(__file__).parents[3] / "src"
 TEXTS = [
     "",
     "hello world",
@@ -408,6 +412,43 @@ def test_grammar_allows_special_tokens_by_name_only(vocabulary):
     assert allowed("start: <|im_start|>", tokenizer) == {ids["<|im_start|>"]}
     anything = allowed("start: /(?s:.*)/", tokenizer)
     assert anything & {*ids.values()} == {*vocabulary.end_tokens}
+
+
+@pytest.mark.real
+@pytest.mark.llama
+@pytest.mark.slow
+def test_real_vocabulary_is_that_of_llama_cpp(real_model, tmp_path):
+    """That of SmolLM2, on the sources of cLLM and on random texts."""
+    from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+    from cllm.backends.torch.vocabulary import HfVocabulary
+
+    path = real_model("smollm2-135m.gguf")
+    write_tokenizer(tmp_path, path)
+    with contextlib.closing(LlamaVocabulary.load(path)) as reference:
+        one = HfVocabulary(Checkpoint(tmp_path, {}, {}, {}), reference.size)
+        assert one.pieces == reference.pieces
+        assert one.special_tokens == reference.special_tokens
+        assert one.chat_template == reference.chat_template
+        choose = random.Random(1)
+        letters = [
+            *"aé1 \n\t'.<|>",
+            " ",
+            "don't",
+            "你",
+            "👍🏽",
+            "\u0301",
+            "\r\n",
+            *one.control_tokens,
+        ]
+        texts = [file.read_text() for file in sorted(CODE.rglob("*.py"))[:40]]
+        texts += ["".join(choose.choices(letters, k=12)) for _ in range(repeat(10_000, 500))]
+        for text in texts:
+            for parse in (False, True):
+                ours, theirs = (
+                    vocabulary.tokenize(text, add_special=False, parse_special=parse)
+                    for vocabulary in (one, reference)
+                )
+                assert ours == theirs, text[:200]
 
 
 def damaged(change: Any) -> dict[str, Any]:
