@@ -86,6 +86,7 @@ def doctor(
         "GPUs": "; ".join(probed.gpus) or "none",
         "GPUs present": "; ".join(map(str, machine_gpus)) or "none found",
         "GPU advice": suggest_gpu_build(machine_gpus, probed.gpus) or "none",
+        "PyTorch": find_version("torch"),
         "decoding": "works: the built-in model answered correctly"
         if probed.passed
         else failure(probed),
