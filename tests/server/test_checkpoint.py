@@ -56,7 +56,7 @@ def test_checkpoint_is_described_to_clients_of_ollama(server, checkpoint):
 def test_checkpoint_beside_a_gguf_file_in_a_folder_of_models(
     checkpoint, start_server, builtin_path
 ):
-    """Each gets its own backend. New weights in the same folder are noticed."""
+    """Each gets its own backend."""
     folder = checkpoint.parent
     shutil.copy(builtin_path, folder / "plain.gguf")
     server = start_server("--models.folder", str(folder), "--context", "512")

@@ -16,7 +16,7 @@ from conftest import repeat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.errors import ModelFileError
+from cllm.errors import EngineError, ModelFileError
 from cllm.models.catalog import BUILTIN
 from cllm.models.checkpoint import Checkpoint
 
@@ -412,6 +412,27 @@ def test_grammar_allows_special_tokens_by_name_only(vocabulary):
     assert allowed("start: <|im_start|>", tokenizer) == {ids["<|im_start|>"]}
     anything = allowed("start: /(?s:.*)/", tokenizer)
     assert anything & {*ids.values()} == {*vocabulary.end_tokens}
+
+
+def test_regular_expression_that_takes_too_long(tmp_path):
+    """The library panics then, which would end the thread that tokenizes."""
+    slow = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    one = make(tmp_path, tiny_bpe(pre_tokenizer=slow), 262)
+    assert plain(one, "aaa")
+    with pytest.raises(EngineError, match=r"cannot be tokenized: .*retry-limit"):
+        plain(one, "a" * 50 + "b")
+    assert plain(one, "aaa")
+
+
+def test_lone_surrogates(vocabulary):
+    for parse in (False, True):
+        with pytest.raises(UnicodeEncodeError):
+            vocabulary.tokenize("a\ud800", add_special=True, parse_special=parse)
 
 
 @pytest.mark.real

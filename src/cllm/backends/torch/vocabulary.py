@@ -17,7 +17,7 @@ from ahocorasick_rs import AhoCorasick, MatchKind
 
 from cllm.backends.torch.tokenizer_files import Decoding, TokenizerFiles, read_tokenizer_files
 from cllm.core.vocabulary import Pieces
-from cllm.errors import ModelFileError
+from cllm.errors import EngineError, ModelFileError
 from cllm.models.checkpoint import Checkpoint
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; no further threads
@@ -63,7 +63,7 @@ class HfVocabulary:
     """The vocabulary of a checkpoint that computes ``size`` logits, which may be more than it has
     tokens. Several threads may tokenize.
 
-    The caller must reject lone surrogates.
+    Lone surrogates raise UnicodeEncodeError.
     """
 
     def __init__(self, checkpoint: Checkpoint, size: int) -> None:
@@ -294,8 +294,18 @@ def make_plain(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    # the function for batches releases the GIL
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    """Raises EngineError if the library fails, for example because a regular expression of the
+    model takes too many steps, and UnicodeEncodeError for lone surrogates.
+    """
+    try:
+        # the function for batches releases the GIL
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001  # a panic of Rust is not an Exception
+        text.encode()  # raises the error of lone surrogates
+        reason = " ".join(str(error).split())[:200]
+        raise EngineError(f"the text cannot be tokenized: {reason}") from None
     return ids
 
 
