@@ -9,7 +9,7 @@ Juravsky et al., "Hydragen", 2024, shared prefixes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,13 +27,27 @@ class Chunk(NamedTuple):
     past: Runs
 
 
-class Singles(NamedTuple):
-    """Rows with one token each, in the order ``rows`` of the batch (None: all of them). Each of
-    ``parts`` is a run, and the numbers of the singles that see to it (None: all of them).
+Numbers: TypeAlias = "slice | Tensor"
+
+
+class Part(NamedTuple):
+    """A run, and the ``readers`` that see it, as numbers of singles. If it is the ``first`` run of
+    all of them, there is nothing to merge it with.
     """
 
-    rows: Tensor | None
-    parts: list[tuple[Run, Tensor | None]]
+    run: Run
+    readers: Numbers
+    first: bool
+
+
+class Singles(NamedTuple):
+    """Rows with one token each, those with the numbers ``rows`` of the batch. If some run is the
+    first one of only some of its readers, it ``is_mixed``.
+    """
+
+    rows: Numbers
+    parts: list[Part]
+    is_mixed: bool
 
 
 class Plan(NamedTuple):
@@ -64,13 +78,21 @@ def make_plan(
         at += count
     if not single_rows:
         return Plan(None, chunks, window)
-    count = len(single_rows)
+    parts, seen, is_mixed = [], set[int](), False
+    for run, numbers in readers.items():
+        known = len(seen.intersection(numbers))
+        is_mixed |= 0 < known < len(numbers)
+        parts.append(Part(run, index(numbers, device), not known))
+        seen.update(numbers)
+    return Plan(Singles(index(single_rows, device), parts, is_mixed), chunks, window)
 
-    def index(numbers: list[int], whole: int) -> Tensor | None:
-        return None if len(numbers) == whole else torch.tensor(numbers, device=device)
 
-    parts = [(run, index(numbers, count)) for run, numbers in readers.items()]
-    return Plan(Singles(index(single_rows, at), parts), chunks, window)
+def index(numbers: list[int], device: torch.device) -> Numbers:
+    """Return what selects rows; a slice costs less than a tensor."""
+    first, end = numbers[0], numbers[-1] + 1
+    if end - first == len(numbers):  # they are in order
+        return slice(first, end)
+    return torch.tensor(numbers, device=device)
 
 
 def attend(
@@ -87,7 +109,7 @@ def attend(
     head_size), and ``cells`` those of the layer, with the rows' own, (kv_heads, cells, head_size).
     """
     singles = plan.singles
-    if singles is not None and singles.rows is None:
+    if singles is not None and not plan.chunks:
         return attend_singles(singles, query, cells, scale)
     out = torch.empty_like(query)
     if singles is not None:
@@ -107,22 +129,18 @@ def attend_singles(
     kv_heads = cells[0].shape[0]
     # (kv_heads, singles, heads of a kv_head, head_size): a kv_head's queries are its rows
     query = query.view(-1, kv_heads, num_heads // kv_heads, size).transpose(0, 1)
-    out: Any = None
-    sums: Any = None
-    for run, readers in singles.parts:
-        asking = query if readers is None else query[:, readers]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if singles.is_mixed:  # all have seen nothing yet
+        out.zero_()
+        sums.fill_(-torch.inf)
+    for run, readers, first in singles.parts:
+        asking = query[:, readers]
         part, lse = attend_run(asking.flatten(1, 2), run, cells, scale)
         part, lse = part.view(asking.shape), lse.view(asking.shape[:3])
-        if out is None and readers is None:
-            out, sums = part, lse
-            continue
-        if out is None:
-            out = query.new_zeros(query.shape)
-            sums = lse.new_full(query.shape[:3], -torch.inf)
-        if readers is None:
-            out, sums = merge(out, sums, part, lse)
-        else:
-            out[:, readers], sums[:, readers] = merge(out[:, readers], sums[:, readers], part, lse)
+        if not first or singles.is_mixed:
+            part, lse = merge(out[:, readers], sums[:, readers], part, lse)
+        out[:, readers], sums[:, readers] = part, lse
     return out.transpose(0, 1).reshape(-1, num_heads, size)
 
 
