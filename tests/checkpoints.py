@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cllm.models.checkpoint import POOLINGS
+from cllm.models.checkpoint import POOLINGS, read_checkpoint
 
 Tensor = tuple[str, list[int], bytes]
 """A tensor's type, its shape and its bytes."""
@@ -133,6 +133,32 @@ def write_tokenizer(folder: Path, path: Path) -> None:
     settings["chat_template"] = fields["tokenizer.chat_template"].contents()
     (folder / "tokenizer.json").write_text(json.dumps(convert_tokenizer(path)))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_adapter(
+    folder: Path, model: Path, seed: int, rank: int = 4, tensors: dict[str, Tensor] | None = None
+) -> Path:
+    """Write a LoRA adapter with random weights for a checkpoint, in the form of PEFT.
+
+    ``tensors`` receives what is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    random, tensors = np.random.default_rng(seed), {} if tensors is None else tensors
+    matrices = ("q_proj", "v_proj", "up_proj", "down_proj")
+    for name, tensor in read_checkpoint(model).tensors.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(matrices):
+            outputs, inputs = tensor.shape
+            for half, shape, size in (
+                ("A", [rank, inputs], inputs),
+                ("B", [outputs, rank], rank),
+            ):
+                data = random.normal(0, size**-0.5, shape).astype(np.float32).tobytes()
+                tensors[f"base_model.model.{module}.lora_{half}.weight"] = "F32", shape, data
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": matrices}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(pack_tensors(tensors))
+    return folder
 
 
 def write_word_tokenizer(folder: Path, size: int) -> None:

@@ -239,7 +239,7 @@ class EngineSettings(Section):
 class Adapter(Section):
     """A LoRA adapter, which is served as a model."""
 
-    path: Text = Field(description="A GGUF file with the adapter.")
+    path: Text = Field(description="A GGUF file or, for a checkpoint, a folder in PEFT's form.")
     base: Name | None = Field(
         default=None, description="The model that it changes; null means the default model."
     )

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -25,10 +26,12 @@ from cllm.engine.params import EngineParams
 from cllm.engine.settings import make_engine_params, resolve_model
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
+from cllm.models.checkpoint import read_json
 from cllm.models.file_names import SPLIT
 from cllm.models.gguf import read_header
 from cllm.models.hub import Progress
 from cllm.models.model_file import is_model, list_files
+from cllm.models.peft_adapter import ADAPTER_CONFIG, INVOCATION, list_adapter_files
 from cllm.models.task import Task, find_task
 from cllm.models.template_file import read_template
 
@@ -64,7 +67,9 @@ class Source:
         live = settings.model.model_copy(
             update={"aliases": [], "keep_alive": None, "pinned": False, "preload": False}
         )
-        adapters = [(name, one, stamp(adapter_path(one))) for name, one in self.adapters.items()]
+        adapters = [
+            (name, one, stamp_adapter(adapter_path(one))) for name, one in self.adapters.items()
+        ]
         scheduler = settings.scheduler.model_copy(update={"weights": {}, "priorities": {}})
         others = (settings.kv, settings.engine, settings.backend, settings.sampling, scheduler)
         template = settings.model.chat_template_file
@@ -78,9 +83,10 @@ class Source:
         path = self.path or resolve_model(self.settings, progress)
         params = make_engine_params(self.settings, path)
         files = {name: adapter_path(adapter) for name, adapter in self.adapters.items()}
-        files = {name: file for name, file in files.items() if file.is_file()}
+        files = {name: file for name, file in files.items() if file.exists()}
         if weight_bytes := params.weight_bytes:  # 0 disables the check
-            weight_bytes += sum(file.stat().st_size for file in files.values())
+            parts = (part for file in files.values() for part in list_adapter_files(file))
+            weight_bytes += sum(part.stat().st_size for part in parts if part.is_file())
         names = {name: str(file) for name, file in files.items()}
         return msgspec.structs.replace(params, adapters=names, weight_bytes=weight_bytes)
 
@@ -148,7 +154,7 @@ def add_adapters(sources: list[Source], adapters: Mapping[str, Adapter]) -> list
             raise StartupError(f"adapters.{name} has the name of a model")
         if base not in names:
             raise StartupError(f"adapters.{name}.base: there is no model {base or 'yet'}")
-        if not adapter_path(adapter).is_file():
+        if not adapter_path(adapter).exists():
             raise StartupError(f"adapters.{name}: there is no file {adapter.path}")
     return [
         replace(
@@ -173,31 +179,48 @@ def stamp(path: Path | None) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def stamp_adapter(path: Path) -> tuple[int, ...]:
+    """Return numbers that change with an adapter's file or folder."""
+    return tuple(number for file in list_adapter_files(path) for number in stamp(file))
+
+
 def inspect_adapter(path: Path) -> AdapterFile:
-    """Return a description of an adapter's file. Raises OSError, and ValueError if it is an
-    activated LoRA whose invocation tokens are not a list of token ids.
+    """Return a description of an adapter's file or folder. Raises OSError, and ValueError if it is
+    an activated LoRA whose invocation tokens are not a list of token ids.
     """
-    return _inspect_file(path, stamp(path))
+    return _inspect_file(path, stamp_adapter(path))
 
 
 @lru_cache(maxsize=1000)
 def _inspect_file(path: Path, _stamp: tuple[int, ...]) -> AdapterFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    digest = hashlib.blake2b(digest_size=16)
+    for each in list_adapter_files(path):
+        with each.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
     try:
-        header = read_header(path)
+        name, tokens = read_invocation(path)
     except StartupError:  # the engine will say so, if it needs such files
-        return AdapterFile(digest)
-    if INVOCATION_TOKENS not in header.metadata.keys() | header.array_lengths.keys():
-        return AdapterFile(digest)
-    tokens = header.metadata.get(INVOCATION_TOKENS)
+        return AdapterFile(digest.hexdigest())
+    if tokens is None:
+        return AdapterFile(digest.hexdigest())
     if not (
-        isinstance(tokens, tuple)
+        isinstance(tokens, tuple | list)
         and 0 < len(tokens) <= MAX_INVOCATION
-        and all(isinstance(token, int) and 0 <= token <= LARGEST for token in tokens)
+        and all(type(token) is int and 0 <= token <= LARGEST for token in tokens)
     ):
-        raise ValueError(f"{INVOCATION_TOKENS} must be 1 to {MAX_INVOCATION} token ids")
-    return AdapterFile(digest, tuple(map(int, tokens)))
+        raise ValueError(f"{name} must be 1 to {MAX_INVOCATION} token ids")
+    return AdapterFile(digest.hexdigest(), tuple(tokens))
+
+
+def read_invocation(path: Path) -> tuple[str, Any]:
+    """Return what the file calls the tokens that activate an adapter, and these tokens, unchecked;
+    None if nothing must activate it. Raises StartupError if it is not an adapter.
+    """
+    if path.is_dir():
+        return INVOCATION, read_json(path / ADAPTER_CONFIG).get(INVOCATION)
+    header = read_header(path)
+    is_there = INVOCATION_TOKENS in header.metadata.keys() | header.array_lengths.keys()
+    return INVOCATION_TOKENS, header.metadata.get(INVOCATION_TOKENS, ()) if is_there else None
 
 
 def adapter_path(adapter: Adapter) -> Path:

@@ -33,6 +33,11 @@ class LoadedAdapters:
 
     def load(self, name: str, path: str) -> None:
         """Load one more adapter. Raises StartupError for a file that is not one of this model."""
+        if Path(path).is_dir():
+            raise StartupError(
+                f"the adapter {name}: {path} is a folder, and llama.cpp needs a GGUF file, which "
+                "its convert_lora_to_gguf.py makes from the folder"
+            )
         if not Path(path).is_file():
             raise StartupError(f"the adapter {name}: there is no file {path}")
         if fault := find_fault(Path(path)):

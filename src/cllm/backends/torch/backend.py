@@ -16,6 +16,7 @@ from torch import Tensor
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.params import BackendParams
 from cllm.backends.threads import ThreadLimit, may_adapt
+from cllm.backends.torch.adapters import LoadedAdapters
 from cllm.backends.torch.architecture import Architecture, read_architecture
 from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.decoder import Decoder
@@ -129,6 +130,7 @@ class TorchBackend:
         with torch.inference_mode():
             weights = Weights(checkpoint, self.dtype, self.device, progress)
             self._decoder = Decoder(weights, architecture)
+            self._adapters = LoadedAdapters(self._decoder, params.adapters)
         self._snapshots: dict[int, Tensor] = {}
         self._open(params, checkpoint, architecture)
         if progress:
@@ -196,7 +198,8 @@ class TorchBackend:
         return min(most, self._limit.count)
 
     def load_adapter(self, name: str, path: str) -> None:
-        raise StartupError(f"the adapter {name}: the torch backend has no adapters yet")
+        with torch.inference_mode():
+            self._adapters.load(name, path)
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -210,6 +213,7 @@ class TorchBackend:
                     self._operate(operation)
                 if not batch.rows:
                     return []
+                self._adapters.use(batch.adapters)
                 return self._compute_rows(batch)
             except RuntimeError as error:  # out of memory, too
                 raise EngineError(f"PyTorch failed: {str(error)[:500]}") from error
@@ -313,10 +317,11 @@ class TorchBackend:
     def embed(self, chunks: list[Chunk]) -> Vectors:
         with torch.inference_mode():
             try:
+                self._adapters.use(())
                 return self._embedder.embed(chunks)
             except RuntimeError as error:
                 raise EngineError(f"PyTorch failed: {str(error)[:500]}") from error
 
     def close(self) -> None:
         self._snapshots.clear()
-        del self._decoder, self._cells, self._embedder
+        del self._decoder, self._cells, self._embedder, self._adapters

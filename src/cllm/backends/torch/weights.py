@@ -50,7 +50,7 @@ class Weights:
         if shape is not None and stored.shape != tuple(shape):
             raise StartupError(
                 f"{folder}: the tensor {name} has the shape {list(stored.shape)}, "
-                f"but config.json says {list(shape)}"
+                f"but the settings say {list(shape)}"
             )
         if stored.dtype not in DTYPES:
             raise StartupError(
