@@ -23,7 +23,8 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
-MAX_LAYERS, MAX_SIZE = 1000, 1 << 24
+MAX_LAYERS, MAX_SIZE, MAX_HEADS, MAX_HEAD_SIZE = 1000, 1 << 24, 1 << 12, 1 << 12
+LARGEST = 1e30  # of the other numbers
 
 
 @dataclass(frozen=True)
@@ -186,14 +187,32 @@ class Config:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, "not a number")
-        if not math.isfinite(value):
-            raise self.fail(name, "not a finite number")
+        if not abs(value) <= LARGEST:
+            raise self.fail(name, f"not a number of at most {LARGEST:g}")
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.fail(name, "not a positive number")
+        return value
 
-def is_decoder(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json is that of a decoder that this backend computes."""
-    return config.get("model_type") in FAMILIES
+    def check_quantization(self) -> None:
+        """Raise StartupError if the weights are stored in a form that must be expanded."""
+        stored = self.values.get("quantization_config")
+        if stored:
+            kind = stored.get("quant_method", stored) if isinstance(stored, Mapping) else stored
+            raise StartupError(
+                f"{self.where}: the weights are quantized ({str(kind)[:80]}), and the torch "
+                "backend reads only float32, float16 and bfloat16: save them as one of these"
+            )
+
+    def choose(self, name: str, value: Any, known: Mapping[str, str]) -> str:
+        """Return the entry of ``known`` that ``value`` selects."""
+        if not isinstance(value, str) or value not in known:
+            shown = repr(value)[:80]
+            raise StartupError(f"{self.where}: {name} is {shown}, not one of {', '.join(known)}")
+        return known[value]
 
 
 def read_architecture(
@@ -204,6 +223,16 @@ def read_architecture(
     ``context_length`` is the longest sequence that will be computed, which some position scalings
     depend on. Raises StartupError for an unknown or contradictory architecture.
     """
+    try:
+        return parse_architecture(values, where, context_length)
+    except (ArithmeticError, ValueError) as error:  # in the formulas for scaled positions
+        reason = str(error)[:80]
+        raise StartupError(f"{where}: the numbers for positions are impossible: {reason}") from None
+
+
+def parse_architecture(
+    values: Mapping[str, Any], where: str, context_length: int | None
+) -> Architecture:
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -212,6 +241,7 @@ def read_architecture(
             f"only {', '.join(FAMILIES)}: convert the model to GGUF for llama.cpp"
         )
     config = Config(values, where)
+    config.check_quantization()
     hidden, heads, kv_heads, head_size = read_heads(config)
     if config.number("attn_logit_softcapping", 0.0):
         raise config.fail("attn_logit_softcapping", "which the torch backend cannot compute")
@@ -220,8 +250,6 @@ def read_architecture(
     inner = config.integer("intermediate_size", 4 * hidden)
     layers, ropes = read_layers(config, family, head_size, context_length)
     activation = values.get("hidden_act", values.get("hidden_activation", "silu"))
-    if activation not in ACTIVATIONS:
-        raise config.fail("hidden_act", f"not one of {', '.join(ACTIVATIONS)}")
     num_experts = read_num_experts(config)
     return Architecture(
         model_type=str(model_type),
@@ -235,19 +263,21 @@ def read_architecture(
         inner_size=inner,
         expert_size=config.integer("moe_intermediate_size", inner),
         max_positions=config.integer("max_position_embeddings", 2048, 1 << 30),
-        norm_epsilon=config.number("layer_norm_eps" if family.layer_norm else "rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[activation],
+        norm_epsilon=config.positive(
+            "layer_norm_eps" if family.layer_norm else "rms_norm_eps", 1e-6
+        ),
+        activation=config.choose("hidden_act", activation, ACTIVATIONS),
         layers=layers,
         ropes=ropes,
         attention_scale=config.number(
             "attention_multiplier",
-            config.number("query_pre_attn_scalar", float(head_size)) ** -0.5,
+            config.positive("query_pre_attn_scalar", float(head_size)) ** -0.5,
         ),
         embedding_scale=hidden**0.5
         if family.scales_embeddings
         else config.number("embedding_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),
-        logits_scale=1 / config.number("logits_scaling", 1.0),
+        logits_scale=1 / config.positive("logits_scaling", 1.0),
         logits_cap=config.number("final_logit_softcapping", 0.0),
         num_experts=num_experts,
         experts_per_token=config.integer("num_experts_per_tok", 1, num_experts)
@@ -260,11 +290,12 @@ def read_architecture(
 
 def read_heads(config: Config) -> tuple[int, int, int, int]:
     """Return the hidden size, the number of heads and of key-value heads, and a head's size."""
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", most=MAX_HEADS)
     if config.values.get("head_dim") is None and hidden % heads:
         raise config.fail("hidden_size", f"not a multiple of num_attention_heads, {heads}")
-    head_size = config.integer("head_dim", hidden // heads)
-    kv_heads = config.integer("num_key_value_heads", heads)
+    head_size = config.integer("head_dim", hidden // heads, MAX_HEAD_SIZE)
+    kv_heads = config.integer("num_key_value_heads", heads, MAX_HEADS)
     if heads % kv_heads:
         raise config.fail("num_attention_heads", f"not a multiple of {kv_heads} key-value heads")
     return hidden, heads, kv_heads, head_size
@@ -296,7 +327,11 @@ def read_layers(
         elif values.get("use_sliding_window") and window:
             first = config.integer("max_window_layers", count)
             kinds = [FULL if i < first else SLIDING for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) < count or not {*kinds} <= {SLIDING, FULL}:
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) < count
+        or not all(kind in (SLIDING, FULL) for kind in kinds)
+    ):
         raise config.fail("layer_types", f"not {count} times {FULL} or {SLIDING}")
     if SLIDING in kinds and window is None:
         raise config.fail("sliding_window", "but layer_types has sliding attention")
@@ -340,10 +375,11 @@ def read_rope(
     part = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     size = int(head_size * part)
     if not 0 < size <= head_size or size % 2:
-        raise config.fail("partial_rotary_factor", f"so {size} of {head_size} dimensions rotate")
-    base = rope.number("rope_theta", 1e4)
-    if base <= 0:
-        raise rope.fail("rope_theta", "not a positive number")
+        raise StartupError(
+            f"{config.where}: {size} of the {head_size} dimensions of a head rotate, which must be "
+            "an even number (see head_dim and partial_rotary_factor)"
+        )
+    base = rope.positive("rope_theta", 1e4)
     plain = [base ** (-2 * i / size) for i in range(size // 2)]
     name = rope.values.get("rope_type", rope.values.get("type", "default"))
     trained = config.integer("max_position_embeddings", 2048, 1 << 30)
@@ -351,7 +387,7 @@ def read_rope(
         case "default" | "dynamic":  # the second one differs beyond the trained length only
             return Rope(tuple(plain))
         case "linear":
-            factor = positive(rope, "factor", 1.0)
+            factor = rope.positive("factor", 1.0)
             return Rope(tuple(each / factor for each in plain))
         case "llama3":
             return Rope(tuple(scale_like_llama3(rope, plain, trained)))
@@ -362,18 +398,11 @@ def read_rope(
     raise rope.fail("rope_type", "which the torch backend does not know")
 
 
-def positive(config: Config, name: str, default: float) -> float:
-    value = config.number(name, default)
-    if value <= 0:
-        raise config.fail(name, "not a positive number")
-    return value
-
-
 def scale_like_llama3(rope: Config, plain: list[float], trained: int) -> list[float]:
     """Low frequencies are divided by a factor, high ones kept; Llama 3.1."""
-    factor = positive(rope, "factor", 1.0)
-    low, high = positive(rope, "low_freq_factor", 1.0), positive(rope, "high_freq_factor", 4.0)
-    length = positive(rope, "original_max_position_embeddings", float(trained))
+    factor = rope.positive("factor", 1.0)
+    low, high = rope.positive("low_freq_factor", 1.0), rope.positive("high_freq_factor", 4.0)
+    length = rope.positive("original_max_position_embeddings", float(trained))
     if low >= high:
         raise rope.fail("low_freq_factor", "not below high_freq_factor")
     scaled = []
@@ -386,15 +415,15 @@ def scale_like_llama3(rope: Config, plain: list[float], trained: int) -> list[fl
 
 def scale_like_yarn(rope: Config, plain: list[float], base: float, trained: int) -> Rope:
     """Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023."""
-    length = positive(rope, "original_max_position_embeddings", float(trained))
-    factor = positive(rope, "factor", trained / length)
+    length = rope.positive("original_max_position_embeddings", float(trained))
+    factor = rope.positive("factor", trained / length)
     size = 2 * len(plain)
 
     def dimension(turns: float) -> float:
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = dimension(positive(rope, "beta_fast", 32.0))
-    last = dimension(positive(rope, "beta_slow", 1.0))
+    first = dimension(rope.positive("beta_fast", 32.0))
+    last = dimension(rope.positive("beta_slow", 1.0))
     if rope.values.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
@@ -428,7 +457,7 @@ def scale_like_longrope(
     if (
         not isinstance(factors, list)
         or len(factors) != len(plain)
-        or not all(isinstance(each, int | float) and each > 0 for each in factors)
+        or not all(type(each) in (int, float) and 0 < each < LARGEST for each in factors)
     ):
         raise rope.fail(name, f"not {len(plain)} positive numbers")
     factor = rope.number("factor", trained / length)

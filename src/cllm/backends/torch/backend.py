@@ -22,7 +22,7 @@ from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.embedder import Embedder
 from cllm.backends.torch.step import make_step
-from cllm.backends.torch.vocabulary import HfVocabulary
+from cllm.backends.torch.vocabulary import read_vocabulary
 from cllm.backends.torch.weights import DTYPES, Weights
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.model_info import ModelInfo
@@ -107,6 +107,15 @@ def divide_memory(params: BackendParams, trained: int, per_token: int) -> tuple[
     return context, min(affordable, params.max_num_seqs * context)
 
 
+def check_finite(computed: Tensor, dtype: torch.dtype) -> None:
+    """Raise StartupError if the numbers that a model has computed are not finite."""
+    if not bool(torch.isfinite(computed).all()):
+        raise StartupError(
+            "the model computes numbers that are not finite: its weights are damaged, or too large "
+            f"for {str(dtype).removeprefix('torch.')} (see backend.torch.dtype)"
+        )
+
+
 class TorchBackend:
     """Implements the contract of backends/base.py."""
 
@@ -126,7 +135,7 @@ class TorchBackend:
         self.dtype = choose_dtype(options, self.device, checkpoint)
         where = str(checkpoint.folder / CONFIG)
         architecture = read_architecture(checkpoint.text_config, where, params.context_length)
-        self.vocabulary = HfVocabulary(checkpoint, architecture.vocabulary_size)
+        self.vocabulary = read_vocabulary(checkpoint, architecture.vocabulary_size)
         with torch.inference_mode():
             weights = Weights(checkpoint, self.dtype, self.device, progress)
             self._decoder = Decoder(weights, architecture)
@@ -177,12 +186,17 @@ class TorchBackend:
         self.info = msgspec.structs.replace(self.info, row_seconds=self._probe())
 
     def _probe(self) -> float:
-        """Return the time of a step with one row. This also warms up."""
+        """Return the time of a step with one row. This also warms up.
+
+        Raises StartupError if the numbers that it computes are not finite.
+        """
         times = []
         for at in range(PROBES + 1):
             begun = time.perf_counter()
-            self._compute([(0, at, [0])], [0])
+            hidden = self._compute([(0, at, [0])], [0])
             times.append(time.perf_counter() - begun)
+        with torch.inference_mode():
+            check_finite(self._decoder.compute_logits(hidden), self.dtype)
         self._cells.trim(0, 0)
         return min(times[1:])
 

@@ -12,11 +12,11 @@ import torch
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.params import BackendParams
-from cllm.backends.torch.backend import choose_device, choose_dtype, read_options
+from cllm.backends.torch.backend import check_finite, choose_device, choose_dtype, read_options
 from cllm.backends.torch.embedder import MAX_BATCH_TOKENS, check_tokens, pool
 from cllm.backends.torch.encoder import Encoder
 from cllm.backends.torch.encoder_config import read_encoder_config
-from cllm.backends.torch.vocabulary import HfVocabulary
+from cllm.backends.torch.vocabulary import read_vocabulary
 from cllm.backends.torch.weights import Weights
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk
 from cllm.core.model_info import ModelInfo
@@ -42,7 +42,7 @@ class EncoderBackend:
         device = choose_device(options)
         dtype = choose_dtype(options, device, checkpoint)
         config = read_encoder_config(checkpoint.text_config, str(checkpoint.folder / CONFIG))
-        self.vocabulary = HfVocabulary(checkpoint, config.vocabulary_size)
+        self.vocabulary = read_vocabulary(checkpoint, config.vocabulary_size)
         self._between = self.vocabulary.pair_tokens[1]
         with torch.inference_mode():
             self._encoder = Encoder(Weights(checkpoint, dtype, device, progress), config)
@@ -79,8 +79,9 @@ class EncoderBackend:
             embeds_whole=True,
         )
         begun = time.perf_counter()
-        self.embed([Chunk([0], 0, 1)])
+        vectors = self.embed([Chunk([0], 0, 1)])
         seconds = time.perf_counter() - begun
+        check_finite(torch.from_numpy(vectors), dtype)
         self.info = msgspec.structs.replace(self.info, row_seconds=seconds)
         if progress:
             progress(1.0)

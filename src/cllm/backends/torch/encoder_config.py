@@ -121,6 +121,7 @@ def read_encoder_config(values: Mapping[str, Any], where: str) -> EncoderConfig:
     Raises StartupError for contradictions, and for what this backend does not compute.
     """
     config, model_type = Config(values, where), str(values["model_type"])
+    config.check_quantization()
     family = ENCODERS[model_type]
     keys = family.keys
     hidden, heads = config.integer(keys["hidden_size"]), config.integer(keys["heads"])
@@ -130,8 +131,6 @@ def read_encoder_config(values: Mapping[str, Any], where: str) -> EncoderConfig:
         if values.get(name, known) not in (known, None):
             raise config.fail(name, f"and the torch backend knows only {known}")
     activation = values.get(keys["activation"], "gelu")
-    if activation not in [*ACTIVATIONS]:
-        raise config.fail(keys["activation"], f"not one of {', '.join(ACTIVATIONS)}")
     positions = config.integer("max_position_embeddings", 512, 1 << 30)
     first = 0
     if family.starts_behind_padding:
@@ -149,8 +148,8 @@ def read_encoder_config(values: Mapping[str, Any], where: str) -> EncoderConfig:
         num_types=0 if model_type == "distilbert" else config.integer("type_vocab_size", 2, 1000),
         first_position=first,
         max_tokens=positions - first,
-        norm_epsilon=config.number("layer_norm_eps", 1e-12),
-        activation=ACTIVATIONS[activation],
+        norm_epsilon=config.positive("layer_norm_eps", 1e-12),
+        activation=config.choose(keys["activation"], activation, ACTIVATIONS),
         ranks=read_ranks(values, where),
     )
 

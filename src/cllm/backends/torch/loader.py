@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cllm.backends.params import BackendParams, ModelSize, SingleGpu
-from cllm.errors import StartupError
+from cllm.errors import EngineError, StartupError
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
@@ -76,19 +76,23 @@ def load(
         from cllm.backends.torch.encoder_backend import EncoderBackend
 
     kind = EncoderBackend if is_encoder(read_config(Path(params.path))) else TorchBackend
-    return kind(params, progress)
+    try:
+        return kind(params, progress)
+    except (RuntimeError, EngineError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise StartupError(f"{params.path}: PyTorch cannot load the model: {reason}") from None
 
 
 def load_vocabulary(params: BackendParams) -> Vocabulary:
     with loadable():
-        from cllm.backends.torch.vocabulary import HfVocabulary
+        from cllm.backends.torch.vocabulary import read_vocabulary
 
     from cllm.backends.torch.architecture import Config
     from cllm.models.checkpoint import CONFIG, read_checkpoint
 
     checkpoint = read_checkpoint(Path(params.path))
     config = Config(checkpoint.text_config, str(checkpoint.folder / CONFIG))
-    return HfVocabulary(checkpoint, config.integer("vocab_size"))
+    return read_vocabulary(checkpoint, config.integer("vocab_size"))
 
 
 @contextmanager

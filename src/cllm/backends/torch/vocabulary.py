@@ -18,7 +18,7 @@ from ahocorasick_rs import AhoCorasick, MatchKind
 from cllm.backends.torch.tokenizer_files import Decoding, TokenizerFiles, read_tokenizer_files
 from cllm.core.vocabulary import Pieces
 from cllm.errors import EngineError, ModelFileError
-from cllm.models.checkpoint import Checkpoint
+from cllm.models.checkpoint import CONFIG, Checkpoint
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; no further threads
 
@@ -57,6 +57,18 @@ INFILL_TEXTS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
 REPOSITORY_TEXTS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
+
+
+def read_vocabulary(checkpoint: Checkpoint, size: int) -> HfVocabulary:
+    """Return the vocabulary of a checkpoint that says that it computes ``size`` logits.
+
+    Raises ModelFileError if it cannot, or if the files are damaged or do not belong to the model.
+    """
+    rows = (tensor.shape[0] for tensor in checkpoint.tensors.values() if tensor.shape)
+    if size > max(rows, default=0):
+        path = checkpoint.folder / CONFIG
+        raise ModelFileError(f"{path}: vocab_size is {size}, but no tensor has so many rows", path)
+    return HfVocabulary(checkpoint, size)
 
 
 class HfVocabulary:
