@@ -176,6 +176,18 @@ def builtin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert_model(BUILTIN, tmp_path_factory.mktemp("checkpoint") / "builtin")
 
 
+BUILTIN_BACKENDS = ["llama_cpp", pytest.param("torch", marks=pytest.mark.torch)]
+
+
+@pytest.fixture(scope="session", params=BUILTIN_BACKENDS)
+def builtin_model(request: pytest.FixtureRequest) -> str:
+    """Return the path of the built-in model as each of BUILTIN_BACKENDS reads it. Tests that use it
+    are marked ``llama``.
+    """
+    name = {"llama_cpp": "builtin_path", "torch": "builtin_checkpoint"}[request.param]
+    return str(request.getfixturevalue(name))
+
+
 @pytest.fixture(scope="session")
 def real_model() -> Callable[[str], Path]:
     """Return ``real_model(name)``: the file of a trained model. CI has fetched it."""

@@ -157,12 +157,12 @@ def test_memory_of_both_models_is_checked(
 
 
 @pytest.mark.llama
-def test_built_in_model_drafts_for_itself(builtin_path, known_questions):
+def test_built_in_model_drafts_for_itself(builtin_model, known_questions):
     """Nearly every draft token is accepted, so there are few steps, and the answers are correct."""
     llm = LLM(
-        str(builtin_path),
+        builtin_model,
         scheduler_speculation="draft_model",
-        model_draft_path=str(builtin_path),
+        model_draft_path=builtin_model,
         model_max_context_length=512,
         scheduler_max_num_seqs=2,
     )

@@ -294,12 +294,15 @@ def test_priorities_decide_which_waiting_request_is_next():
 
 
 @pytest.mark.llama
-def test_concurrent_chats_get_correct_answers_from_the_builtin_model(known_questions):
+def test_concurrent_chats_get_correct_answers_from_the_builtin_model(
+    known_questions, builtin_model
+):
     questions = known_questions(39, 17)
     greedy = SamplingParams(temperature=0)
 
     async def main():
-        async with AsyncLLM(model_max_context_length=768, scheduler_max_num_seqs=8) as llm:
+        sizes = {"model_max_context_length": 768, "scheduler_max_num_seqs": 8}
+        async with AsyncLLM(builtin_model, **sizes) as llm:
             return await asyncio.gather(
                 *(llm.chat(asked.messages, greedy, asked.tools) for asked in questions)
             )

@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field, field_validator
 
 import cllm
 from cllm import LLM, AsyncLLM, Output, SamplingParams
+from cllm.backends.registry import choose_backend
 from cllm.engine.build import build_backend
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
@@ -141,7 +142,7 @@ def test_ctrl_c_aborts_the_load(monkeypatch):
 
 
 @pytest.mark.llama
-def test_exception_in_progress_aborts_the_load(builtin_path):
+def test_exception_in_progress_aborts_the_load(builtin_model):
     """The caller gets the exception."""
     shares = []
 
@@ -149,19 +150,33 @@ def test_exception_in_progress_aborts_the_load(builtin_path):
         shares.append(share)
         raise InterruptedError
 
+    params = EngineParams(
+        path=builtin_model,
+        backend=choose_backend("auto", Path(builtin_model)),
+        context_length=64,
+        max_num_seqs=1,
+    )
     with pytest.raises(InterruptedError):
-        build_backend(
-            EngineParams(path=str(builtin_path), context_length=64, max_num_seqs=1), progress
-        )
+        build_backend(params, progress)
     assert len(shares) == 1
 
 
 @pytest.mark.llama
-@pytest.mark.parametrize("layout", ["partitioned", "unified"])
-def test_batch_of_all_kinds_of_questions_is_answered_correctly(known_questions, layout):
-    """In both layouts, and again from the cache."""
-    questions = known_questions(39, 7)
-    with LLM(model_max_context_length=768, scheduler_max_num_seqs=8, kv_layout=layout) as llm:
+@pytest.mark.parametrize(
+    ("builtin_model", "layout"),
+    [
+        ("llama_cpp", "partitioned"),
+        ("llama_cpp", "unified"),
+        pytest.param("torch", "unified", marks=pytest.mark.torch),
+    ],
+    indirect=["builtin_model"],
+)
+def test_batch_of_all_kinds_of_questions_is_answered_correctly(
+    known_questions, builtin_model, layout
+):
+    """In all layouts, and again from the cache."""
+    questions, sizes = known_questions(39, 7), {"model_max_context_length": 768}
+    with LLM(builtin_model, scheduler_max_num_seqs=8, kv_layout=layout, **sizes) as llm:
         prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
         for _ in range(2):
             completions = llm.generate(prompts, SamplingParams(temperature=0))
@@ -171,16 +186,17 @@ def test_batch_of_all_kinds_of_questions_is_answered_correctly(known_questions, 
 
 
 @pytest.mark.llama
-def test_parked_sequences_keep_their_answers(known_questions):
+def test_parked_sequences_keep_their_answers(known_questions, builtin_model):
     """Eight sequences in a pool for about two, admitted as if answers were short, so some are
     parked.
     """
     questions = known_questions(8, 9, ["counting", "stories"])
     with LLM(
+        builtin_model,
         model_max_context_length=400,
         scheduler_max_num_seqs=8,
         kv_layout="unified",
-        kv_max_memory_mb=1,
+        kv_max_memory_mb=1 if builtin_model.endswith(".gguf") else 2,  # float16, float32
     ) as llm:
         assert llm.info.num_cells < 500
         llm._engine.scheduler.sequences.length_estimates.output = 8
@@ -242,10 +258,22 @@ def test_other_architectures_share_and_reuse_prefixes(tiny_model, kind):
 
 
 @pytest.mark.llama
-def test_each_turn_computes_only_what_is_new(known_questions):
+def test_copied_texts_are_guessed(known_questions, builtin_model):
+    """Most of the guesses from the prompt are right, and the answers are those without guesses."""
+    questions = known_questions(6, 5, ["copying"])
+    greedy = SamplingParams(temperature=0)
+    with LLM(builtin_model, model_max_context_length=768, scheduler_max_num_seqs=4) as llm:
+        done = llm.chat([question.messages for question in questions], greedy)
+        assert all(map(is_right, done, questions))
+        stats = collect_stats(llm._engine.scheduler)
+    assert stats.num_accepted > 0.5 * stats.num_guesses > 0
+
+
+@pytest.mark.llama
+def test_each_turn_computes_only_what_is_new(known_questions, builtin_model):
     """Twelve turns."""
     messages = []
-    with LLM(model_max_context_length=2048, scheduler_max_num_seqs=2) as llm:
+    with LLM(builtin_model, model_max_context_length=2048, scheduler_max_num_seqs=2) as llm:
         for question in known_questions(12, 4, ["colours", "capitals", "spelling"]):
             messages += question.messages
             done = llm.chat(messages, SamplingParams(temperature=0))
@@ -350,10 +378,10 @@ def test_closed_llm_raises_runtime_error():
 
 
 @pytest.mark.llama
-def test_closed_llm_leaves_its_prefixes_on_disk(builtin_path, tmp_path):
+def test_closed_llm_leaves_its_prefixes_on_disk(builtin_model, tmp_path):
     cached = []
     for _ in range(2):
-        with LLM(str(builtin_path), kv_disk_cache=str(tmp_path)) as llm:
+        with LLM(builtin_model, kv_disk_cache=str(tmp_path)) as llm:
             (done,) = llm.generate([[*range(20, 120)]], GREEDY)
             cached.append(done.cached_tokens)
     assert cached[0] == 0
@@ -515,12 +543,12 @@ def test_public_names_are_exported_and_annotated():
 
 
 @pytest.mark.llama
-def test_threads_get_correct_answers_from_the_builtin_model(known_questions):
+def test_threads_get_correct_answers_from_the_builtin_model(known_questions, builtin_model):
     """Eight threads ask one question after another."""
     questions = known_questions(24, 13)
     greedy = SamplingParams(temperature=0)
     with (
-        LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm,
+        LLM(builtin_model, model_max_context_length=512, scheduler_max_num_seqs=4) as llm,
         ThreadPoolExecutor(8) as threads,
     ):
         done = list(
@@ -530,12 +558,12 @@ def test_threads_get_correct_answers_from_the_builtin_model(known_questions):
 
 
 @pytest.mark.llama
-def test_chat_parses_tool_calls_and_uses_their_results(builtin_path):
+def test_chat_parses_tool_calls_and_uses_their_results(builtin_model):
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     function = {"name": "get_time", "description": "Get the time in a city"}
     tool = {"type": "function", "function": {**function, "parameters": parameters}}
     messages = [{"role": "user", "content": "What time is it in Oslo?"}]
-    with LLM(model_max_context_length=512, scheduler_max_num_seqs=2) as llm:
+    with LLM(builtin_model, model_max_context_length=512, scheduler_max_num_seqs=2) as llm:
         done = llm.chat(messages, SamplingParams(temperature=0, n=2), [tool])
         assert (done.text, done.finish_reason) == ("", "tool_calls")
         assert len(done.outputs[0].tokens) > 10
@@ -549,11 +577,11 @@ def test_chat_parses_tool_calls_and_uses_their_results(builtin_path):
 
 
 @pytest.mark.llama
-def test_chat_separates_reasoning_from_text(builtin_path):
+def test_chat_separates_reasoning_from_text(builtin_model):
     """Unfinished reasoning is separated too. The message keeps it."""
     messages = [{"role": "user", "content": "What is 27 plus 45?"}]
     greedy, cut = SamplingParams(temperature=0), SamplingParams(temperature=0, max_tokens=6)
-    with LLM(model_max_context_length=512, scheduler_max_num_seqs=2) as llm:
+    with LLM(builtin_model, model_max_context_length=512, scheduler_max_num_seqs=2) as llm:
         done = llm.chat(messages, greedy, enable_thinking=True)
         assert (done.text, done.reasoning) == ("72", "20 + 40 = 60\n7 + 5 = 12\n60 + 12 = 72")
         assert done.message["reasoning_content"] == done.reasoning
@@ -671,7 +699,7 @@ def test_rule_that_no_grammar_expresses_is_checked_by_pydantic(fake):
 
 
 @pytest.mark.llama
-def test_types_are_parsed_from_the_answers_of_the_builtin_model(builtin_path):
+def test_types_are_parsed_from_the_answers_of_the_builtin_model(builtin_model):
     """A pydantic model, a dataclass and a list; many conversations share the format."""
 
     class Person(BaseModel):
@@ -687,7 +715,7 @@ def test_types_are_parsed_from_the_answers_of_the_builtin_model(builtin_path):
     asked = [
         [{"role": "user", "content": f"As JSON: name {name}, age {age}."}] for name, age in facts
     ]
-    with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm:
+    with LLM(builtin_model, model_max_context_length=512, scheduler_max_num_seqs=4) as llm:
         done = llm.chat(asked, greedy, response_format=Person)
         assert [one.parsed for one in done] == [Person(name=name, age=age) for name, age in facts]
         one = llm.chat(asked[0], greedy, response_format=Person, enable_thinking=True)
@@ -703,7 +731,7 @@ def test_types_are_parsed_from_the_answers_of_the_builtin_model(builtin_path):
 
 
 @pytest.mark.llama
-def test_tool_choice(builtin_path):
+def test_tool_choice(builtin_model):
     """A tool can be forced or forbidden, also by name."""
 
     def declare(name, key):
@@ -713,7 +741,7 @@ def test_tool_choice(builtin_path):
     tools = [declare("get_time", "city"), declare("find_book", "author")]
     greedy = SamplingParams(temperature=0, max_tokens=100)
     asked = [{"role": "user", "content": "What is 27 plus 45?"}]
-    with LLM(model_max_context_length=1024, scheduler_max_num_seqs=2) as llm:
+    with LLM(builtin_model, model_max_context_length=1024, scheduler_max_num_seqs=2) as llm:
         done = llm.chat(asked, greedy, tools, tool_choice="none")
         assert done.text == "72"
         assert done.prompt_tokens == len(llm.encode_chat(asked))  # the tools are not shown

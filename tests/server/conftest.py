@@ -18,7 +18,7 @@ import httpx2
 import openai
 import preloaded
 import pytest
-from conftest import PATIENCE
+from conftest import BUILTIN_BACKENDS, PATIENCE
 
 from cllm.observe.cpu_time import read_cpu_seconds
 
@@ -179,10 +179,26 @@ def narrow_server() -> Iterator[Server]:
     yield from running(*NARROW)
 
 
-@pytest.fixture(scope="session")
-def builtin_server(builtin_path: Path) -> Iterator[Server]:
+def serving_builtin(model: Path) -> Iterator[Server]:
     """A server with the built-in model and fewer sequences than the tests want at once."""
-    yield from running("--context", "1024", "--max-num-seqs", "24")
+    sizes = ("--context", "1024", "--max-num-seqs", "24")
+    yield from running("--model", str(model), "--model.name", "cllm-builtin", *sizes)
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_server(builtin_path: Path) -> Iterator[Server]:
+    yield from serving_builtin(builtin_path)
+
+
+@pytest.fixture(scope="session")
+def torch_server(builtin_checkpoint: Path) -> Iterator[Server]:
+    yield from serving_builtin(builtin_checkpoint)
+
+
+@pytest.fixture(scope="session", params=BUILTIN_BACKENDS)
+def builtin_server(request: pytest.FixtureRequest) -> Server:
+    """The server of each backend; all files share the two."""
+    return request.getfixturevalue(f"{request.param}_server")
 
 
 @pytest.fixture(scope="session")

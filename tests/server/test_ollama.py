@@ -172,6 +172,7 @@ def test_concurrent_async_requests_get_their_own_answers(builtin_server):
     assert asyncio.run(all_of_them()) == [str(51 + i) for i in range(30)]
 
 
+@pytest.mark.parametrize("builtin_server", ["llama_cpp"], indirect=True)
 def test_the_model_is_listed_and_shown(client, builtin_path):
     """The details come from the GGUF header."""
     (listed,) = client.list().models
