@@ -10,7 +10,8 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from unittest.mock import AsyncMock
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, MagicMock
 
 import httpx2
 import msgspec
@@ -25,6 +26,8 @@ from cllm.core.request import Priority
 from cllm.errors import StartupError
 from cllm.server.access import LOAD_ACCOUNT, Access
 from cllm.server.auth import ACCOUNT, Guard
+from cllm.server.bench.messages import LoadPlan
+from cllm.server.bench.runs import LoadRuns
 from cllm.store.keys import AccountRecord, Key, KeyFile, check_name, hash_key, write_key_file
 from cllm.store.reports import MAX_REPORTS, KeptReports
 
@@ -142,6 +145,23 @@ def test_cancelled_run_ends_its_process_and_its_requests(server, waits):
     assert len(server.client.get("/bench/reports").json()["data"]) == before
     assert server.client.delete("/bench/run").json()["run"] == cancelled
     assert run(server, **SMALL)["status"] == "completed"
+
+
+def test_run_cancelled_in_the_round_of_its_start_sends_nothing(tmp_path, monkeypatch):
+    """Otherwise the cancellation would wait for the end of the whole run."""
+    settings = Settings.model_validate({"storage": {"folder": str(tmp_path)}})
+    registry = SimpleNamespace(metrics=MagicMock(), loaded=SimpleNamespace(draining=False))
+    model = SimpleNamespace(name="m", is_loaded=True, origin=SimpleNamespace(num_loads=1))
+    sent = AsyncMock(return_value=b"{}")
+    monkeypatch.setattr("cllm.server.bench.runs.carry_out", sent)
+
+    async def main():
+        runs = LoadRuns(settings, registry, Access(settings), None)
+        runs.start(model, LoadPlan(seconds=1.0))
+        assert (await runs.cancel()).status == "cancelled"
+        sent.assert_not_called()
+
+    asyncio.run(main())
 
 
 def test_run_ends_after_its_seconds(server):
@@ -402,6 +422,7 @@ def test_reports_are_uploaded_compared_and_deleted(server):
         (b'{"model": "m"}', 400, "missing required field"),
         (b'"' + b"a" * 1_000_001 + b'"', 413, "larger than"),
         (json.dumps(NOTHING | {"note": "a" * 200_000}).encode(), 413, "200000 bytes"),
+        (json.dumps(NOTHING | {"settings": {"workload": ["a"]}}).encode(), 400, "workload"),
     ],
 )
 def test_only_reports_can_be_uploaded(server, content, status, word):

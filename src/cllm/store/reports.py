@@ -85,11 +85,16 @@ class KeptReports:
 
     def add(self, content: bytes) -> KeptReport:
         """Store a report, JSON, and remove the oldest ones if there are too many. Raises BadRequest
-        (413).
+        if it is too large (413), or lists could not show it.
         """
         if len(content) > MAX_BYTES:
             message = f"A report has at most {MAX_BYTES} bytes, not {len(content)}."
             raise BadRequest(message, code="request_too_large", status=413)
+        try:
+            msgspec.json.decode(content, type=ReportHead)
+        except msgspec.DecodeError as error:
+            message = f"Lists cannot show the report: {error}"
+            raise BadRequest(message, code="invalid_report") from None
         now = datetime.fromtimestamp(time.time(), UTC)
         report_id = f"{now.strftime(TIME)}-{secrets.token_hex(4)}"
         with self._lock:

@@ -152,6 +152,8 @@ class LoadRuns:
         """Let a process send the requests, and return the id of the report; None if ``_end`` says
         why there is none. Raises Refused.
         """
+        if self._end is not None:  # set between the start of the task and now
+            return None
         key = self._access.load_key = make_key()
         order = Send(self.url, key, self._certificate, run.model, run.plan)
         self._sending = sending = asyncio.create_task(carry_out(order, self._note))
