@@ -56,6 +56,24 @@ def folder(request, builtin_path, tmp_path_factory) -> Path:
     return write_embedding_model(folder, builtin_path, request.param, vocab_size=num_tokens())
 
 
+def test_reranker_scores_texts_by_their_last_tokens(builtin_path, tmp_path) -> None:
+    torch.manual_seed(2)
+    config = transformers.Qwen3Config(**CONFIG | {"num_labels": 1, "pad_token_id": 0})
+    config.vocab_size = num_tokens()
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, builtin_path)
+    backend = load(tmp_path)
+    texts = [[5, 6, 7, 8], [(7 * i) % 200 + 1 for i in range(300)]]
+    scores = backend.embed([Chunk(text, 0, len(text)) for text in reversed(texts)])[::-1]
+    parts = [backend.embed([Chunk(texts[1][i : i + 100], i, 300)])[0, 0] for i in (0, 100, 200)]
+    with torch.inference_mode():
+        expected = [float(model(torch.tensor([text])).logits[0, 0]) for text in texts]
+    assert np.allclose([*scores[:, 0], parts[-1]], [*expected, expected[1]], atol=1e-5)
+    assert (backend.info.pooling, backend.info.generates) == ("rank", False)
+    backend.close()
+
+
 def num_tokens() -> int:
     import gguf
 

@@ -157,6 +157,7 @@ class Architecture:
     num_experts: int
     experts_per_token: int
     normalizes_experts: bool
+    ranks: bool  # it scores texts, and has no logits
     ties_embeddings: bool | None  # whether they are the output matrix, too; None: not said
 
     @property
@@ -284,8 +285,23 @@ def parse_architecture(
         if num_experts
         else 0,
         normalizes_experts=bool(values.get("norm_topk_prob", model_type == "mixtral")),
+        ranks=read_ranks(values, where),
         ties_embeddings=None if (ties := values.get("tie_word_embeddings")) is None else bool(ties),
     )
+
+
+def read_ranks(values: Mapping[str, Any], where: str) -> bool:
+    """Return whether the model scores texts. Raises StartupError if it sorts them into classes."""
+    if "ForSequenceClassification" not in str(values.get("architectures")):
+        return False
+    labels = values.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+    if count != 1:
+        raise StartupError(
+            f"{where}: the model is a classifier with {str(count)[:20]} labels; only those with "
+            "one label, which rank documents, can be served"
+        )
+    return True
 
 
 def read_heads(config: Config) -> tuple[int, int, int, int]:

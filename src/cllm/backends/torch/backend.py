@@ -178,7 +178,7 @@ class TorchBackend:
             system=f"PyTorch {torch.__version__}",
             on_gpu=self.device.type != "cpu",
             generates=self._decoder.generates,
-            embedding_size=a.hidden_size,
+            embedding_size=1 if a.ranks else a.hidden_size,
             pooling=self._embedder.pooling,
             max_embedding_tokens=self._embedder.max_tokens,
             max_embedding_batch_tokens=self._embedder.max_batch_tokens,

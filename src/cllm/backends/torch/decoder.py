@@ -269,6 +269,9 @@ class Decoder:
                 if f"{head}.bias" in weights:
                     self.head_bias = weights.read(f"{head}.bias", size[:1])
                 break
+        self.score: Linear | None = None
+        if a.ranks:
+            self.score, self.generates = Linear(weights, ["score"], [1], a.hidden_size), False
         self._frequencies = [
             (torch.tensor(rope.frequencies, device=self.device), rope.factor) for rope in a.ropes
         ]

@@ -23,9 +23,12 @@ class Embedder:
     """Implements Backend.embed for decoders, whose texts may come in parts."""
 
     def __init__(self, decoder: Decoder, pooling: str, max_tokens: int) -> None:
-        """A text has at most ``max_tokens``. Nothing is allocated yet."""
+        """A text has at most ``max_tokens``. ``pooling`` is used unless the model scores texts, by
+        their last tokens. Nothing is allocated yet.
+        """
         self._decoder = decoder
-        self.pooling, self.max_tokens = pooling, max_tokens
+        self.pooling = "rank" if decoder.architecture.ranks else pooling
+        self.max_tokens = max_tokens
         self.max_batch_tokens = MAX_BATCH_TOKENS
         self._cells: Cells | None = None
         self._room = 0  # length of the longest text for which there are cells
@@ -47,6 +50,8 @@ class Embedder:
             for seq_id, chunk in zip(seq_ids, chunks, strict=True)
         ]
         hidden = self._decoder.compute(make_step(self._decoder, cells, rows), cells)
+        if self._decoder.score is not None:
+            hidden = self._decoder.score(hidden)
         last = chunks[-1]
         done = last.start + len(last.tokens)
         if done < last.length:

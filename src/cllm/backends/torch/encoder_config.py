@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cllm.backends.torch.architecture import ACTIVATIONS, MAX_LAYERS, Config
-from cllm.errors import StartupError
+from cllm.backends.torch.architecture import ACTIVATIONS, MAX_LAYERS, Config, read_ranks
 
 
 @dataclass(frozen=True)
@@ -152,17 +151,3 @@ def read_encoder_config(values: Mapping[str, Any], where: str) -> EncoderConfig:
         activation=config.choose(keys["activation"], activation, ACTIVATIONS),
         ranks=read_ranks(values, where),
     )
-
-
-def read_ranks(values: Mapping[str, Any], where: str) -> bool:
-    """Return whether the model scores texts. Raises StartupError if it sorts them into classes."""
-    if "ForSequenceClassification" not in str(values.get("architectures")):
-        return False
-    labels = values.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
-    if count != 1:
-        raise StartupError(
-            f"{where}: the model is a classifier with {str(count)[:20]} labels; only those with "
-            "one label, which rank documents, can be served"
-        )
-    return True
