@@ -437,7 +437,8 @@ bool are_usable(const ggml_tensor &weights) {
     const ggml_backend_buffer_type_t repack = ggml_backend_cpu_repack_buffer_type();
     const bool repacked = weights.buffer != nullptr && weights.buffer->buft == repack;
     if (weights.type == GGML_TYPE_Q4_K) return repacked && weights.extra != nullptr;
-    return !repacked && ggml_is_contiguous(&weights);
+    // Weights that are not as in the file have an extra, in AMX's buffers, too.
+    return !repacked && weights.extra == nullptr && ggml_is_contiguous(&weights);
 }
 
 }  // namespace
@@ -449,7 +450,8 @@ bool has_own_product(int type) {
     return type == GGML_TYPE_Q4_K;
 }
 
-bool multiply_quantized(const ggml_compute_params *params, ggml_tensor *dst) {
+// Computes a product if its weights are known here. Otherwise returns false.
+static bool multiply_quantized(const ggml_compute_params *params, ggml_tensor *dst) {
     if (!enabled || params->use_ref || dst->op != GGML_OP_MUL_MAT || !are_usable(*dst->src[0]))
         return false;
     const ggml_tensor &input = *dst->src[1];
@@ -479,7 +481,9 @@ bool multiply_quantized(const ggml_compute_params *params, ggml_tensor *dst) {
 #else
 
 bool cllm::has_own_product(int) { return false; }
-bool cllm::multiply_quantized(const ggml_compute_params *, ggml_tensor *) { return false; }
+namespace cllm {
+static bool multiply_quantized(const ggml_compute_params *, ggml_tensor *) { return false; }
+}  // namespace cllm
 
 #endif
 

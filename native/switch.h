@@ -20,7 +20,4 @@ extern CLLM_HIDDEN std::atomic<bool> enabled;
 
 // Returns whether quantized.cpp computes products with weights of a type, as llama.cpp loads them.
 CLLM_HIDDEN bool has_own_product(int type);
-
-// Computes a product if quantized.cpp knows its weights. Otherwise returns false.
-CLLM_HIDDEN bool multiply_quantized(const ggml_compute_params *params, ggml_tensor *dst);
 }

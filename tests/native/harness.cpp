@@ -177,7 +177,8 @@ int divide_product(int type, int rows, int batches, bool expert, int *sizes) {
 
 // Multiplies by the linked library of ggml: out (tokens x used experts x rows) from weights
 // (experts x rows x columns), input (tokens x columns) and ids (tokens x used experts); without ids
-// for the only matrix. ours: as cLLM divides the work. repacked: with weights as llama.cpp loads them.
+// for the only matrix. ours: as cLLM divides the work. repacked: with weights as llama.cpp loads them;
+// below 0: they say that they are stored in another order, which only ggml knows.
 void run_product(int type, const int64_t *sizes, const void *weights, const float *input,
                  const int32_t *ids, float *out, int threads, int ours, int repacked,
                  double *seconds) {
@@ -193,7 +194,8 @@ void run_product(int type, const int64_t *sizes, const void *weights, const floa
     ggml_tensor *dst = ids ? ggml_mul_mat_id(context, w, x, chosen) : ggml_mul_mat(context, w, x);
     w->data = (void *)weights, x->data = (void *)input, chosen->data = (void *)ids, dst->data = out;
     ggml_backend_buffer_t buffer = nullptr;
-    if (repacked) {
+    if (repacked < 0) w->extra = context;
+    if (repacked > 0) {
         buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_repack_buffer_type(), ggml_nbytes(w));
         w->data = nullptr;
         ggml_backend_tensor_alloc(buffer, w, ggml_backend_buffer_get_base(buffer));

@@ -122,7 +122,7 @@ class Product:
         experts: int = 0,
         used: int = 1,
         shape: tuple[int, int] = (96, 768),
-        repacked: bool = False,
+        repacked: int = False,
     ) -> None:
         rng = np.random.default_rng(tokens)
         rows, columns = shape
@@ -210,6 +210,17 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(library, kind, rep
         part.input[:] = whole.input[:tokens]
         part.run(library, ours=True, threads=1 + tokens % 3)
         np.testing.assert_array_equal(part.out, whole.out[:tokens])
+
+
+@pytest.mark.usefixtures("linked")
+@pytest.mark.parametrize("kind", [Q4_K, Q6_K])
+def test_weights_in_an_unknown_order_are_left_to_ggml(library, kind) -> None:
+    """Such as those in the buffers of AMX, whose products were NaN."""
+    product = Product(kind, 5, repacked=-1)
+    product.run(library, ours=False)
+    expected = product.out.copy()
+    product.run(library, ours=True)
+    assert (product.out == expected).all()
 
 
 @pytest.mark.usefixtures("linked")
