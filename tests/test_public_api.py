@@ -11,8 +11,10 @@ from cllm.cluster.metrics import FrontMetrics
 from cllm.config.settings import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
+from cllm.environment import MemoryUse
 from cllm.observe.collectors import EngineFigures
 from cllm.observe.exposition import render
+from cllm.observe.machine import GpuUse, MachineUse
 from cllm.observe.metrics import Metrics, ServerMetrics
 from cllm.observe.step_histograms import StepHistograms
 from cllm.routing.router import Router
@@ -68,8 +70,10 @@ def test_commands_and_sections_of_the_configuration():
 def test_metrics():
     engines = [EngineFigures(True, 0, Stats(), StepHistograms())] * 2
     current: dict[str, Any] = {"ready": True, "num_restarts": 0, "reservations": {}}
+    use = MemoryUse(1, 2)
+    machine = MachineUse(use, (GpuUse("GPU 0", 0.5, use),))
     registries = [
-        ServerMetrics().update({}, 0),
+        ServerMetrics().update({}, 0, (), machine),
         Metrics("m").update(Stats(), engines=engines, **current),
         FrontMetrics(Replicas([], ClusterKey(Settings()), Router(1), 3.0)).registry,
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ def make_body(num_bytes: int) -> bytes:
 async def read(body: bytes, receive: Any) -> Any:
     """Return what a front reads in the body of a request."""
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    forwarded = Forwarding(None, Request(scope, receive), None)
+    front = SimpleNamespace(spans=None)
+    forwarded = Forwarding(front, Request(scope, receive), None)
     forwarded._body = body
     return await forwarded._read_fields()
 
