@@ -42,7 +42,7 @@ browser: ## fetch Chromium for the tests of the page, unless it is installed: Pl
 models: ## fetch two trained models (350 MB) for the tests marked real, and for measurements
 	@exec $(CHECK) python tools/real_models.py
 
-torch: ## fetch PyTorch for CPUs (200 MB, 750 MB installed) for the tests marked torch
+torch: ## fetch PyTorch for CPUs (200 MB, 750 MB installed) and transformers for the tests marked torch
 	@exec tools/setup.sh --torch true
 
 coverage: ## run all tests in one process and show the lines that none of them reaches

@@ -3,7 +3,7 @@
 #
 #   tools/setup.sh uv run cllm serve          the whole environment in .venv, llama.cpp compiled
 #   tools/setup.sh --cluster uv run pytest    with Ray as well (the extra "cluster", 500 MB)
-#   tools/setup.sh --torch uv run pytest      with PyTorch for CPUs as well (the extra "torch", 750 MB)
+#   tools/setup.sh --torch uv run pytest      with PyTorch for CPUs as well (the extra "torch", 750 MB), and transformers
 #   tools/setup.sh --no-llama uv run mypy     enough to check the sources; compiles nothing
 #
 # It installs into this checkout only (.venv, .tools; downloads are shared in uv's cache).
@@ -138,16 +138,19 @@ has_llama() {
   cat "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp_python-*/uv_build.json 2>/dev/null | grep -qF "$kernels"
 }
 
-has_torch() { ls -d "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/torch >/dev/null 2>&1; }
+has_torch() {
+  packages=$(echo "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages)
+  [ -d "$packages/torch" ] && [ -d "$packages/transformers" ]
+}
 
 # Not from uv.lock, whose PyTorch for Linux brings gigabytes of CUDA. pip may have been told of a folder with a wheel for
-# CPUs; otherwise it comes from PyTorch's own index.
+# CPUs; otherwise it comes from PyTorch's own index. Tests compare its results with those of transformers.
 install_torch() {
   links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} source="--torch-backend cpu"
   ! ls "$links"/torch-"$TORCH"+cpu-*.whl >/dev/null 2>&1 || source="--find-links $links"
   say "fetching PyTorch $TORCH for CPUs"
   # shellcheck disable=SC2086 # two words
-  uv pip install --quiet --python "$UV_PROJECT_ENVIRONMENT" $source "torch==$TORCH" >&2 \
+  uv pip install --quiet --python "$UV_PROJECT_ENVIRONMENT" $source "torch==$TORCH" "transformers==$TRANSFORMERS" >&2 \
     || die "PyTorch could not be fetched: install it into $UV_PROJECT_ENVIRONMENT yourself"
 }
 
@@ -194,7 +197,7 @@ stage() {
   fi
 }
 
-TORCH=2.13.0
+TORCH=2.13.0 TRANSFORMERS=5.24.0
 UV_PYTHON_DOWNLOADS=never # the system's Python is used; PyPI is the only place asked
 UV_PROJECT_ENVIRONMENT=${UV_PROJECT_ENVIRONMENT:-.venv}
 export UV_PYTHON_DOWNLOADS
