@@ -15,21 +15,19 @@ from torch import Tensor
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.params import BackendParams
-from cllm.backends.threads import ThreadLimit, may_adapt
 from cllm.backends.torch.adapters import LoadedAdapters
 from cllm.backends.torch.architecture import Architecture, read_architecture
 from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.embedder import Embedder
 from cllm.backends.torch.step import make_step
+from cllm.backends.torch.threads import Threads
 from cllm.backends.torch.vocabulary import read_vocabulary
 from cllm.backends.torch.weights import DTYPES, Weights
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.model_info import ModelInfo
-from cllm.environment import count_cpus
 from cllm.errors import EngineError, StartupError
 from cllm.models.checkpoint import CONFIG, Checkpoint, read_checkpoint
-from cllm.observe.cpu_time import decoding
 
 if TYPE_CHECKING:
     from cllm.backends.torch.options import Options
@@ -127,11 +125,10 @@ class TorchBackend:
         Raises StartupError if it cannot be loaded.
         """
         options = read_options(params)
-        self._most_threads = options.n_threads or count_cpus()
-        self._num_engines = 1
-        self._limit = ThreadLimit(self._most_threads) if may_adapt(options.n_threads) else None
         checkpoint = read_checkpoint(Path(params.path))
         self.device = choose_device(options)
+        self._threads = Threads(options.n_threads, self.device)
+        self.share_cores = self._threads.share
         self.dtype = choose_dtype(options, self.device, checkpoint)
         where = str(checkpoint.folder / CONFIG)
         architecture = read_architecture(checkpoint.text_config, where, params.context_length)
@@ -152,7 +149,9 @@ class TorchBackend:
         num_ids = params.max_num_seqs + NUM_SPARE_IDS
         self._cells = Cells(shape, num_cells, num_ids, self.dtype, self.device)
         longest = min(context, checkpoint.max_embedding_tokens or context)
-        self._embedder = Embedder(self._decoder, checkpoint.pooling or "mean", longest)
+        self._embedder = Embedder(
+            self._decoder, checkpoint.pooling or "mean", longest, self._threads
+        )
         num_samples = min(params.max_num_batched_tokens, max(MIN_SAMPLES, params.max_num_seqs))
         self.info = ModelInfo(
             name=checkpoint.folder.resolve().name,
@@ -199,17 +198,6 @@ class TorchBackend:
             check_finite(self._decoder.compute_logits(hidden), self.dtype)
         self._cells.trim(0, 0)
         return min(times[1:])
-
-    def share_cores(self, num_engines: int) -> None:
-        self._num_engines = num_engines
-
-    def _count_threads(self) -> int:
-        """Return how many threads the next step gets: those that find a free CPU."""
-        most = max(1, self._most_threads // self._num_engines)
-        if self._limit is None or self.device.type != "cpu":
-            return most
-        self._limit.look()
-        return min(most, self._limit.count)
 
     def load_adapter(self, name: str, path: str) -> None:
         with torch.inference_mode():
@@ -266,15 +254,8 @@ class TorchBackend:
         """Compute rows, each of a sequence, its number of tokens before, and the new ones. Return
         the hidden states of the tokens ``samples``.
         """
-        num_threads = self._count_threads()
-        if num_threads != torch.get_num_threads():
-            torch.set_num_threads(num_threads)
         step = make_step(self._decoder, self._cells, rows)
-        begun, used = time.monotonic(), decoding.seconds
-        hidden = decoding.timing(self._decoder.compute)(step, self._cells)
-        if self._limit is not None:
-            seconds = time.monotonic() - begun
-            self._limit.note(num_threads, seconds, decoding.seconds - used)
+        hidden = self._threads.run(self._decoder.compute, step, self._cells)
         return hidden if len(samples) == len(hidden) else hidden[samples]
 
     # --- cells -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from cllm.backends.base import Vectors
 from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.step import make_step
+from cllm.backends.torch.threads import Threads
 from cllm.core.batch import MAX_CHUNKS, Chunk
 from cllm.errors import EngineError
 
@@ -22,13 +23,14 @@ LEAST_ROOM = 512
 class Embedder:
     """Implements Backend.embed for decoders, whose texts may come in parts."""
 
-    def __init__(self, decoder: Decoder, pooling: str, max_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, pooling: str, max_tokens: int, threads: Threads) -> None:
         """A text has at most ``max_tokens``. ``pooling`` is used unless the model scores texts, by
         their last tokens. Nothing is allocated yet.
         """
         self._decoder = decoder
         self.pooling = "rank" if decoder.architecture.ranks else pooling
         self.max_tokens = max_tokens
+        self._threads = threads
         self.max_batch_tokens = MAX_BATCH_TOKENS
         self._cells: Cells | None = None
         self._room = 0  # length of the longest text for which there are cells
@@ -49,7 +51,8 @@ class Embedder:
             (seq_id, chunk.start, chunk.tokens)
             for seq_id, chunk in zip(seq_ids, chunks, strict=True)
         ]
-        hidden = self._decoder.compute(make_step(self._decoder, cells, rows), cells)
+        step = make_step(self._decoder, cells, rows)
+        hidden = self._threads.run(self._decoder.compute, step, cells)
         if self._decoder.score is not None:
             hidden = self._decoder.score(hidden)
         last = chunks[-1]

@@ -16,11 +16,11 @@ from cllm.backends.torch.backend import check_finite, choose_device, choose_dtyp
 from cllm.backends.torch.embedder import MAX_BATCH_TOKENS, check_tokens, pool
 from cllm.backends.torch.encoder import Encoder
 from cllm.backends.torch.encoder_config import read_encoder_config
+from cllm.backends.torch.threads import Threads
 from cllm.backends.torch.vocabulary import read_vocabulary
 from cllm.backends.torch.weights import Weights
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk
 from cllm.core.model_info import ModelInfo
-from cllm.environment import count_cpus
 from cllm.errors import EngineError, StartupError
 from cllm.models.checkpoint import CONFIG, read_checkpoint
 
@@ -36,10 +36,10 @@ class EncoderBackend:
         Raises StartupError if it cannot be loaded.
         """
         options = read_options(params)
-        self._num_threads = options.n_threads or count_cpus()
-        self.share_cores(1)
         checkpoint = read_checkpoint(Path(params.path))
         device = choose_device(options)
+        self._threads = Threads(options.n_threads, device)
+        self.share_cores = self._threads.share
         dtype = choose_dtype(options, device, checkpoint)
         config = read_encoder_config(checkpoint.text_config, str(checkpoint.folder / CONFIG))
         self.vocabulary = read_vocabulary(checkpoint, config.vocabulary_size)
@@ -86,9 +86,6 @@ class EncoderBackend:
         if progress:
             progress(1.0)
 
-    def share_cores(self, num_engines: int) -> None:
-        torch.set_num_threads(max(1, self._num_threads // num_engines))
-
     def embed(self, chunks: list[Chunk]) -> Vectors:
         """Raises EngineError for chunks that break the contract, and if PyTorch fails."""
         self._check(chunks)
@@ -96,7 +93,8 @@ class EncoderBackend:
         sizes, ranks = [len(text) for text in texts], self.info.pooling == "rank"
         with torch.inference_mode():
             try:
-                hidden = self._encoder.compute(texts, [self._find_types(text) for text in texts])
+                types = [self._find_types(text) for text in texts]
+                hidden = self._threads.run(self._encoder.compute, texts, types)
                 if not ranks:
                     return pool(hidden, sizes, self.info.pooling)
                 first = torch.stack([text[0] for text in hidden.split(sizes)])
