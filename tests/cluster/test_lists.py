@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from cllm.cluster.ask import ReplicaAnswer
-from cllm.cluster.lists import answer_list
+from cllm.cluster.lists import answer_list, read_limit
 from cllm.errors import BadRequest
 from cllm.server.anthropic.batches import choose_page
 from cllm.server.list_cursors import find_split
@@ -55,7 +55,7 @@ async def ask(replica, request, target):
         last = parts.path.rpartition("/")[2]
         found = [one for one in objects if one["id"] == last]
         return answer(200, found[0]) if found else answer(404, {"error": "no such object"})
-    limit = int(query["limit"])
+    limit = read_limit(query["limit"])
     ASKED.append(limit)
     try:
         if parts.path == "/v1/files":
@@ -138,6 +138,21 @@ def test_object_whose_id_names_no_replica_is_found():
     replicas[1].objects[:] = [{"id": "file-1", "created_at": 3}, {"id": "file-2", "created_at": 1}]
     replicas[0].objects[:] = [{"id": "file-3", "created_at": 2}]
     assert read_all(replicas, "/v1/files", "after", limit=1) == [["file-1"], ["file-3"], ["file-2"]]
+
+
+def test_query_is_read_as_by_a_server():
+    """Servers accept 1.0 as an integer, and ignore the cursors of Anthropic's list elsewhere."""
+    replicas = make_replicas(random.Random(1), has_texts=False, names=["a", "b"])
+    status, page = list_page(replicas, "/v1/files", limit="1.0", before_id="file-a_ffff")
+    assert (status, len(page["data"]), page["has_more"]) == (200, 1, True)
+
+
+def test_replica_with_another_form_of_times_does_no_harm():
+    replicas = make_replicas(random.Random(1), has_texts=False, names=["a", "b"])
+    replicas[1].objects[:] = [{"id": "file-b_1", "created_at": write_time(1)}]
+    status, page = list_page(replicas, "/v1/files", limit=50)
+    assert status == 200
+    assert len(page["data"]) == len(replicas[0].objects) + 1
 
 
 def test_place_in_an_empty_list_is_its_beginning():

@@ -82,3 +82,11 @@ def test_model_has_the_status_of_the_replica_that_has_loaded_most_of_it():
     events._take(4, b'{"model": "m", "event": "model_remove"}')
     events._take(4, b"no event")
     assert events._merge() == {}
+
+
+@pytest.mark.parametrize("data", ["{}", '{"model": 1}', "[]", "\xff", "[" * 100_000])
+def test_event_of_another_form_is_ignored(data):
+    """An exception would end the reading from that replica."""
+    events = ModelEvents(NoReplicas, None, lambda: False)
+    events._take(0, data.encode("latin-1"))
+    assert not events._merge()

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,9 +23,11 @@ from cllm.core.stored_ids import find_replica
 from cllm.errors import BadRequest, EngineError
 from cllm.server.list_cursors import write_cursor
 
+MESSAGE_BATCHES = "/v1/messages/batches"
 # The number of entries in a page by default
-STORED_LISTS = {"/v1/files": 10_000, "/v1/batches": 20, "/v1/messages/batches": 20}
-CURSORS = ("before_id", "after_id", "after")  # the first one counts
+STORED_LISTS = {"/v1/files": 10_000, "/v1/batches": 20, MESSAGE_BATCHES: 20}
+read_limit = TypeAdapter(int).validate_python  # as replicas read it: 20.0 too
+CURSORS = {MESSAGE_BATCHES: ("before_id", "after_id")}  # by path; the first one counts
 ID = re.compile(r"[\w-]{1,200}")
 # asks a replica, in the name of a client, for the answer to a target
 Ask = Callable[[Replica, Request, str], Awaitable[ReplicaAnswer | None]]
@@ -48,9 +51,10 @@ async def answer_list(request: Request, replicas: Sequence[Replica], ask: Ask) -
     """Answer with a page of a list, of which each replica is asked for one page."""
     path, query = request.scope["path"], request.query_params
     ascending = query.get("order") == "asc"
-    cursor = next((name for name in CURSORS if query.get(name)), "")
+    cursors = CURSORS.get(path, ("after",))
+    cursor = next((name for name in cursors if query.get(name)), "")
     owner, time = await find_owner(request, replicas, ask, cursor) if cursor else (None, 0)
-    rest = [one for one in query.multi_items() if one[0] not in ("replica", *CURSORS)]
+    rest = [one for one in query.multi_items() if one[0] not in ("replica", *cursors)]
 
     def write_target(replica: Replica) -> str:
         place = query.get(cursor, "")
@@ -67,14 +71,14 @@ async def answer_list(request: Request, replicas: Sequence[Replica], ask: Ask) -
     if (error := next((one for one in answered if one.status != 200), None)) is not None:
         return error.pass_on()
     pages = [page for one in answered if (page := one.read(StoredPage)) is not None]
-    limit = int(query.get("limit", STORED_LISTS[path]))
+    limit = read_limit(query.get("limit", STORED_LISTS[path]))
     return JSONResponse(
         merge_pages(
             pages,
             limit,
             ascending=ascending,
             is_before=cursor == "before_id",
-            is_message_list=path == "/v1/messages/batches",
+            is_message_list=path == MESSAGE_BATCHES,
         )
     )
 
@@ -106,6 +110,12 @@ async def find_owner(
     raise BadRequest(unknown, param=cursor, code="invalid_value")
 
 
+def find_time(entry: dict[str, Any]) -> tuple[bool, int | str]:
+    """Return when something was stored, as a key for sorting, even if replicas differ in form."""
+    time = entry["created_at"]
+    return isinstance(time, str), time
+
+
 def merge_pages(
     pages: Sequence[dict[str, Any]],
     limit: int,
@@ -119,7 +129,7 @@ def merge_pages(
     """
     ordered = pages[::-1] if ascending else pages
     entries = [entry for page in ordered for entry in page["data"]]
-    entries.sort(key=lambda entry: entry["created_at"], reverse=not ascending)
+    entries.sort(key=find_time, reverse=not ascending)
     has_more = len(entries) > limit or any(page["has_more"] for page in pages)
     data = entries[-limit:] if is_before else entries[:limit]
     none = None if is_message_list else ""

@@ -45,7 +45,7 @@ class ModelEvents:
         self._arrived = asyncio.Event()
 
     def _take(self, replica: Replica, data: bytes) -> None:
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
             event = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
             name = msgspec.json.decode(event["model"], type=str)
             models = self._states.setdefault(replica, {})
