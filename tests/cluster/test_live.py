@@ -212,3 +212,20 @@ def test_view_of_a_front_needs_an_administrators_key_but_its_pages_need_none(sta
     assert "<title>cLLM" in front.client.get("/", headers={"accept": "text/html"}).text
     with snapshots(front, authorization="Bearer secret") as find:
         find(lambda one: one["replicas"][0]["status"] == "lost")
+
+
+def test_front_that_everyone_can_reach_shows_no_prompts(start_server):
+    """Its replica shows them to whoever uses its machine."""
+    replica = start_server(*FAKE, "--server.enable-faults", "--server.live-prompts")
+    assert replica.client.post("/faults", json={"faults": [SLOW]}).status_code == 200
+    own = start_front(start_server, replica.url)
+    public = start_front(start_server, replica.url, options=("--host", "0.0.0.0", "--insecure"))
+    with requests(own, 1), snapshots(own) as find, snapshots(public) as find_public:
+
+        def list_engines(snapshot):
+            return [engine for model in snapshot["models"] for engine in model["engines"]]
+
+        shown = find(lambda one: any(engine["prompts"] for engine in list_engines(one)))
+        assert "0 text" in str(list_engines(shown))
+        hidden = find_public(lambda one: any(engine["sequences"] for engine in list_engines(one)))
+        assert [engine["prompts"] for engine in list_engines(hidden)] == [{}]

@@ -75,7 +75,7 @@ class Front:
         self.last_minute = LastMinute()
         self.live = ClusterView(
             self.replicas,
-            access.cluster_key,
+            access,
             self.journeys,
             self.last_minute,
             lambda: self.is_draining and not self.running,

@@ -14,7 +14,7 @@ from cllm.cluster.following import EventFollower
 from cllm.cluster.journey import Journey
 from cllm.cluster.leases import Replica, Replicas
 from cllm.scheduler.trace import SequenceState
-from cllm.server.cluster.key import ClusterKey
+from cllm.server.access import Access
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.routes import EVENTS_PATH
 from cllm.server.live.schema import (
@@ -57,7 +57,7 @@ class ClusterView(SnapshotStream):
     def __init__(
         self,
         replicas: Replicas,
-        key: ClusterKey,
+        access: Access,
         journeys: Collection[Journey],
         last_minute: LastMinute,
         has_ended: Callable[[], bool],
@@ -69,7 +69,10 @@ class ClusterView(SnapshotStream):
         self._last_minute = last_minute
         self._has_ended = has_ended
         self._latest: dict[Replica, LastSnapshot] = {}
-        self._follower = EventFollower(replicas, key, EVENTS_PATH, self._take, self._lose)
+        self._access = access
+        self._follower = EventFollower(
+            replicas, access.cluster_key, EVENTS_PATH, self._take, self._lose
+        )
         self._opened = 0.0  # when the first watcher came
         self._arrived = asyncio.Event()
 
@@ -104,6 +107,7 @@ class ClusterView(SnapshotStream):
         now = asyncio.get_running_loop().time()
         at_front, journeys = self._show_journeys()
         hidden = {one.name for one in at_front}
+        shows_prompts = self._access.may_show_prompts
         states: list[ReplicaState] = []
         models: list[ModelState] = []
         for replica in sorted(self._replicas.all, key=lambda one: one.name):
@@ -113,7 +117,8 @@ class ClusterView(SnapshotStream):
             state = self._describe(replica, snapshot, age, now)
             states.append(state)
             if snapshot is not None and state.seconds_old is not None:
-                models += [label(one, replica.name, hidden) for one in snapshot.models]
+                found = [label(one, replica.name, hidden) for one in snapshot.models]
+                models += found if shows_prompts else map(without_prompts, found)
         return Snapshot(
             at=round(time.time(), 3),
             version=__version__,
@@ -177,6 +182,12 @@ def label(model: ModelState, replica: str, hidden: set[str]) -> ModelState:
     """
     engines = [rename(one, hidden) for one in model.engines]
     return msgspec.structs.replace(model, replica=replica, engines=engines)
+
+
+def without_prompts(model: ModelState) -> ModelState:
+    """Return a model for everyone. Its replica cannot know who watches at the front."""
+    engines = [msgspec.structs.replace(one, prompts={}) for one in model.engines]
+    return msgspec.structs.replace(model, engines=engines)
 
 
 def rename(engine: EngineState, hidden: set[str]) -> EngineState:

@@ -106,6 +106,11 @@ class Access:
             return False
         return not is_loopback(server.host) and bool(self.cluster_key.find())
 
+    @property
+    def may_show_prompts(self) -> bool:
+        """Whether only administrators or users of this machine can watch the live view."""
+        return is_loopback(self._settings.server.host) or self.is_required
+
     def account(self, name: str) -> Account:
         """Return the account ``name`` with its settings, for stored work such as batches.
 
@@ -221,7 +226,7 @@ def check_access(settings: Settings, access: Access) -> None:
         )
     if server.enable_faults and access.is_required:
         raise StartupError("server.enable_faults cannot be used with API keys")
-    if server.live_prompts and not is_loopback(server.host) and not access.is_required:
+    if server.live_prompts and not access.may_show_prompts:
         raise StartupError(
             f"server.live_prompts on {server.host} would show everyone what others ask: create API "
             "keys with `cllm keys add NAME`"
