@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from checkpoints import convert_model, write_checkpoint
+from conftest import PATIENCE
 
 from cllm.models.catalog import BUILTIN
 
@@ -37,6 +41,37 @@ def test_checkpoint_is_served_under_its_folder_s_name(server):
     body = {"model": "tuned", "messages": QUESTION, "temperature": 0}
     answer = server.client.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "72"
+
+
+@pytest.mark.torch
+def test_stream_continues_after_the_engine_was_killed(server):
+    body = {"prompt": "Once", "max_tokens": 150, "seed": 3, "temperature": 1, "ignore_eos": True}
+
+    def read(kill_after: int = -1) -> str:
+        text, num_chunks = "", 0
+        with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as got:
+            for line in got.iter_lines():
+                if "{" in line:
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    num_chunks += 1
+                if num_chunks == kill_after:
+                    os.kill(server.engine_pid(), signal.SIGKILL)
+        return text
+
+    calm = read()
+    assert read(kill_after=20) == calm
+    assert server.metric("engine_restarts_total") == 1
+
+
+@pytest.mark.torch
+def test_ctrl_c_while_loading_exits_with_130(checkpoint):
+    command = [sys.executable, "-m", "cllm", "serve", str(checkpoint), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "cllm: loading tuned\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.torch
