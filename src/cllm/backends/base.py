@@ -110,6 +110,11 @@ class Backend(Protocol):
 class Vocabulary(VocabularyFacts, Tokenizer, Protocol):
     """Converts text to token ids, and token ids to bytes. Several threads may call it."""
 
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end an answer, in order."""
+        ...
+
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         """Return the tokenizer for compiling grammars; this takes up to a second.
 

@@ -80,6 +80,15 @@ class Checkpoint:
     max_embedding_tokens: int | None = None
 
     @property
+    def config_path(self) -> Path:
+        """The file that ``config`` is from."""
+        return self.folder / CONFIG
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
     def text_config(self) -> dict[str, Any]:
         """The part of ``config`` about the language model; models that also see or hear nest it."""
         nested = self.config.get("text_config")

@@ -89,6 +89,7 @@ class FakeBackend:
         failing: FailingSteps = NONE_FAIL,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self.vocabulary = FakeVocabulary()
         self.info = ModelInfo(
             name="fake",
             architecture="fake",
@@ -101,7 +102,7 @@ class FakeBackend:
             max_num_samples=max_num_batched_tokens,
             num_cells=num_cells or context_length * max_num_seqs,
             layout=layout or ("unified" if num_cells else "partitioned"),
-            end_tokens=[END],
+            end_tokens=self.vocabulary.end_tokens,
             can_trim=can_trim,
             num_spare_ids=num_spare_ids,
             state_bytes_per_token=1,
@@ -110,7 +111,6 @@ class FakeBackend:
             embedding_size=TOKEN_VECTORS.shape[1],
             max_embedding_tokens=context_length,
         )
-        self.vocabulary = FakeVocabulary()
         self._length = length
         self._costs = costs
         self._failing = failing

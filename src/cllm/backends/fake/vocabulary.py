@@ -36,6 +36,7 @@ class FakeVocabulary:
     pair_tokens: tuple[list[int], list[int], list[int]] = ([], [END], [])
 
     def __init__(self) -> None:
+        self.end_tokens = [END]
         bytes_only = [bytes([i]) for i in range(256)]
         self.pieces = Pieces.of([*bytes_only, *[b""] * (VOCABULARY_SIZE - 256)])
         self.special_texts = {"bos_token": "", "eos_token": ""}

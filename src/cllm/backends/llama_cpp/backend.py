@@ -183,7 +183,7 @@ class LlamaCppBackend:
             max_num_samples=max_samples(params, sizes),
             num_cells=sizes.num_cells,
             layout=sizes.layout,
-            end_tokens=[t for t in range(vocabulary_size) if lib.llama_vocab_is_eog(vocab, t)],
+            end_tokens=self.vocabulary.end_tokens,
             model_bytes=int(lib.llama_model_size(self._model)),
             kv_bytes_per_token=self._params.kv_bytes_per_token,
             system=system_info(),

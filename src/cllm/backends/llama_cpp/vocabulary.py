@@ -108,6 +108,11 @@ class LlamaVocabulary:
         return None if min(repository, file) < 0 else (repository, file)
 
     @cached_property
+    def end_tokens(self) -> list[int]:
+        is_end = partial(lib.llama_vocab_is_eog, self._vocab)
+        return [token for token in range(self.size) if is_end(token)]
+
+    @cached_property
     def control_tokens(self) -> list[str]:
         texts = {self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)}
         return sorted(texts - {""}, key=len, reverse=True)

@@ -13,21 +13,22 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cllm.backends.base import Logits, StateBuffer, Vectors
+from cllm.backends.base import Logits, StateBuffer, Vectors, Vocabulary
 from cllm.backends.params import BackendParams
 from cllm.backends.torch.adapters import LoadedAdapters
-from cllm.backends.torch.architecture import Architecture, read_architecture
+from cllm.backends.torch.architecture import Architecture
 from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.embedder import Embedder
+from cllm.backends.torch.gguf_checkpoint import describe_decoder, read_model
 from cllm.backends.torch.step import make_step
 from cllm.backends.torch.threads import Threads
 from cllm.backends.torch.vocabulary import read_vocabulary
-from cllm.backends.torch.weights import DTYPES, Weights
+from cllm.backends.torch.weights import DTYPES, open_weights
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError, StartupError
-from cllm.models.checkpoint import CONFIG, Checkpoint, read_checkpoint
+from cllm.models.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from cllm.backends.torch.options import Options
@@ -120,21 +121,21 @@ class TorchBackend:
     def __init__(
         self, params: BackendParams, progress: Callable[[float], None] | None = None
     ) -> None:
-        """Load the checkpoint ``params.path``; ``progress`` receives the loaded share, 0 to 1.
+        """Load the checkpoint or GGUF file ``params.path``. ``progress`` receives the loaded share,
+        0 to 1.
 
         Raises StartupError if it cannot be loaded.
         """
         options = read_options(params)
-        checkpoint = read_checkpoint(Path(params.path))
+        checkpoint = read_model(Path(params.path))
         self.device = choose_device(options)
         self._threads = Threads(options.n_threads, self.device)
         self.share_cores = self._threads.share
         self.dtype = choose_dtype(options, self.device, checkpoint)
-        where = str(checkpoint.folder / CONFIG)
-        architecture = read_architecture(checkpoint.text_config, where, params.context_length)
-        self.vocabulary = read_vocabulary(checkpoint, architecture.vocabulary_size)
+        architecture = describe_decoder(checkpoint, params.context_length)
+        self.vocabulary: Vocabulary = read_vocabulary(checkpoint, architecture.vocabulary_size)
         with torch.inference_mode():
-            weights = Weights(checkpoint, self.dtype, self.device, progress)
+            weights = open_weights(checkpoint, self.dtype, self.device, progress)
             self._decoder = Decoder(weights, architecture)
             self._adapters = LoadedAdapters(self._decoder, params.adapters)
         self._snapshots: dict[int, Tensor] = {}
@@ -154,7 +155,7 @@ class TorchBackend:
         )
         num_samples = min(params.max_num_batched_tokens, max(MIN_SAMPLES, params.max_num_seqs))
         self.info = ModelInfo(
-            name=checkpoint.folder.resolve().name,
+            name=checkpoint.name,
             architecture=a.model_type,
             description=f"{a.model_type} {checkpoint.num_parameters / 1e9:.2g}B "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}",

@@ -54,7 +54,7 @@ class EncoderBackend:
         for name in params.adapters:
             self.load_adapter(name, "")
         self.info = ModelInfo(
-            name=checkpoint.folder.resolve().name,
+            name=checkpoint.name,
             architecture=config.model_type,
             description=f"{config.model_type} {checkpoint.num_parameters / 1e9:.2g}B "
             f"{str(dtype).removeprefix('torch.')} on {device}",

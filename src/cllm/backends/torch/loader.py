@@ -1,4 +1,4 @@
-"""Loads checkpoints with PyTorch; see ``registry.Loader``."""
+"""Loads checkpoints and GGUF files with PyTorch; see ``registry.Loader``."""
 # ruff: noqa: ARG001  # the protocol has these arguments
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ def resolve(
 
 
 def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
-    from cllm.backends.torch.architecture import read_architecture
     from cllm.backends.torch.encoder_config import is_encoder, read_encoder_config
-    from cllm.models.checkpoint import CONFIG, read_checkpoint
+    from cllm.backends.torch.gguf_checkpoint import describe_decoder, read_model
 
-    checkpoint = read_checkpoint(Path(params.path))
-    config, where = checkpoint.text_config, str(checkpoint.folder / CONFIG)
+    checkpoint = read_model(Path(params.path), check_tokens=check_tokens)
     # "auto" is at most float32; only PyTorch, which takes a second to import, knows whether it is
     itemsize = 2 if params.options.get("dtype") in ("bfloat16", "float16") else 4
     num_kept = 0  # numbers of a token in the KV cache
-    if is_encoder(config):
-        read_encoder_config(config, where)
+    if is_encoder(checkpoint.text_config):
+        read_encoder_config(checkpoint.text_config, str(checkpoint.config_path))
     else:
-        architecture = read_architecture(config, where, params.context_length)
+        architecture = describe_decoder(checkpoint, params.context_length)
         num_kept = 2 * len(architecture.layers) * architecture.kv_size
     return ModelSize(checkpoint.num_parameters * itemsize, num_kept * itemsize)
 
@@ -71,27 +69,33 @@ def load(
     from cllm.backends.torch.encoder_config import is_encoder
     from cllm.models.checkpoint import read_config
 
+    path = Path(params.path)
+    is_file = path.is_file()
     with loadable():
         from cllm.backends.torch.backend import TorchBackend
         from cllm.backends.torch.encoder_backend import EncoderBackend
 
-    kind = EncoderBackend if is_encoder(read_config(Path(params.path))) else TorchBackend
+        if is_file:
+            import gguf  # noqa: F401  # dequantizes the weights
+
+    embeds_only = not is_file and is_encoder(read_config(path))
     try:
-        return kind(params, progress)
+        return (EncoderBackend if embeds_only else TorchBackend)(params, progress)
     except (RuntimeError, EngineError, MemoryError, OverflowError) as error:
         reason = " ".join(str(error).split())[:300]
         raise StartupError(f"{params.path}: PyTorch cannot load the model: {reason}") from None
 
 
 def load_vocabulary(params: BackendParams) -> Vocabulary:
+    from cllm.backends.torch.gguf_checkpoint import read_model
+
     with loadable():
         from cllm.backends.torch.vocabulary import read_vocabulary
 
     from cllm.backends.torch.architecture import Config
-    from cllm.models.checkpoint import CONFIG, read_checkpoint
 
-    checkpoint = read_checkpoint(Path(params.path))
-    config = Config(checkpoint.text_config, str(checkpoint.folder / CONFIG))
+    checkpoint = read_model(Path(params.path))
+    config = Config(checkpoint.text_config, str(checkpoint.config_path))
     return read_vocabulary(checkpoint, config.integer("vocab_size"))
 
 

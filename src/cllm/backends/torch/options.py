@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-SUMMARY = "runs checkpoints (folders with safetensors) with PyTorch"
+SUMMARY = "runs checkpoints (folders with safetensors) and some GGUF files with PyTorch"
 
 
 class Options(BaseModel):

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ahocorasick_rs import AhoCorasick, MatchKind
 
+from cllm.backends.params import BackendParams
+from cllm.backends.registry import import_loader
+from cllm.backends.torch.gguf_checkpoint import GgufCheckpoint
 from cllm.backends.torch.tokenizer_files import Decoding, TokenizerFiles, read_tokenizer_files
 from cllm.core.vocabulary import Pieces
 from cllm.errors import EngineError, ModelFileError
@@ -26,6 +29,8 @@ from tokenizers import AddedToken, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+    from cllm.backends.base import Vocabulary
 
 EVERY_BYTE = "".join(
     map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)])
@@ -59,11 +64,15 @@ INFILL_TEXTS = (
 REPOSITORY_TEXTS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
 
 
-def read_vocabulary(checkpoint: Checkpoint, size: int) -> HfVocabulary:
-    """Return the vocabulary of a checkpoint that says that it computes ``size`` logits.
+def read_vocabulary(checkpoint: Checkpoint, size: int) -> Vocabulary:
+    """Return the vocabulary of a checkpoint that says that it computes ``size`` logits. llama.cpp
+    reads that of a GGUF file, so both backends have the same tokens.
 
     Raises ModelFileError if it cannot, or if the files are damaged or do not belong to the model.
     """
+    if isinstance(checkpoint, GgufCheckpoint):
+        params = BackendParams(path=str(checkpoint.folder))
+        return import_loader("llama_cpp").load_vocabulary(params)
     rows = (tensor.shape[0] for tensor in checkpoint.tensors.values() if tensor.shape)
     if size > max(rows, default=0):
         path = checkpoint.folder / CONFIG
@@ -124,7 +133,6 @@ class HfVocabulary:
 
     @cached_property
     def end_tokens(self) -> list[int]:
-        """The tokens that end an answer, in order."""
         generation, config = self._checkpoint.generation, self._checkpoint.config
         ids = set[int]()
         for source in (generation, config, self._checkpoint.text_config):

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint's safetensors files."""
+"""Reads the tensors of checkpoints, from safetensors or GGUF files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cllm.backends.torch.gguf_checkpoint import GgufCheckpoint
 from cllm.errors import StartupError
-from cllm.models.checkpoint import Checkpoint
+from cllm.models.checkpoint import Checkpoint, StoredTensor
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,23 +53,32 @@ class Weights:
                 f"{folder}: the tensor {name} has the shape {list(stored.shape)}, "
                 f"but the settings say {list(shape)}"
             )
-        if stored.dtype not in DTYPES:
-            raise StartupError(
-                f"{folder}: the tensor {name} is {stored.dtype}, and the torch backend reads only "
-                f"{', '.join(DTYPES)}: convert the checkpoint to one of these types"
-            )
         if self._progress:
             self._progress(min(1.0, self._num_read / max(1, self._checkpoint.tensor_bytes)))
         self._num_read += stored.end - stored.begin
-        count, kind = (stored.end - stored.begin), DTYPES[stored.dtype]
-        if not count:
+        if stored.begin == stored.end:
             return torch.empty(stored.shape, dtype=self.dtype, device=self.device)
-        found = torch.frombuffer(
-            self._map(stored.file), dtype=torch.uint8, count=count, offset=stored.begin
-        )
+        return self._convert(name, stored).to(self.device, self.dtype)
+
+    def _convert(self, name: str, stored: StoredTensor) -> Tensor:
+        """Return the tensor as PyTorch can have it, in the mapped file if that is possible."""
+        if stored.dtype not in DTYPES:
+            raise StartupError(
+                f"{self._checkpoint.folder}: the tensor {name} is {stored.dtype}, and the torch "
+                f"backend reads only {', '.join(DTYPES)}: convert the checkpoint to one of these "
+                "types"
+            )
+        kind, found = DTYPES[stored.dtype], self._view(stored)
         if stored.begin % kind.itemsize:  # torch computes with aligned numbers only
             found = found.clone()
-        return found.view(kind).view(stored.shape).to(self.device, self.dtype)
+        return found.view(kind).view(stored.shape)
+
+    def _view(self, stored: StoredTensor) -> Tensor:
+        """Return the tensor's bytes."""
+        count = stored.end - stored.begin
+        return torch.frombuffer(
+            self._map(stored.file), dtype=torch.uint8, count=count, offset=stored.begin
+        )
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._files:
@@ -76,3 +86,43 @@ class Weights:
                 # writes would change private copies: torch wants memory that can be written
                 self._files[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._files[file]
+
+
+class GgufWeights(Weights):
+    """The tensors of GGUF files, dequantized, and with rows in the order of checkpoints."""
+
+    def __init__(
+        self,
+        checkpoint: GgufCheckpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        super().__init__(checkpoint, dtype, device, progress)
+        self._num_heads = checkpoint.num_heads
+
+    def _convert(self, name: str, stored: StoredTensor) -> Tensor:
+        if stored.dtype in DTYPES:
+            found = super()._convert(name, stored)
+        else:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+
+            blocks = self._view(stored).view(*stored.shape[:-1], -1).numpy()
+            found = torch.from_numpy(dequantize(blocks, GGMLQuantizationType[stored.dtype]))
+        heads = self._num_heads.get(name)
+        if heads is None:
+            return found
+        rows, *rest = found.shape
+        return found.view(heads, rows // heads // 2, 2, *rest).transpose(1, 2).reshape(rows, *rest)
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None] | None = None,
+) -> Weights:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return GgufWeights(checkpoint, dtype, device, progress)
+    return Weights(checkpoint, dtype, device, progress)
