@@ -59,15 +59,17 @@ def compute_logits(backend: Backend, tokens: list[int]) -> Logits:
     return np.array(rows)
 
 
-def generate(backend: Backend, prompt: list[int], count: int) -> list[int]:
-    """Return the most probable continuation: ``count`` tokens, or fewer if the model ends it."""
-    [seq] = start(backend, [prompt])
-    prefill(backend, seq, len(prompt) - 1)
-    while len(seq.tokens) < len(prompt) + count:
-        step = decode(backend, [seq])
-        if step[0] in backend.info.end_tokens:
-            break
-    return seq.tokens[len(prompt) :]
+def generate(backend: Backend, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Return the greedy continuation of each prompt: ``count`` tokens, or fewer if it ends."""
+    texts = []
+    for prompt in prompts:
+        [seq] = start(backend, [prompt])
+        prefill(backend, seq, len(prompt) - 1)
+        while len(seq.tokens) < len(prompt) + count:
+            if decode(backend, [seq])[0] in backend.info.end_tokens:
+                break
+        texts.append(seq.tokens[len(prompt) :])
+    return texts
 
 
 def decode(backend: Backend, seqs: list[Sequence]) -> list[int]:
@@ -106,7 +108,7 @@ def measure_memory(_backend: Backend) -> int:
 FUNCTIONS = (compute_logits, generate, measure_speed, measure_memory)
 
 
-def serve(connection: Connection, params: EngineParams, texts: list[str]) -> None:
+def serve(connection: Connection, params: EngineParams, texts: tuple[str, ...]) -> None:
     """Load a model and send Loaded with the tokens of ``texts``. Then call the functions, of
     FUNCTIONS, whose names and arguments arrive, and send what they return, until the connection
     closes.

@@ -293,7 +293,7 @@ def test_trained_model_continues_a_text_as_in_llama_cpp(load, real_model, name) 
     assert compared.mean_kl < 0.01
     assert compared.same_best > 0.9
     start = tokens[:12]
-    mine, their_text = generate(ours, start, 8), generate(theirs, start, 8)
+    [mine], [their_text] = (generate(backend, [start], 8) for backend in (ours, theirs))
     for place, (token, other) in enumerate(zip(mine, their_text, strict=True)):
         if token != other:
             [*_, logits] = compute_logits(theirs, [*start, *mine[:place]])

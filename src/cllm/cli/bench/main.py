@@ -15,6 +15,7 @@ from cyclopts.validators import Number
 
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.make_model import make_model as write_model
+from cllm.cli.bench.backends import compare_backends
 from cllm.cli.bench.compare import compare
 from cllm.cli.bench.files import check_writable, print_json, write_file
 from cllm.cli.bench.load import diff, load
@@ -165,5 +166,5 @@ def make_model(
     print(f"{out}: {format_size(out.stat().st_size)} in {time.monotonic() - begun:.1f} s")
 
 
-for command in (load, diff, stages, compare, make_model):
+for command in (load, diff, stages, compare, compare_backends, make_model):
     app.command(command)
