@@ -551,3 +551,14 @@ def test_long_texts_take_linear_time(vocabulary, text):
             text * (300_000 // len(text)), add_special=True, parse_special=parse
         )
     assert time.process_time() - begun < 20
+
+
+def test_long_list_of_decoders_is_read_in_linear_time():
+    from cllm.backends.torch.tokenizer_files import find_decoding
+
+    empty = {"type": "Sequence", "decoders": []}
+    decoders = [*([empty] * 300_000), {"type": "ByteLevel"}]
+    begun = time.process_time()
+    decoding = find_decoding(Path("tokenizer.json"), {**empty, "decoders": decoders}, "BPE")
+    assert decoding.kind == "bytes"
+    assert time.process_time() - begun < 3  # with a quadratic time, 20

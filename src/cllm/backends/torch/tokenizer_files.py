@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,9 +254,9 @@ def find_decoding(path: Path, decoder: Any, model: str) -> Decoding:
 
 def _list_steps(first: Any, key: str) -> list[dict[str, Any]]:
     """Return the steps of a definition; sequences of them, under ``key``, may be nested."""
-    steps, waiting = list[dict[str, Any]](), [first]
+    steps, waiting = list[dict[str, Any]](), deque([first])
     while waiting:
-        step = waiting.pop(0)
+        step = waiting.popleft()
         if not isinstance(step, dict):
             continue
         if step.get("type") != "Sequence":
