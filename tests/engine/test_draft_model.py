@@ -11,7 +11,8 @@ from cllm.backends.llama_cpp.loader import measure
 from cllm.backends.params import ModelSize
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import build_draft_model, build_engine, fit_memory
+from cllm.core.vocabulary import Pieces
+from cllm.engine.build import are_compatible, build_draft_model, build_engine, fit_memory
 from cllm.engine.commands import Add
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.params import EngineParams
@@ -171,3 +172,44 @@ def test_built_in_model_drafts_for_itself(builtin_model, known_questions):
         assert is_right(done, question)
     stats = collect_stats(llm._engine.scheduler)
     assert stats.num_accepted > 0.7 * stats.num_guesses > 0
+
+
+@pytest.mark.torch
+@pytest.mark.llama
+@pytest.mark.parametrize("is_checkpoint", [True, False])
+def test_draft_model_may_have_another_backend(
+    builtin_path, builtin_checkpoint, known_questions, is_checkpoint
+):
+    """The draft model's files choose it. Texts stay the model's own, and drafts are accepted."""
+    paths = [str(builtin_checkpoint), str(builtin_path)]
+    model, draft = paths if is_checkpoint else reversed(paths)
+    settings = {"model_max_context_length": 512, "scheduler_max_num_seqs": 2}
+    params = SamplingParams(temperature=0, max_tokens=24)
+    prompts = ["Question: What is 12 plus 30?", "The red fox"]
+    with LLM(model, scheduler_speculation="off", **settings) as llm:
+        expected = [done.outputs[0].tokens for done in llm.generate(prompts, params)]
+    with LLM(model, scheduler_speculation="draft_model", model_draft_path=draft, **settings) as llm:
+        assert llm.info.system.startswith("PyTorch") == is_checkpoint
+        assert [done.outputs[0].tokens for done in llm.generate(prompts, params)] == expected
+        for question in known_questions(4, seed=12):
+            done = llm.chat(question.messages, SamplingParams(temperature=0), question.tools)
+            assert is_right(done.outputs[0], question)
+        stats = collect_stats(llm._engine.scheduler)
+    assert stats.num_accepted > 0.5 * stats.num_guesses > 0
+
+
+@pytest.mark.torch
+@pytest.mark.llama
+def test_draft_model_with_another_vocabulary_is_rejected(builtin_checkpoint, tiny_model):
+    path = str(tiny_model("gemma3"))
+    settings = {"model_max_context_length": 512, "scheduler_speculation": "draft_model"}
+    with pytest.raises(StartupError, match=r"^model\.draft_path: .* same vocabulary") as raised:
+        LLM(str(builtin_checkpoint), model_draft_path=path, **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_vocabularies_may_differ_in_ids_that_one_leaves_empty():
+    whole = Pieces.of([b"a", b"b", b"<|end|>"])
+    assert are_compatible(whole, Pieces.of([b"a", b"b", b""]))
+    assert not are_compatible(whole, Pieces.of([b"a", b"c", b""]))
+    assert not are_compatible(whole, Pieces.of([b"a", b"b"]))

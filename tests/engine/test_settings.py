@@ -44,6 +44,7 @@ def test_each_setting_reaches_its_parameter(loader: SizedLoader) -> None:
     params = make_engine_params(
         settings(
             model={"max_context_length": 4096, "draft_path": "small"},
+            backend={"name": "llama_cpp"},
             scheduler={
                 "max_num_seqs": 5,
                 "max_num_batched_tokens": 77,
@@ -69,7 +70,8 @@ def test_each_setting_reaches_its_parameter(loader: SizedLoader) -> None:
     assert params.backend == "llama_cpp"
     assert params.options == Settings().backend.model_dump()["llama_cpp"] != {}
     assert params.path == "/models/large"
-    assert params.draft_path == "/models/small"
+    assert (params.draft_path, params.draft_backend) == ("/models/small", "llama_cpp")
+    assert params.draft_options == params.options
     assert (params.context_length, params.max_num_seqs, params.max_num_batched_tokens) == (
         4096,
         5,
@@ -103,7 +105,7 @@ def test_latency_target_depends_on_the_machine(loader: SizedLoader) -> None:
 
 
 def test_draft_model_that_needs_no_file_keeps_its_name(loader: SizedLoader) -> None:
-    drafted = settings(model={"draft_path": "as-it-is"})
+    drafted = settings(model={"draft_path": "as-it-is"}, backend={"name": "llama_cpp"})
     assert make_engine_params(drafted, Path("large")).draft_path == "as-it-is"
     assert make_engine_params(settings(), Path("large")).draft_path == ""
 

@@ -167,7 +167,8 @@ class ModelSettings(Section):
     )
     draft_path: Text | None = Field(
         default=None,
-        description="A small model with the same vocabulary, as in model.path, that drafts tokens.",
+        description="A small model with the same vocabulary, as in model.path, that drafts tokens. "
+        "It may be a GGUF file for a checkpoint, or the other way round.",
     )
     chat_template_file: Text | None = Field(
         default=None,

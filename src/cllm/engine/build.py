@@ -12,6 +12,7 @@ import msgspec
 from cllm.backends.base import Backend, Vocabulary
 from cllm.backends.registry import import_loader
 from cllm.core.model_info import ModelInfo
+from cllm.core.vocabulary import Pieces
 from cllm.engine.disk import DiskTier
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.embeddings import Embeddings
@@ -64,9 +65,8 @@ def fit_memory(params: EngineParams) -> EngineParams:
         return msgspec.structs.replace(params, weight_bytes=0)
     weights, loader, draft_weights = params.weight_bytes, import_loader(params.backend), 0
     if params.speculation == "draft_model" and params.draft_path:
-        draft = loader.measure(
-            msgspec.structs.replace(params, path=params.draft_path, kv_type=DRAFT_KV_TYPE)
-        )
+        draft_params = make_draft_params(params)
+        draft = import_loader(draft_params.backend).measure(draft_params)
         draft_weights = draft.weight_bytes if draft else 0
     gpu_bytes = loader.measure_gpus(params)
     kv_memory = compute_kv_budget(
@@ -177,14 +177,11 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         raise StartupError("scheduler.speculation is draft_model, but model.draft_path is not set")
     num_seqs = min(MAX_DRAFTED_SEQS, info.max_num_seqs)
     draft_params = msgspec.structs.replace(
-        params,
-        path=params.draft_path,
-        adapters={},
+        make_draft_params(params),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=min(MAX_DRAFT_BATCH, params.max_num_batched_tokens),
-        kv_type=DRAFT_KV_TYPE,
     )
-    size = import_loader(params.backend).measure(draft_params)
+    size = import_loader(draft_params.backend).measure(draft_params)
     num_bytes = size.kv_bytes_per_token if size else 0
     # sequences for which half of the model's own memory does not last get no drafts
     kv_memory, layout = params.kv_memory // 2, "auto"
@@ -201,7 +198,7 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         kv_bytes_per_token=num_bytes,
     )
     backend = build_backend(draft_params)
-    if build_vocabulary(params).pieces != backend.vocabulary.pieces:
+    if not are_compatible(build_vocabulary(params).pieces, backend.vocabulary.pieces):
         raise StartupError(
             f"model.draft_path: {params.draft_path} must have the same vocabulary as the model"
         )
@@ -211,6 +208,30 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
             f"(recurrent state)"
         )
     return DraftModel(backend)
+
+
+def make_draft_params(params: EngineParams) -> EngineParams:
+    """Return the parameters of the draft model, with the sizes of the model."""
+    return msgspec.structs.replace(
+        params,
+        backend=params.draft_backend or params.backend,
+        options=params.draft_options if params.draft_backend else params.options,
+        path=params.draft_path,
+        adapters={},
+        kv_type=DRAFT_KV_TYPE,
+    )
+
+
+def are_compatible(pieces: Pieces, others: Pieces) -> bool:
+    """Return whether two vocabularies have the same tokens. One may have bytes for ids that the
+    other leaves empty: control tokens, and unused ones.
+    """
+    return pieces == others or (
+        len(pieces) == len(others)
+        and all(
+            not one or not other or one == other for one, other in zip(pieces, others, strict=True)
+        )
+    )
 
 
 def build_vocabulary(params: EngineParams) -> Vocabulary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,10 +21,12 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     ready; if it is set, only that is checked.
 
     ``target_itl`` and ``prefill_share`` are explained at SchedulerParams; prefill_share None
-    depends on the device. ``cores_file`` is the file of ``SharedCores``, for engines that may use
-    the same cores at the same time; "" if there are no others. ``chat_template`` replaces the
-    model's own templates unless it is "". With ``check``, the engine verifies the conservation laws
-    after every step, and raises exceptions that it otherwise survives.
+    depends on the device. ``draft_backend``, one of BACKENDS, computes the draft model with
+    ``draft_options``; "" means the model's backend with its options. ``cores_file`` is the file of
+    ``SharedCores``, for engines that may use the same cores at the same time; "" if there are no
+    others. ``chat_template`` replaces the model's own templates unless it is "". With ``check``,
+    the engine verifies the conservation laws after every step, and raises exceptions that it
+    otherwise survives.
     """
 
     backend: str = BACKENDS[0]
@@ -40,6 +42,8 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     weights: dict[str, float] = msgspec.field(default_factory=dict)
     speculation: str = "prompt_lookup"
     draft_path: str = ""
+    draft_backend: str = ""
+    draft_options: dict[str, Any] = msgspec.field(default_factory=dict)
     max_draft_tokens: int = 8
     cores_file: str = ""
     check: bool = False

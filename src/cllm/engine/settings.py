@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,9 +19,14 @@ from cllm.models.template_file import read_template
 
 def resolve_model(settings: Settings, progress: Progress | None = None) -> Path | None:
     """Return the file or the folder of the model, see ``Loader.resolve``."""
-    model, backend = settings.model, settings.backend.name
-    resolve = catalog.resolve if backend == AUTO else import_loader(backend).resolve
-    return resolve(model.path, model.quantization, progress)
+    model = settings.model
+    return choose_resolve(settings)(model.path, model.quantization, progress)
+
+
+def choose_resolve(settings: Settings) -> Callable[..., Path | None]:
+    """Return the function that finds a model's files: that of the backend, if one is set."""
+    backend = settings.backend.name
+    return catalog.resolve if backend == AUTO else import_loader(backend).resolve
 
 
 def make_engine_params(
@@ -36,7 +42,10 @@ def make_engine_params(
     """
     backend, scheduler, kv = settings.backend, settings.scheduler, settings.kv
     name, draft = choose_backend(backend.name, path), settings.model.draft_path
-    loader = import_loader(name)
+    loader, draft_backend = import_loader(name), ""
+    if draft and (found := choose_resolve(settings)(draft)) is not None:
+        # that of its own files, which may be another than the model's
+        draft, draft_backend = str(found), choose_backend(AUTO, found)
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise StartupError(
             f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at "
@@ -57,7 +66,9 @@ def make_engine_params(
         weights=dict(scheduler.weights),  # a copy, because the weights change with the accounts
         speculation=scheduler.speculation,
         max_draft_tokens=scheduler.max_draft_tokens,
-        draft_path=str(loader.resolve(draft) or draft) if draft else "",
+        draft_path=draft or "",
+        draft_backend=draft_backend,
+        draft_options=backend.model_dump().get(draft_backend, {}),
         log_level=settings.log.level,
         log_format=settings.log.format,
         chat_template=read_template(settings.model.chat_template_file),
