@@ -22,6 +22,7 @@ from cllm.backends.registry import import_loader, import_options  # noqa: E402
 from cllm.bench.backend_comparison import compare_logits  # noqa: E402
 from cllm.bench.backend_work import compute_logits, generate  # noqa: E402
 from cllm.bench.make_model import CONTROL, vocabulary  # noqa: E402
+from cllm.core.batch import Chunk  # noqa: E402
 from cllm.errors import StartupError  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.llama]
@@ -123,9 +124,10 @@ def make_tensors(options: Options, num_experts: int) -> Iterator[tuple[str, np.n
             yield f"blk.{layer}.{name}", values
 
 
-def write_model(path: Path, name: str, **writing: Any) -> Path:
-    """Write a model with random weights, and return its file, or the first one."""
+def write_model(path: Path, name: str, more: Options | None = None, **writing: Any) -> Path:
+    """Write a model with random weights, and ``more`` metadata. Return its file, or the first one."""
     architecture, metadata, options = CASES[name]
+    metadata = metadata | (more or {})
     writer = gguf.GGUFWriter(path, architecture, **writing)
     sizes = {
         "context_length": CONTEXT,
@@ -202,6 +204,18 @@ def test_split_model_is_read_from_all_files(load, tmp_path) -> None:
     assert first.name.endswith("-of-00004.gguf")
     logits = [compute_logits(load(path, "torch"), TEXT[:20]) for path in (whole, first)]
     assert np.array_equal(*logits)
+
+
+@pytest.mark.parametrize(("number", "pooling"), [(1, "mean"), (3, "last")])
+def test_embeddings_are_those_of_llama_cpp(load, tmp_path, number, pooling) -> None:
+    path = write_model(tmp_path / "model.gguf", "qwen3", {"pooling_type": number})
+    vectors = []
+    for name in ("torch", "llama_cpp"):
+        backend = load(path, name)
+        assert backend.info.pooling == pooling
+        [vector] = backend.embed([Chunk(TEXT[:40], 0, 40)])
+        vectors.append(vector / np.linalg.norm(vector))
+    assert vectors[0] @ vectors[1] > 0.999
 
 
 def test_weights_and_logits_are_those_of_the_checkpoint(
