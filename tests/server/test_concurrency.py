@@ -13,7 +13,7 @@ from conftest import repeat
 pytestmark = pytest.mark.llama
 
 NUM_STREAMS = 64
-NUM_ROUNDS = repeat(20, 3)
+NUM_ROUNDS = repeat(20, 2)
 
 
 def ask_all(server, questions, ask, num_rounds=NUM_ROUNDS):
