@@ -54,8 +54,8 @@ def test_stream_continues_after_the_engine_was_killed(server):
                 if "{" in line:
                     text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
                     num_chunks += 1
-                if num_chunks == kill_after:
-                    os.kill(server.engine_pid(), signal.SIGKILL)
+                    if num_chunks == kill_after:
+                        os.kill(server.engine_pid(), signal.SIGKILL)
         return text
 
     calm = read()
