@@ -124,13 +124,13 @@ def read_decoder(folder: Path) -> Any:
 class Computer:
     """Computes tokens in steps, in cells of its own."""
 
-    def __init__(self, decoder: Any, num_cells: int = 400) -> None:
+    def __init__(self, decoder: Any, num_cells: int = 400, num_ids: int = 6) -> None:
         from cllm.backends.torch.cells import Cells
 
         a = decoder.architecture
         shape = (len(a.layers), a.num_kv_heads, a.head_size)
         self.decoder = decoder
-        self.cells = Cells(shape, num_cells, 6, torch.float32, torch.device("cpu"))
+        self.cells = Cells(shape, num_cells, num_ids, torch.float32, torch.device("cpu"))
 
     def compute(self, *rows: tuple[int, list[int]]) -> Any:
         """Compute the next tokens of sequences, and return the logits of all."""
@@ -192,3 +192,24 @@ def test_cells_in_pieces_are_read_in_order(pair) -> None:
     logits = computer.compute((1, text[32:]))
     assert len(computer.cells.runs(1, 0, 60)) > 1
     assert_close(logits, pair.reference(text)[32:])
+
+
+def test_many_short_runs_are_read_in_few_parts(pair) -> None:
+    """Sequences whose cells were left by many others, here and there."""
+    from cllm.backends.torch.attention import make_plan
+
+    texts = [make_text(seed, 70) for seed in (8, 9)]
+    expected = [pair.reference(text) for text in texts]
+    others = range(2, 152)
+    computer = Computer(pair.decoder, num_cells=300, num_ids=len(others) + 2)
+    for seq_id in others:
+        computer.cells.grow(seq_id, 2)
+    for seq_id in others[::2]:
+        computer.cells.trim(seq_id, 0)
+    for part in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 70)):
+        logits = computer.compute(*[(i, text[part]) for i, text in enumerate(texts)])
+        assert_close(logits, torch.cat([each[part] for each in expected]))
+    runs = computer.cells.runs(0, 0, 70)
+    assert len(runs) > 10
+    plan = make_plan([(69, 1, runs)], None, torch.device("cpu"))
+    assert len(plan.singles.parts) < 5

@@ -1,9 +1,9 @@
 """Attention of the rows of a batch to cells that lie in runs.
 
 A token attends to each run by itself, and the results are merged by their logarithms of summed
-exponentials. So keys and values are never gathered, and a run that several decoding sequences share
-is read once for all of them. Dao et al., "FlashAttention", NeurIPS 2022, merge blocks like this;
-Juravsky et al., "Hydragen", 2024, shared prefixes.
+exponentials. So keys and values are not gathered, except from many short runs, and a run that
+several decoding sequences share is read once for all of them. Dao et al., "FlashAttention",
+NeurIPS 2022, merge blocks like this; Juravsky et al., "Hydragen", 2024, shared prefixes.
 """
 
 from __future__ import annotations
@@ -14,35 +14,39 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from cllm.backends.torch.cells import Run, Runs, cut
+from cllm.backends.torch.cells import Run, Runs, cut, index_cells
+
+Numbers: TypeAlias = "slice | Tensor"
+# More runs of fewer tokens are gathered: a call takes as long as attention to some tens of tokens.
+SHORT_RUN, MAX_SHORT_RUNS = 32, 3
 
 
 class Chunk(NamedTuple):
-    """Several tokens of one sequence: the rows from ``begin`` to ``end`` of the batch. ``past``
-    are the cells of the tokens before them.
+    """Several tokens of one sequence: the rows from ``begin`` to ``end`` of the batch.
+
+    ``past`` are the cells of the ``num_past`` tokens before them. With a window, they are one part,
+    in order.
     """
 
     begin: int
     end: int
-    past: Runs
-
-
-Numbers: TypeAlias = "slice | Tensor"
+    past: list[Numbers]
+    num_past: int
 
 
 class Part(NamedTuple):
-    """A run, and the ``readers`` that see it, as numbers of singles. If it is the ``first`` run of
-    all of them, there is nothing to merge it with.
+    """Cells, and the ``readers`` that see them, as numbers of singles. If it is the ``first`` part
+    of all of them, there is nothing to merge it with.
     """
 
-    run: Run
+    cells: Numbers
     readers: Numbers
     first: bool
 
 
 class Singles(NamedTuple):
-    """Rows with one token each, those with the numbers ``rows`` of the batch. If some run is the
-    first one of only some of its readers, it ``is_mixed``.
+    """Rows with one token each, those with the numbers ``rows`` of the batch. If some part is
+    the first one of only some of its readers, it ``is_mixed``.
     """
 
     rows: Numbers
@@ -66,25 +70,37 @@ def make_plan(
     """
     at, chunks = 0, []
     single_rows: list[int] = []
-    readers: dict[Run, list[int]] = {}
+    readers: dict[tuple[Run, ...], list[int]] = {}
     for start, count, runs in rows:
         first = 0 if window is None else max(0, start + 1 - window)
         if count == 1:
-            for run in cut(runs, first, start + 1) if first else runs:
-                readers.setdefault(run, []).append(len(single_rows))
+            for part in group(cut(runs, first, start + 1) if first else runs):
+                readers.setdefault(part, []).append(len(single_rows))
             single_rows.append(at)
         else:
-            chunks.append(Chunk(at, at + count, cut(runs, first, start)))
+            past = cut(runs, first, start)
+            groups = group(past) if window is None or not past else [tuple(past)]
+            parts = [index_cells(each, device) for each in groups]
+            chunks.append(Chunk(at, at + count, parts, start - first))
         at += count
     if not single_rows:
         return Plan(None, chunks, window)
-    parts, seen, is_mixed = [], set[int](), False
-    for run, numbers in readers.items():
+    shared, seen, is_mixed = [], set[int](), False
+    for runs_read, numbers in readers.items():
         known = len(seen.intersection(numbers))
         is_mixed |= 0 < known < len(numbers)
-        parts.append(Part(run, index(numbers, device), not known))
+        cells = index_cells(runs_read, device)
+        shared.append(Part(cells, index(numbers, device), not known))
         seen.update(numbers)
-    return Plan(Singles(index(single_rows, device), parts, is_mixed), chunks, window)
+    return Plan(Singles(index(single_rows, device), shared, is_mixed), chunks, window)
+
+
+def group(runs: Runs) -> list[tuple[Run, ...]]:
+    """Return the runs that attention reads one after the other, and those that it gathers."""
+    short = tuple(run for run in runs if run.size < SHORT_RUN)
+    if len(short) <= MAX_SHORT_RUNS:
+        return [(run,) for run in runs]
+    return [*((run,) for run in runs if run.size >= SHORT_RUN), short]
 
 
 def index(numbers: list[int], device: torch.device) -> Numbers:
@@ -134,9 +150,9 @@ def attend_singles(
     if singles.is_mixed:  # all have seen nothing yet
         out.zero_()
         sums.fill_(-torch.inf)
-    for run, readers, first in singles.parts:
+    for part_cells, readers, first in singles.parts:
         asking = query[:, readers]
-        part, lse = attend_run(asking.flatten(1, 2), run, cells, scale)
+        part, lse = attend_part(asking.flatten(1, 2), part_cells, cells, scale)
         part, lse = part.view(asking.shape), lse.view(asking.shape[:3])
         if not first or singles.is_mixed:
             part, lse = merge(out[:, readers], sums[:, readers], part, lse)
@@ -151,13 +167,11 @@ def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tup
     return other.lerp(one, share), lse
 
 
-def attend_run(
-    query: Tensor, run: Run, cells: tuple[Tensor, Tensor], scale: float
+def attend_part(
+    query: Tensor, part: Numbers, cells: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """All of ``query``, shape (heads, queries, head_size), see the whole run."""
-    begin, count = run
-    keys, values = (each[:, begin : begin + count] for each in cells)
-    return compute(query, keys, values, scale)
+    """All of ``query``, shape (heads, queries, head_size), see all cells of the part."""
+    return compute(query, cells[0][:, part], cells[1][:, part], scale)
 
 
 def attend_chunk(
@@ -170,11 +184,11 @@ def attend_chunk(
     scale: float,
 ) -> Tensor:
     query, key, value = (each.transpose(0, 1) for each in (query, key, value))
-    num_past, count = sum(run.size for run in chunk.past), query.shape[1]
+    num_past, count = chunk.num_past, query.shape[1]
     if window is not None and num_past + count > window:
         # each token has a first one that it sees, so all keys are joined, with a mask
         keys, values = (
-            torch.cat([*(each[:, begin : begin + n] for begin, n in chunk.past), own], dim=1)
+            torch.cat([*(each[:, part] for part in chunk.past), own], dim=1)
             for each, own in zip(cells, (key, value), strict=True)
         )
         ends = torch.arange(num_past, num_past + count, device=query.device).unsqueeze(1)
@@ -185,8 +199,8 @@ def attend_chunk(
             0
         ].transpose(0, 1)
     out, lse = compute(query, key, value, scale, is_causal=True)
-    for run in chunk.past:
-        out, lse = merge(out, lse, *attend_run(query, run, cells, scale))
+    for part in chunk.past:
+        out, lse = merge(out, lse, *attend_part(query, part, cells, scale))
     return out.transpose(0, 1)
 
 

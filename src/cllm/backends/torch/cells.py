@@ -12,6 +12,7 @@ LightLLM, and the table has runs instead of entries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,14 @@ def cut(runs: Runs, start: int, end: int) -> Runs:
         if at >= end:
             break
     return part
+
+
+def index_cells(runs: Sequence[Run], device: torch.device) -> Tensor | slice:
+    """Return the numbers of the cells of ``runs``."""
+    if len(runs) == 1:
+        return slice(runs[0].begin, sum(runs[0]))
+    numbers = [np.arange(begin, begin + size) for begin, size in runs]
+    return torch.from_numpy(np.concatenate(numbers)).to(device)
 
 
 class Cells:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from cllm.backends.torch.attention import make_plan
-from cllm.backends.torch.cells import Cells, Runs
+from cllm.backends.torch.cells import Cells, Runs, index_cells
 from cllm.backends.torch.decoder import Decoder, Step
 
 
@@ -35,11 +34,3 @@ def make_step(decoder: Decoder, cells: Cells, rows: Sequence[tuple[int, int, lis
         index_cells(added, device),
         {window: make_plan(readable, window, device) for window in decoder.windows},
     )
-
-
-def index_cells(runs: Runs, device: torch.device) -> Tensor | slice:
-    """Return the numbers of the cells of ``runs``."""
-    if len(runs) == 1:
-        return slice(runs[0].begin, sum(runs[0]))
-    numbers = [cell for begin, count in runs for cell in range(begin, begin + count)]
-    return torch.tensor(numbers, device=device)
