@@ -478,6 +478,10 @@ def damaged(change: Any) -> dict[str, Any]:
     return tokenizer
 
 
+DOUBLE = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aa"}
+BOMB = {"type": "Sequence", "normalizers": [DOUBLE] * 30}
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "reason"),
     [
@@ -496,6 +500,7 @@ def damaged(change: Any) -> dict[str, Any]:
         (damaged(lambda one: one["model"].update(merges=[["q", "q"]])), "is damaged"),
         (damaged(lambda one: one["model"].update(continuing_subword_prefix="é")), "BPE with"),
         (damaged(lambda one: one.update(normalizer={"type": "Prepend"})), "is damaged"),
+        (damaged(lambda one: one.update(normalizer=BOMB)), "1.07e+09 times as long"),
     ],
 )
 def test_damaged_definition_is_one_line(tmp_path, tokenizer, reason):

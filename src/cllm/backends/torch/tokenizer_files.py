@@ -28,6 +28,7 @@ from cllm.models.checkpoint import (
 log = logging.getLogger("cllm.models")
 
 MAX_TOKENIZER = 1 << 26
+MAX_GROWTH = 16  # of a text by its normalizer; usual ones replace a character by up to three
 TOKENIZER, SETTINGS, NAMES, _ = TOKENIZER_FILES
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 NAMED_LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -98,6 +99,7 @@ def read_tokenizer_files(folder: Path, size: int) -> TokenizerFiles:
     model = decode(parts.get("model", NULL), _Model)
     if model.type == "BPE" and model.continuing_subword_prefix:
         _fail(path, "has a BPE with continuing_subword_prefix, which is not supported")
+    _check_growth(path, decode(parts.get("normalizer", NULL), Any))
     special = {*named.values(), *_list_special({**names, **settings})}
     added = _check_added(path, decode(parts.get("added_tokens", NULL), list[dict[str, Any]] | None))
     added = _drop_unknown(path, added, size)
@@ -129,6 +131,24 @@ class _Decoder:
             return msgspec.json.decode(content, type=form)
         except (ValueError, RecursionError) as error:
             _fail(self._path, explain_json(bytes(memoryview(content)[:64]), error))
+
+
+def _check_growth(path: Path, normalizer: Any) -> None:
+    """Raise ModelFileError if a normalizer may make a text much longer."""
+    growth, rest = 1.0, [normalizer]
+    while rest:
+        step = rest.pop()
+        if not isinstance(step, dict):
+            continue
+        parts, pattern, content = (step.get(name) for name in ("normalizers", "pattern", "content"))
+        rest += parts if isinstance(parts, list) else []
+        if isinstance(pattern, dict) and isinstance(content, str):
+            replaced = pattern.get("String")
+            growth *= max(
+                1, len(content) / max(1, len(replaced) if isinstance(replaced, str) else 1)
+            )
+    if growth > MAX_GROWTH:
+        _fail(path, f"has a normalizer that makes texts {growth:.3g} times as long")
 
 
 def _find_named(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
