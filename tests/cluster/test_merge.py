@@ -65,6 +65,14 @@ def test_label_of_the_replica_leaves_others_as_they_are():
         assert one.labels == {**other.labels, "replica": 'r"1'}
 
 
+def test_page_that_ends_early_leaves_those_of_others_readable():
+    """A family without a name is left out."""
+    broken = b"# HELP  text\n# TYPE  gauge\n 1\n# HELP a text\n# TYPE a gauge\na 1"
+    page = b"# HELP b text\n# TYPE b gauge\nb 2\n"
+    samples = read_samples(merge_metrics(b"", [broken, page, broken.replace(b" 1", b" 3")]))
+    assert sorted((one.name, one.value) for one in samples) == [("a", 1), ("a", 3), ("b", 2)]
+
+
 def test_families_of_8_pages_are_merged_within_milliseconds():
     """Each has 250 KB, as one of 8 models and 100 accounts."""
     labels = 'label_0="a value of some length",label_1="a value of some length",replica="12345678"'

@@ -29,6 +29,8 @@ def list_families(page: bytes) -> Iterator[tuple[bytes, memoryview, memoryview]]
     """Yield the name, the comments and the samples of each family on a page. To parse the samples
     would take a hundred times as long.
     """
+    if not page.endswith(b"\n"):  # the next page begins with a line of its own
+        page += b"\n"
     view, at = memoryview(page), 0 if page.startswith(HELP) else page.find(b"\n" + HELP) + 1
     while page.startswith(HELP, at):
         end = page.find(b"\n" + HELP, at) + 1 or len(page)
@@ -36,7 +38,8 @@ def list_families(page: bytes) -> Iterator[tuple[bytes, memoryview, memoryview]]
         samples = page.find(b"\n", kind, end) + 1
         if kind and samples:
             begin = at + len(HELP)
-            yield page[begin : page.find(b" ", begin)], view[at:samples], view[samples:end]
+            if name := page[begin : page.find(b" ", begin)]:
+                yield name, view[at:samples], view[samples:end]
         at = end
 
 
