@@ -90,8 +90,8 @@ def step_parts(engine: Engine, work: Work) -> dict[str, float]:
         nowhere = stack.enter_context(open(os.devnull, "wb", buffering=0))  # noqa: PTH123
         stack.enter_context(watch.timing(engine.scheduler, "schedule", "schedule"))
         stack.enter_context(watch.timing(engine.backend, "forward", "decode"))
-        if hasattr(engine.backend, "_fill"):
-            stack.enter_context(watch.timing(engine.backend, "_fill", "build"))
+        if arrays := getattr(engine.backend, "_arrays", None):
+            stack.enter_context(watch.timing(arrays, "fill", "build"))
         stack.enter_context(watch.timing(engine.sampler, "sample", "sample"))
         stack.enter_context(watch.timing(engine.scheduler, "update", "advance"))
         while len(engine.scheduler.sequences.running) == work.size.num_seqs:
