@@ -357,14 +357,12 @@ def test_engine_that_cannot_be_restarted_fails_its_suspects_only(monkeypatch):
         raise StartupError("no memory")
 
     async def test(pool):
-        bad = ask(pool, "bad", [5], count=900)
-        await bad.arrival()
-        home = pool._assignments.find("bad")
         good = ask(pool, "good", [6], count=900)
         await good.arrival()
-        assert find_number(pool, "good") != home.number
         monkeypatch.setattr("cllm.process.supervisor.spawn", fail)
-        os.kill(home.supervisor.pid, signal.SIGABRT)
+        pool.set_faults([InjectedFault("crash", token=77)])
+        bad = ask(pool, "bad", [77], count=900)
+        assert find_number(pool, "bad") != find_number(pool, "good")
         with pytest.raises(EngineError, match="cannot be started"):
             await read(pool, bad)
         pool.close_stream(bad)
