@@ -20,6 +20,9 @@ HEADS, FEED_FORWARD, WINDOW = 4, 128, 32
 INFILL = (300, 301, 302)
 INNER, STATE, CONV, TIME_STEP = 2 * WIDTH, 8, 4, 8  # of a state-space layer
 KV_HEADS = (4, 2, 1, 2)  # of the layers of deci
+FEW_KV_HEADS = 2  # of the attention of hybrids and of gpt-oss
+GROUPS, DELTA_HEADS, DELTA_STATE = 2, 4, 16  # of recurrent layers with several heads
+EXPERTS, USED_EXPERTS, EXPERT_WIDTH = 4, 2, 32
 # of compressed keys: numbers in a compressed one, in its positional part, and in a whole one
 COMPRESSED, ROTATED, WHOLE = 32, 8, 24
 
@@ -55,6 +58,9 @@ class Weights:
 
     def feed_forward(self, prefix: str) -> Tensors:
         yield f"{prefix}.ffn_norm.weight", np.ones(WIDTH, np.float32)
+        yield from self.gated_units(prefix)
+
+    def gated_units(self, prefix: str) -> Tensors:
         yield f"{prefix}.ffn_gate.weight", self.matrix(FEED_FORWARD, WIDTH)
         yield f"{prefix}.ffn_up.weight", self.matrix(FEED_FORWARD, WIDTH)
         yield f"{prefix}.ffn_down.weight", self.matrix(WIDTH, FEED_FORWARD)
@@ -78,6 +84,76 @@ class Weights:
         yield f"{prefix}.shortconv.conv.weight", self.matrix(WIDTH, CONV)
         yield f"{prefix}.shortconv.in_proj.weight", self.matrix(3 * WIDTH, WIDTH)
         yield f"{prefix}.shortconv.out_proj.weight", self.matrix(WIDTH, WIDTH)
+
+    def mamba2(self, prefix: str) -> Tensors:
+        mixed = INNER + 2 * GROUPS * STATE
+        yield f"{prefix}.ssm_in.weight", self.matrix(INNER + mixed + TIME_STEP, WIDTH)
+        yield f"{prefix}.ssm_conv1d.weight", self.matrix(mixed, CONV)
+        yield f"{prefix}.ssm_conv1d.bias", np.zeros(mixed, np.float32)
+        yield f"{prefix}.ssm_dt.bias", np.zeros(TIME_STEP, np.float32)
+        yield f"{prefix}.ssm_a", np.full((TIME_STEP, 1), -0.02, np.float32)  # forgets slowly
+        yield f"{prefix}.ssm_d", np.ones((TIME_STEP, 1), np.float32)
+        yield f"{prefix}.ssm_norm.weight", np.ones((GROUPS, INNER // GROUPS), np.float32)
+        yield f"{prefix}.ssm_out.weight", self.matrix(WIDTH, INNER)
+
+    def delta_net(self, prefix: str) -> Tensors:
+        values = DELTA_HEADS * DELTA_STATE
+        mixed = values + 2 * GROUPS * DELTA_STATE
+        yield f"{prefix}.attn_qkv.weight", self.matrix(mixed, WIDTH)
+        yield f"{prefix}.attn_gate.weight", self.matrix(values, WIDTH)
+        yield f"{prefix}.ssm_conv1d.weight", self.matrix(mixed, CONV)
+        yield f"{prefix}.ssm_dt.bias", np.zeros(DELTA_HEADS, np.float32)
+        yield f"{prefix}.ssm_a", np.full(DELTA_HEADS, -0.02, np.float32)  # forgets slowly
+        yield f"{prefix}.ssm_beta.weight", self.matrix(DELTA_HEADS, WIDTH)
+        yield f"{prefix}.ssm_alpha.weight", self.matrix(DELTA_HEADS, WIDTH)
+        yield f"{prefix}.ssm_norm.weight", np.ones(DELTA_STATE, np.float32)
+        yield f"{prefix}.ssm_out.weight", self.matrix(WIDTH, values)
+
+    def gated_attention(self, prefix: str) -> Tensors:
+        """Yield attention whose query matrix also makes a gate for each head's output."""
+        for name, values in self.grouped_attention(prefix, FEW_KV_HEADS):
+            yield name, self.matrix(2 * WIDTH, WIDTH) if name.endswith("attn_q.weight") else values
+        yield from self.head_norms(prefix)
+
+    def head_norms(self, prefix: str) -> Tensors:
+        yield f"{prefix}.attn_q_norm.weight", np.ones(WIDTH // HEADS, np.float32)
+        yield f"{prefix}.attn_k_norm.weight", np.ones(WIDTH // HEADS, np.float32)
+
+    def qwen35_layer(self, prefix: str, *, recurrent: bool) -> Tensors:
+        yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
+        yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
+        yield from (self.delta_net if recurrent else self.gated_attention)(prefix)
+        yield from self.gated_units(prefix)
+
+    def next_token_layer(self, prefix: str) -> Tensors:
+        yield from self.qwen35_layer(prefix, recurrent=False)
+        yield f"{prefix}.nextn.eh_proj.weight", self.matrix(WIDTH, 2 * WIDTH)
+        yield f"{prefix}.nextn.enorm.weight", np.ones(WIDTH, np.float32)
+        yield f"{prefix}.nextn.hnorm.weight", np.ones(WIDTH, np.float32)
+
+    def nemotron_h_layer(self, prefix: str, layer: int) -> Tensors:
+        yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
+        if layer % 2 == 0:
+            yield from self.mamba2(prefix)
+        elif layer == 1:
+            yield from self.grouped_attention(prefix, FEW_KV_HEADS)
+        else:
+            yield f"{prefix}.ffn_up.weight", self.matrix(FEED_FORWARD, WIDTH)
+            yield f"{prefix}.ffn_down.weight", self.matrix(WIDTH, FEED_FORWARD)
+
+    def gpt_oss_layer(self, prefix: str) -> Tensors:
+        yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
+        yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
+        yield from self.grouped_attention(prefix, FEW_KV_HEADS)
+        yield f"{prefix}.attn_output.bias", np.zeros(WIDTH, np.float32)
+        yield f"{prefix}.attn_sinks.weight", np.ones(HEADS, np.float32)
+        yield f"{prefix}.ffn_gate_inp.weight", self.matrix(EXPERTS, WIDTH)
+        yield f"{prefix}.ffn_gate_inp.bias", np.zeros(EXPERTS, np.float32)
+        for name in ("gate", "up", "down"):
+            rows, columns = (WIDTH, EXPERT_WIDTH) if name == "down" else (EXPERT_WIDTH, WIDTH)
+            experts = [self.matrix(rows, columns) for _ in range(EXPERTS)]
+            yield f"{prefix}.ffn_{name}_exps.weight", np.stack(experts)
+            yield f"{prefix}.ffn_{name}_exps.bias", np.zeros((EXPERTS, rows), np.float32)
 
     def encoder(self, *, ranks: bool) -> Tensors:
         yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
@@ -109,6 +185,15 @@ class Weights:
         )
         for layer in range(LAYERS):
             prefix = f"blk.{layer}"
+            if kind.startswith("qwen35"):
+                yield from self.qwen35_layer(prefix, recurrent=layer % 2 == 0)
+                continue
+            if kind == "nemotron_h":
+                yield from self.nemotron_h_layer(prefix, layer)
+                continue
+            if kind == "gpt-oss":
+                yield from self.gpt_oss_layer(prefix)
+                continue
             yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
             if kind == "mamba":
                 yield from self.mamba(prefix)
@@ -121,17 +206,25 @@ class Weights:
                 yield from self.compressed_attention(prefix)
             else:
                 yield from self.attention(prefix)
-                yield f"{prefix}.attn_q_norm.weight", np.ones(WIDTH // HEADS, np.float32)
-                yield f"{prefix}.attn_k_norm.weight", np.ones(WIDTH // HEADS, np.float32)
+                yield from self.head_norms(prefix)
             if kind == "gemma3":
                 yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
                 yield f"{prefix}.post_ffw_norm.weight", np.ones(WIDTH, np.float32)
             yield from self.feed_forward(prefix)
+        if kind == "qwen35_mtp":
+            yield from self.next_token_layer(f"blk.{LAYERS}")
 
 
 def norm(name: str) -> Tensors:
     yield f"{name}.weight", np.ones(WIDTH, np.float32)
     yield f"{name}.bias", np.zeros(WIDTH, np.float32)
+
+
+def add_state_space(writer: gguf.GGUFWriter, inner: int, state: int, rank: int) -> None:
+    writer.add_ssm_conv_kernel(CONV)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
 
 
 ENCODERS = {
@@ -142,53 +235,77 @@ ENCODERS = {
 
 
 def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = None) -> None:
-    """Write a model of ``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3
-    (a sliding window), deci (layers with different numbers of key heads), deepseek2 (compressed
-    keys, no values), or one of ENCODERS. ``templates``: for chats, by name; without, it is a base
-    model.
+    """Write a model of ``kind``: mamba (recurrent), lfm2, qwen35 and nemotron_h (some of their
+    layers are recurrent), qwen35_mtp (qwen35 with a layer that predicts the next but one token),
+    gemma3 (a sliding window), gpt-oss (a sliding window, sinks and experts), deci (layers with
+    different numbers of key heads), deepseek2 (compressed keys, no values), or one of ENCODERS.
+    ``templates``: for chats, by name; without, it is a base model.
     """
-    writer = gguf.GGUFWriter(path, "bert" if kind in ENCODERS else kind)
+    architecture = "bert" if kind in ENCODERS else kind.removesuffix("_mtp")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {kind}")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(LAYERS + (kind == "qwen35_mtp"))
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_feed_forward_length(0 if kind == "mamba" else FEED_FORWARD)
     writer.add_head_count(0 if kind == "mamba" else HEADS)
+    if kind == "nemotron_h":
+        writer.add_feed_forward_length([0] * (LAYERS - 1) + [FEED_FORWARD])
+    else:
+        writer.add_feed_forward_length(0 if kind == "mamba" else FEED_FORWARD)
+    if kind not in (*ENCODERS, "mamba", "deepseek2"):
+        writer.add_key_length(WIDTH // HEADS)
+        writer.add_value_length(WIDTH // HEADS)
+        writer.add_rope_freq_base(1e4)
     if kind in ENCODERS:
         writer.add_layer_norm_eps(1e-6)
         writer.add_causal_attention(False)
         writer.add_pooling_type(ENCODERS[kind])
         writer.add_token_type_count(2)
-    elif kind == "mamba":
-        writer.add_ssm_conv_kernel(CONV)
-        writer.add_ssm_inner_size(INNER)
-        writer.add_ssm_state_size(STATE)
-        writer.add_ssm_time_step_rank(TIME_STEP)
-    elif kind == "deepseek2":
-        writer.add_head_count_kv(1)
-        writer.add_key_length(COMPRESSED + ROTATED)
-        writer.add_value_length(COMPRESSED)
-        writer.add_key_length_mla(WHOLE)
-        writer.add_value_length_mla(WIDTH // HEADS)
-        writer.add_kv_lora_rank(COMPRESSED)
-        writer.add_q_lora_rank(0)
-        writer.add_rope_dimension_count(ROTATED)
-        writer.add_leading_dense_block_count(LAYERS)
-        writer.add_expert_feed_forward_length(1)
-        writer.add_expert_shared_count(0)
-    else:
-        writer.add_key_length(WIDTH // HEADS)
-        writer.add_value_length(WIDTH // HEADS)
-        writer.add_rope_freq_base(1e4)
-    if kind == "deci":
-        writer.add_head_count_kv(KV_HEADS)
-    if kind == "lfm2":
-        writer.add_head_count_kv([HEADS * (layer % 2) for layer in range(LAYERS)])
-        writer.add_shortconv_l_cache(CONV)
-    if kind == "gemma3":
-        writer.add_head_count_kv(HEADS)
-        writer.add_sliding_window(WINDOW)
+    match kind:
+        case "mamba":
+            add_state_space(writer, INNER, STATE, TIME_STEP)
+        case "lfm2":
+            writer.add_head_count_kv([HEADS * (layer % 2) for layer in range(LAYERS)])
+            writer.add_shortconv_l_cache(CONV)
+        case "qwen35" | "qwen35_mtp":
+            writer.add_head_count_kv(FEW_KV_HEADS)
+            add_state_space(writer, DELTA_HEADS * DELTA_STATE, DELTA_STATE, DELTA_HEADS)
+            writer.add_ssm_group_count(GROUPS)
+            writer.add_full_attention_interval(2)
+            writer.add_rope_dimension_count(ROTATED)
+            writer.add_rope_dimension_sections([2, 1, 1, 0])
+            writer.add_nextn_predict_layers(int(kind == "qwen35_mtp"))
+        case "nemotron_h":
+            heads = [FEW_KV_HEADS * (layer == 1) for layer in range(LAYERS)]
+            writer.add_head_count_kv(heads)
+            add_state_space(writer, INNER, STATE, TIME_STEP)
+            writer.add_ssm_group_count(GROUPS)
+            writer.add_layer_norm_eps(1e-6)
+        case "gemma3":
+            writer.add_head_count_kv(HEADS)
+            writer.add_sliding_window(WINDOW)
+        case "gpt-oss":
+            writer.add_head_count_kv(FEW_KV_HEADS)
+            writer.add_sliding_window(WINDOW)
+            writer.add_rope_dimension_count(WIDTH // HEADS)
+            writer.add_expert_count(EXPERTS)
+            writer.add_expert_used_count(USED_EXPERTS)
+            writer.add_expert_feed_forward_length(EXPERT_WIDTH)
+        case "deci":
+            writer.add_head_count_kv(KV_HEADS)
+        case "deepseek2":
+            writer.add_head_count_kv(1)
+            writer.add_key_length(COMPRESSED + ROTATED)
+            writer.add_value_length(COMPRESSED)
+            writer.add_key_length_mla(WHOLE)
+            writer.add_value_length_mla(WIDTH // HEADS)
+            writer.add_kv_lora_rank(COMPRESSED)
+            writer.add_q_lora_rank(0)
+            writer.add_rope_dimension_count(ROTATED)
+            writer.add_leading_dense_block_count(LAYERS)
+            writer.add_expert_feed_forward_length(1)
+            writer.add_expert_shared_count(0)
 
     tokens, merges = vocabulary(VOCABULARY)
     kinds = [gguf.TokenType.NORMAL] * (len(tokens) - len(CONTROL)) + [gguf.TokenType.CONTROL] * len(

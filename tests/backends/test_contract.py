@@ -40,8 +40,9 @@ TEXTS = [
 TOLERANCE = 0.1  # of the standard deviation of the logits
 
 LLAMA = pytest.mark.llama
-# State that cannot be trimmed, such state beside attention, a sliding window.
-TINY = ("mamba", "lfm2", "gemma3")
+# State that cannot be trimmed, alone and beside attention, and sliding windows.
+RECURRENT = ("mamba", "lfm2", "qwen35", "qwen35_mtp", "nemotron_h")
+TINY = (*RECURRENT, "gemma3", "gpt-oss")
 WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
 LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
 TORCH = pytest.param("torch unified", marks=pytest.mark.torch)
@@ -225,11 +226,10 @@ def test_info_has_the_requested_sizes(kind, backend):
     )
     assert info.num_cells == NUM_CELLS
     assert NUM_SEQS <= info.max_num_samples <= BATCH
-    recurrent = kind in ("llama.cpp mamba", "llama.cpp lfm2")
     named = kind.split()[1]
     assert info.layout == (named if named in LAYOUTS else "partitioned")
     assert (info.num_spare_ids > 0) == (info.layout == "unified")
-    assert info.can_trim == (not recurrent)
+    assert info.can_trim == (named not in RECURRENT)
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 

@@ -26,7 +26,10 @@ CONTEXT = 256
 LLAMA = pytest.mark.llama
 DECODERS = [
     "fake",
-    *(pytest.param(kind, marks=LLAMA) for kind in ("builtin", "mamba", "lfm2", "gemma3")),
+    *(
+        pytest.param(kind, marks=LLAMA)
+        for kind in ("builtin", "mamba", "lfm2", "qwen35_mtp", "nemotron_h", "gemma3", "gpt-oss")
+    ),
 ]
 TORCH = [pytest.param(f"torch {pooling}", marks=pytest.mark.torch) for pooling in ("mean", "last")]
 ENCODERS = [

@@ -231,7 +231,9 @@ def test_moves_between_streams_keep_answers(known_questions, monkeypatch, seed):
 
 
 @pytest.mark.llama
-@pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["mamba", "lfm2", "qwen35", "qwen35_mtp", "nemotron_h", "gemma3", "gpt-oss"]
+)
 def test_other_architectures_share_and_reuse_prefixes(tiny_model, kind):
     """The common prefix of four prompts is computed once and then found again. The answers are
     those of each prompt alone.

@@ -73,6 +73,7 @@ log = logging.getLogger("cllm.llama_cpp")
 # A step is timed several times, because other processes may disturb a measurement.
 PROBES, PROBE_SECONDS = 3, 0.1
 WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the first progress report
+MULTI_ROPE = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
@@ -127,6 +128,8 @@ class LlamaCppBackend:
         self._check_architecture()
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
+        # llama.cpp checks for other models that a sequence's positions follow each other
+        self._allows_gaps = lib.llama_model_rope_type(self._model) in MULTI_ROPE
         self._adapters = LoadedAdapters(self._model, params.adapters)
         self.load_adapter = self._adapters.load
         self._context: Any = None
@@ -441,6 +444,8 @@ class LlamaCppBackend:
         """Raise EngineError for batches that would abort the process."""
         for row in batch.rows:
             self._cells.check_row(row.seq.seq_id)
+            if self._allows_gaps:
+                self._cells.check_start(row.seq.seq_id, row.start)
         if not 0 < batch.num_tokens <= self._arrays.size:
             raise EngineError(f"a batch of {batch.num_tokens} tokens, not 1 to {self._arrays.size}")
         if batch.num_samples > self.info.max_num_samples:

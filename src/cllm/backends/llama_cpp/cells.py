@@ -147,6 +147,15 @@ class Cells:
         """Raises EngineError unless tokens can be computed for ``seq_id``."""
         self.check_seq_id(seq_id, self._num_seqs)
 
+    def check_start(self, seq_id: int, start: int) -> None:
+        """Raises EngineError unless the next token of ``seq_id`` has the position ``start``."""
+        if (length := self._count_tokens(seq_id)) != start:
+            raise EngineError(f"sequence id {seq_id} has {length} tokens, not {start}")
+
+    def _count_tokens(self, seq_id: int) -> int:
+        self.check_seq_id(seq_id, self.num_ids)
+        return int(lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
+
     def check_seq_id(self, seq_id: int, limit: int) -> None:
         """Raises EngineError unless 0 <= ``seq_id`` < ``limit``."""
         if not 0 <= seq_id < limit:
@@ -209,10 +218,6 @@ class PagedCells(Cells):
     def _drop(self, key: int) -> None:
         super()._drop(key)
         self._pages.drop(key)
-
-    def _count_tokens(self, seq_id: int) -> int:
-        self.check_seq_id(seq_id, self.num_ids)
-        return int(lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
 
     def _set_positions(self, seq_id: int, num_tokens: int) -> None:
         """Make ``seq_id`` have ``num_tokens`` tokens, those in its memory."""
