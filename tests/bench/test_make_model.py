@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from cllm.backends.llama_cpp.quantize import quantize
-from cllm.bench.make_model import QUANTS, SHAPES, make_model, tensors, vocabulary
+from cllm.bench.make_model import QUANTS, SHAPES, DeltaNet, make_model, tensors, vocabulary
 from cllm.errors import StartupError
 from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 
@@ -71,6 +72,23 @@ def test_quantized_model_works(tmp_path: Path) -> None:
     assert {tensor.type for tensor in header.tensors} == {"F32", "Q4_K", "Q6_K"}
     assert header.array_lengths["tokenizer.ggml.tokens"] == shape.vocabulary
     assert compute_kv_bytes_per_token(header) == 2 * 2 * shape.layers * shape.kv_heads * shape.head
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(out)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.llama
+def test_hybrid_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller hybrid than the one that can be chosen."""
+    delta_net = DeltaNet(2, 4, 2, 32, 4, 32)
+    shape = structs.replace(
+        SHAPES["tiny"], architecture="qwen35", tokenizer="qwen35", delta_net=delta_net
+    )
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    out = tmp_path / "tiny.gguf"
+    make(out, "q4_k_m", threads=1)
+    assert read_header(out).get_number("nextn_predict_layers") == 1
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(out)], capture_output=True, text=True, check=False
     )
@@ -151,6 +169,7 @@ def test_shapes_have_sizes_of_real_models() -> None:
     assert round(counts["qwen3-0.6b"] / 1e6) == 596
     assert round(counts["qwen3-1.7b"] / 1e6) == 1721
     assert round(counts["llama-3.2-1b"] / 1e6) == 1236
+    assert round(counts["qwen35-0.8b"] / 1e6) == 773  # 20 in the layer that drafts tokens
 
 
 def test_quants_are_known_to_llama_cpp() -> None:

@@ -30,8 +30,35 @@ Progress = Callable[[str, float], None]
 """Called with the name of the stage and its completed share, 0 to 1."""
 
 
+class DeltaNet(msgspec.Struct, frozen=True):
+    """The dimensions of gated delta nets, which replace the attention of a hybrid's layers, except
+    each ``attention_interval``-th one. That attention has gates, and positions in ``rotated``
+    numbers of a head.
+    """
+
+    attention_interval: int
+    heads: int
+    key_heads: int
+    head: int
+    kernel: int
+    rotated: int
+
+    @property
+    def width(self) -> int:
+        """All heads' values."""
+        return self.heads * self.head
+
+    @property
+    def mixed_width(self) -> int:
+        """The values, keys and queries, which go through a convolution."""
+        return self.width + 2 * self.key_heads * self.head
+
+
 class Shape(msgspec.Struct, frozen=True):
-    """The dimensions of a transformer with grouped-query attention, SwiGLU and tied embeddings."""
+    """The dimensions of a transformer with grouped-query attention, SwiGLU and tied embeddings.
+
+    With a ``delta_net`` it is a hybrid, and has another layer, which drafts tokens (MTP).
+    """
 
     architecture: str
     tokenizer: str
@@ -44,6 +71,17 @@ class Shape(msgspec.Struct, frozen=True):
     vocabulary: int
     context: int
     rope_base: float
+    delta_net: DeltaNet | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of layers, with the one that drafts tokens."""
+        return self.layers + (self.delta_net is not None)
+
+    def is_recurrent(self, layer: int) -> bool:
+        if self.delta_net is None or layer >= self.layers:
+            return False
+        return (layer + 1) % self.delta_net.attention_interval != 0
 
 
 SHAPES = {
@@ -52,6 +90,10 @@ SHAPES = {
     "qwen3-0.6b": Shape("qwen3", "qwen2", 28, 1024, 3072, 16, 8, 128, 151_936, 40_960, 1e6),
     "qwen3-1.7b": Shape("qwen3", "qwen2", 28, 2048, 6144, 16, 8, 128, 151_936, 40_960, 1e6),
     "llama-3.2-1b": Shape("llama", "llama-bpe", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 5e5),
+    "qwen35-0.8b": Shape(
+        *("qwen35", "qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, 262_144, 1e7),
+        delta_net=DeltaNet(4, 16, 16, 128, 4, 64),
+    ),
 }
 
 # The name on the command line -> llama.cpp's file type.
@@ -109,9 +151,9 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape (rows, columns) of each tensor. Norms are vectors."""
     yield "token_embd.weight", (shape.vocabulary, shape.width)
     yield "output_norm.weight", (shape.width,)
-    for layer in range(shape.layers):
-        for name, dims in _layer_tensors(shape):
-            yield f"blk.{layer}.{name}.weight", dims
+    for layer in range(shape.num_blocks):
+        for name, dims in _layer_tensors(shape, layer):
+            yield f"blk.{layer}.{name}", dims
 
 
 def vocabulary(size: int) -> tuple[list[str], list[str]]:
@@ -142,20 +184,46 @@ def _check_space(shape: Shape, folder: Path) -> None:
         )
 
 
-def _layer_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_tensors(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "attn_norm.weight", (shape.width,)
+    if shape.delta_net and shape.is_recurrent(layer):
+        yield from _delta_net_tensors(shape, shape.delta_net)
+    else:
+        yield from _attention_tensors(shape)
+    norm = "ffn_norm" if shape.delta_net is None else "post_attention_norm"
+    yield f"{norm}.weight", (shape.width,)
+    yield "ffn_gate.weight", (shape.feed_forward, shape.width)
+    yield "ffn_up.weight", (shape.feed_forward, shape.width)
+    yield "ffn_down.weight", (shape.width, shape.feed_forward)
+    if layer == shape.layers:
+        yield "nextn.eh_proj.weight", (shape.width, 2 * shape.width)
+        yield "nextn.enorm.weight", (shape.width,)
+        yield "nextn.hnorm.weight", (shape.width,)
+        yield "nextn.shared_head_norm.weight", (shape.width,)
+
+
+def _attention_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
-    yield "attn_norm", (shape.width,)
-    yield "attn_q", (queries, shape.width)
-    yield "attn_k", (keys, shape.width)
-    yield "attn_v", (keys, shape.width)
-    yield "attn_output", (shape.width, queries)
-    if shape.architecture == "qwen3":
-        yield "attn_q_norm", (shape.head,)
-        yield "attn_k_norm", (shape.head,)
-    yield "ffn_norm", (shape.width,)
-    yield "ffn_gate", (shape.feed_forward, shape.width)
-    yield "ffn_up", (shape.feed_forward, shape.width)
-    yield "ffn_down", (shape.width, shape.feed_forward)
+    gates = 0 if shape.delta_net is None else queries
+    yield "attn_q.weight", (queries + gates, shape.width)
+    yield "attn_k.weight", (keys, shape.width)
+    yield "attn_v.weight", (keys, shape.width)
+    yield "attn_output.weight", (shape.width, queries)
+    if shape.architecture != "llama":
+        yield "attn_q_norm.weight", (shape.head,)
+        yield "attn_k_norm.weight", (shape.head,)
+
+
+def _delta_net_tensors(shape: Shape, net: DeltaNet) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "attn_qkv.weight", (net.mixed_width, shape.width)
+    yield "attn_gate.weight", (net.width, shape.width)
+    yield "ssm_conv1d.weight", (net.mixed_width, net.kernel)
+    yield "ssm_dt.bias", (net.heads,)
+    yield "ssm_a", (net.heads,)
+    yield "ssm_beta.weight", (net.heads, shape.width)
+    yield "ssm_alpha.weight", (net.heads, shape.width)
+    yield "ssm_norm.weight", (net.head,)
+    yield "ssm_out.weight", (shape.width, net.width)
 
 
 def _byte_characters() -> dict[int, str]:
@@ -180,22 +248,29 @@ def _write_f16(shape: Shape, name: str, path: Path, seed: int, progress: Progres
     writer = _writer(shape, name, path)
     every = list(tensors(shape))
     for tensor, dims in every:
-        kind = np.float32 if len(dims) == 1 else np.float16
-        writer.add_tensor_info(
-            tensor, dims, np.dtype(kind), math.prod(dims) * np.dtype(kind).itemsize
-        )
+        kind = _choose_type(tensor, dims)
+        writer.add_tensor_info(tensor, dims, kind, math.prod(dims) * kind.itemsize)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     total, done = sum(math.prod(dims) for _, dims in every), 0
     weights = _Weights(seed)
-    for _, dims in every:
-        writer.write_tensor_data(
-            np.ones(dims, np.float32) if len(dims) == 1 else weights.matrix(*dims)
-        )
+    for tensor, dims in every:
+        if len(dims) == 1:  # a state decays if ssm_a is negative
+            values = np.full(dims, -1 if tensor.endswith("ssm_a") else 1, np.float32)
+            writer.write_tensor_data(values)
+        else:
+            matrix = weights.matrix(*dims)
+            writer.write_tensor_data(matrix.astype(_choose_type(tensor, dims), copy=False))
         done += math.prod(dims)
         progress("writing random weights", done / total)
     writer.close()
+
+
+def _choose_type(tensor: str, dims: tuple[int, ...]) -> np.dtype[np.floating]:
+    """Return float16, or float32 where llama.cpp computes with nothing else."""
+    is_small = len(dims) == 1 or "ssm_conv1d" in tensor
+    return np.dtype(np.float32 if is_small else np.float16)
 
 
 class _Weights:
@@ -239,14 +314,16 @@ def _writer(shape: Shape, name: str, path: Path) -> gguf.GGUFWriter:
     writer.add_name(f"{name} with random weights")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(shape.num_blocks)
     writer.add_feed_forward_length(shape.feed_forward)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head)
     writer.add_value_length(shape.head)
-    writer.add_rope_dimension_count(shape.head)
+    writer.add_rope_dimension_count(shape.delta_net.rotated if shape.delta_net else shape.head)
     writer.add_rope_freq_base(shape.rope_base)
+    if shape.delta_net:
+        _add_delta_net(writer, shape.delta_net)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(shape.vocabulary)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
@@ -266,3 +343,15 @@ def _writer(shape: Shape, name: str, path: Path) -> gguf.GGUFWriter:
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHATML)
     return writer
+
+
+def _add_delta_net(writer: gguf.GGUFWriter, net: DeltaNet) -> None:
+    writer.add_full_attention_interval(net.attention_interval)
+    writer.add_ssm_conv_kernel(net.kernel)
+    writer.add_ssm_inner_size(net.width)
+    writer.add_ssm_state_size(net.head)
+    writer.add_ssm_time_step_rank(net.heads)
+    writer.add_ssm_group_count(net.key_heads)
+    half = net.rotated // 2  # for text, it does not matter how they are divided
+    writer.add_rope_dimension_sections([half - 2 * (half // 3), half // 3, half // 3, 0])
+    writer.add_nextn_predict_layers(1)
