@@ -135,7 +135,7 @@ def test_memory_of_both_models_is_checked(
     builtin_path, monkeypatch, wanted, room, ram_cache, least
 ):
     """Their KV caches divide the memory for one. A size that is set is that of the model."""
-    path, without_kv = str(builtin_path), 2 * 1_000_000 + memory.COMPUTE_BYTES
+    path, without_kv = str(builtin_path), memory.weigh(2 * 1_000_000, 0, 2000)
     size = ModelSize(weight_bytes=1_000_000, kv_bytes_per_token=2000)
     monkeypatch.setattr("cllm.backends.llama_cpp.loader.measure", lambda _: size)
     params = EngineParams(

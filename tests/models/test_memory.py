@@ -8,6 +8,7 @@ from cllm.models.gguf import format_size
 
 GB = 1_000_000_000
 CELL = 100_000
+WORK = memory.weigh(0, 0, CELL)
 
 
 @pytest.fixture
@@ -18,9 +19,9 @@ def room(monkeypatch):
 
 @pytest.mark.usefixtures("room")
 def test_default_is_half_of_the_remaining_memory_up_to_4_gib(monkeypatch):
-    assert memory.compute_kv_budget(GB, CELL, 0, None) == memory.USUAL_KV_BYTES
+    assert memory.compute_kv_budget(GB // 2, CELL, 0, None) == memory.USUAL_KV_BYTES
     monkeypatch.setattr(memory, "measure_available_bytes", lambda: 3 * GB)
-    assert memory.compute_kv_budget(GB, CELL, 0, None) == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
+    assert memory.compute_kv_budget(GB, CELL, 0, None) == (3 * GB - GB - WORK) // 2
 
 
 @pytest.mark.usefixtures("room")
@@ -32,7 +33,7 @@ def test_budget_fits_one_sequence_of_the_requested_context():
 @pytest.mark.usefixtures("room")
 def test_on_gpus_most_of_what_the_weights_leave_there_is_used():
     """More than 4 GiB too. If they do not fit, some layers will be elsewhere."""
-    left = 50 * GB - 20 * GB - memory.COMPUTE_BYTES
+    left = 50 * GB - 20 * GB - WORK
     budget = memory.compute_kv_budget(20 * GB, CELL, 0, None, gpu_bytes=50 * GB)
     assert budget == int(left * memory.GPU_SHARE)
     assert memory.compute_kv_budget(20 * GB, CELL, 7, None, gpu_bytes=50 * GB) == 7
@@ -57,13 +58,13 @@ def test_requested_size_is_used_or_rejected():
 @pytest.mark.parametrize(
     ("weights", "wanted", "context", "kv", "total", "cure"),
     [
-        (3_200_000, 20 * GB, None, "KV cache 20.0 GB", "20.3 GB", "lower kv.max_memory_mb"),
+        (3_200_000, 20 * GB, None, "KV cache 20.0 GB", "20.4 GB", "lower kv.max_memory_mb"),
         (
             GB,
             0,
             90_000,
             "KV cache of 90000 tokens 9.0 GB",
-            "10.3 GB",
+            "10.4 GB",
             "lower model.max_context_length",
         ),
         (
@@ -71,7 +72,7 @@ def test_requested_size_is_used_or_rejected():
             0,
             None,
             "KV cache of 256 tokens 25.6 MB",
-            "10.0 GB",
+            "10.1 GB",
             "use a smaller model or quantization",
         ),
         (
@@ -79,7 +80,7 @@ def test_requested_size_is_used_or_rejected():
             0,
             4000,
             "KV cache of 4000 tokens 400.0 MB",
-            "12.7 GB",
+            "12.8 GB",
             "use a smaller model or quantization",
         ),
     ],
@@ -93,7 +94,7 @@ def test_memory_error_lists_each_part_of_the_sum(weights, wanted, context, kv, t
         memory.compute_kv_budget(weights, CELL, wanted, context)
     assert str(caught.value) == (
         f"not enough memory: {total} are needed (weights {format_size(weights)}, {kv}, "
-        f"work buffers and processes about 314.6 MB), but 10.0 GB are available: {cure}"
+        f"work buffers and processes about 417.0 MB), but 10.0 GB are available: {cure}"
     )
 
 
@@ -164,19 +165,29 @@ def test_later_engine_needs_what_the_earlier_one_took(groups, monkeypatch, tmp_p
 
 @pytest.mark.usefixtures("room")
 def test_beside_other_models_a_limit_replaces_the_available_memory():
-    """And on GPUs, the cache of one model leaves room for those of others."""
-    budget = memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=3 * GB)
-    assert budget == (3 * GB - memory.weigh(GB, 0)) // 2
+    """Weights that a backend has twice count. On GPUs, the cache of one model leaves room for those
+    of others.
+    """
+    most = {"copied_bytes": GB // 2, "max_bytes": 3 * GB}
+    budget = memory.compute_kv_budget(GB, CELL, 0, None, **most)
+    assert budget == (3 * GB - GB - GB // 2 - WORK) // 2
     with pytest.raises(StartupError, match=r"3\.0 GB are available"):
-        memory.compute_kv_budget(GB, CELL, 4 * GB, None, max_bytes=3 * GB)
-    left = 3 * GB - memory.weigh(GB, budget)
-    assert memory.compute_ram_cache_budget(GB, budget, 3 * GB) == left // 4
-    most = memory.compute_kv_budget(GB, CELL, 0, None, max_bytes=100 * GB)
-    assert most == (10 * GB - memory.weigh(GB, 0)) // 2, "no more than what is available"
+        memory.compute_kv_budget(GB, CELL, 4 * GB, None, **most)
+    assert memory.compute_ram_cache_budget(2 * GB, 3 * GB) == GB // 4
+    budget = memory.compute_kv_budget(3 * GB, CELL, 0, None, max_bytes=100 * GB)
+    assert budget == (10 * GB - 3 * GB - WORK) // 2, "no more than what is available"
     on_gpus = memory.compute_kv_budget(GB, CELL, 0, None, gpu_bytes=50 * GB, max_bytes=100 * GB)
     assert on_gpus == memory.USUAL_KV_BYTES
 
 
-def test_model_is_weighed_with_the_copy_of_its_weights():
-    assert memory.weigh(4 * GB, GB) == 7 * GB + memory.COMPUTE_BYTES
-    assert memory.weigh(4 * GB, GB, in_ram=False) == 5 * GB + memory.COMPUTE_BYTES
+@pytest.mark.usefixtures("room")
+def test_weights_that_are_there_twice_do_not_count_for_a_model_alone():
+    """The system frees the pages of the file."""
+    budget = memory.compute_kv_budget(9 * GB, CELL, 0, None, copied_bytes=4 * GB)
+    assert budget == (10 * GB - 9 * GB - WORK) // 2
+
+
+def test_model_is_weighed_with_what_its_backend_copies_and_cells_for_embeddings():
+    work = memory.COMPUTE_BYTES + memory.EMBEDDING_CELLS * CELL
+    assert memory.weigh(4 * GB, GB, CELL, 2 * GB) == 7 * GB + work
+    assert memory.weigh(4 * GB, GB, CELL) == 5 * GB + work

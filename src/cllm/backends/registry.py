@@ -35,7 +35,10 @@ class Loader(Protocol):
 
     Importing the module imports neither NumPy nor pydantic nor the backend's library, because
     commands and the engine process import it at their start. Its functions import what they need.
+    ``COPIED_SHARE`` is the share of the weights that the library has in RAM twice, roughly.
     """
+
+    COPIED_SHARE: float
 
     def resolve(
         self, name: str | None, quantization: str | None = None, progress: Progress | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cllm.backends.registry import BACKENDS, import_loader
 from cllm.models import memory
 from cllm.models.gguf import format_size
 
@@ -64,7 +65,8 @@ def list_fits(available_bytes: int, *, on_gpu: bool) -> list[ModelFit]:
 
 
 def _count_tokens(model: UsualModel, size: int, available_bytes: int, *, on_gpu: bool) -> int:
-    left = available_bytes - memory.weigh(size, 0, in_ram=not on_gpu)
+    copied = 0 if on_gpu else int(size * import_loader(BACKENDS[0]).COPIED_SHARE)
+    left = available_bytes - memory.weigh(size, 0, model.kv_bytes_per_token, copied)
     if on_gpu:
         left = int(left * memory.GPU_SHARE)
     tokens = min(left // model.kv_bytes_per_token, model.trained)

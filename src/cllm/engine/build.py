@@ -25,6 +25,7 @@ from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.layouts import make_layout
 from cllm.kv_cache.snapshots import Snapshots
 from cllm.models.memory import (
+    COMPUTE_BYTES,
     check_room_again,
     compute_kv_budget,
     compute_ram_cache_budget,
@@ -63,30 +64,34 @@ def fit_memory(params: EngineParams) -> EngineParams:
     if params.resident_bytes:
         check_room_again(params.resident_bytes)
         return msgspec.structs.replace(params, weight_bytes=0)
-    weights, loader, draft_weights = params.weight_bytes, import_loader(params.backend), 0
+    loader, draft_weights, per_token = import_loader(params.backend), 0, params.kv_bytes_per_token
+    copied = params.weight_bytes * loader.COPIED_SHARE
     if params.speculation == "draft_model" and params.draft_path:
         draft_params = make_draft_params(params)
-        draft = import_loader(draft_params.backend).measure(draft_params)
+        draft_loader = import_loader(draft_params.backend)
+        draft = draft_loader.measure(draft_params)
         draft_weights = draft.weight_bytes if draft else 0
+        copied += draft_weights * draft_loader.COPIED_SHARE
     gpu_bytes = loader.measure_gpus(params)
+    in_ram = gpu_bytes is None
+    copied_bytes = int(copied) * in_ram
     kv_memory = compute_kv_budget(
-        weights,
-        params.kv_bytes_per_token,
+        params.weight_bytes,
+        per_token,
         params.kv_memory,
         params.context_length,
         gpu_bytes=gpu_bytes,
         draft_weight_bytes=draft_weights,
+        copied_bytes=copied_bytes,
         max_bytes=params.max_bytes,
     )
-    in_ram, draft_kv_memory = gpu_bytes is None, kv_memory // 2 if draft_weights else 0
+    weights = params.weight_bytes + draft_weights
+    kv_bytes = kv_memory + (kv_memory // 2 if draft_weights else 0)
+    size = weigh(weights, kv_bytes, per_token, copied_bytes)
     ram_cache = params.ram_cache_bytes
     if ram_cache is None:
-        ram_cache = compute_ram_cache_budget(
-            (weights + draft_weights) * in_ram,
-            (kv_memory + draft_kv_memory) * in_ram,
-            params.max_bytes,
-        )
-    size = weigh(weights + draft_weights, kv_memory + draft_kv_memory, in_ram=in_ram)
+        taken = size if params.max_bytes else size - copied_bytes
+        ram_cache = compute_ram_cache_budget(taken if in_ram else COMPUTE_BYTES, params.max_bytes)
     return msgspec.structs.replace(
         params,
         weight_bytes=0,

@@ -14,8 +14,8 @@ from cllm.models.gguf import format_size
 USUAL_KV_BYTES = 4 << 30
 GPU_SHARE = 0.8  # the rest is for llama.cpp's work buffers on the GPUs
 USUAL_RAM_CACHE_BYTES = 4 << 30
-REPACKED_SHARE = 0.5  # of the weights; llama.cpp copies some in another order on CPUs
-COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
+COMPUTE_BYTES = 300 << 20  # the library's work buffers and the two processes, roughly
+EMBEDDING_CELLS = 1024  # that backends allocate for the first texts to embed; more for long texts
 MIN_CONTEXT = 256
 VM_STATISTICS = Path("/proc/vmstat")
 OWN_STATUS = Path("/proc/self/status")
@@ -161,6 +161,7 @@ def compute_kv_budget(
     *,
     gpu_bytes: int | None = None,
     draft_weight_bytes: int = 0,
+    copied_bytes: int = 0,
     max_bytes: int = 0,
 ) -> int:
     """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave
@@ -169,9 +170,9 @@ def compute_kv_budget(
     The keys and values of a token take ``bytes_per_token``, 0 if unknown. ``gpu_bytes`` are free on
     the GPUs that will hold the weights; it is 0 if unknown, and None without GPUs. A draft model
     has weights of ``draft_weight_bytes``, and a KV cache of half the size; without
-    ``wanted_bytes``, both divide the memory for one. Where other models leave some memory,
-    ``max_bytes`` is what they leave for everything; 0 means what is free, and on GPUs the KV cache
-    then has no other limit.
+    ``wanted_bytes``, both divide the memory for one. See ``weigh`` for ``copied_bytes``. Where
+    other models leave some memory, ``max_bytes`` is what they leave for everything; 0 means what is
+    free, and on GPUs the KV cache then has no other limit.
 
     Raises StartupError with the sizes if the models, or one sequence of ``context_length`` tokens,
     do not fit into the RAM. On GPUs nothing is checked: only llama.cpp knows how many layers are
@@ -180,7 +181,7 @@ def compute_kv_budget(
     available = measure_room(max_bytes)
     weight_bytes += draft_weight_bytes
     if gpu_bytes is not None:
-        left = gpu_bytes - weight_bytes - COMPUTE_BYTES
+        left = gpu_bytes - weigh(weight_bytes, 0, bytes_per_token)
         # if not all layers are there, as before
         usual = int(left * GPU_SHARE) if left > 0 else USUAL_KV_BYTES
         if max_bytes:
@@ -188,7 +189,7 @@ def compute_kv_budget(
         return wanted_bytes or (usual * 2 // 3 if draft_weight_bytes else usual)
     if available is None:
         return wanted_bytes or USUAL_KV_BYTES
-    without_kv = weigh(weight_bytes, 0) if max_bytes else weight_bytes + COMPUTE_BYTES
+    without_kv = weigh(weight_bytes, 0, bytes_per_token, copied_bytes if max_bytes else 0)
     one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
     need = without_kv + (wanted_bytes or one_sequence)
     models = ""
@@ -204,7 +205,7 @@ def compute_kv_budget(
             f"not enough memory: {format_size(need)} are needed (weights{models} "
             f"{format_size(weight_bytes)}, KV cache{tokens}{models} "
             f"{format_size(need - without_kv)}, work buffers and processes about "
-            f"{format_size(COMPUTE_BYTES)}), "
+            f"{format_size(without_kv - weight_bytes)}), "
             f"but {format_size(available)} are available: {cure}"
         )
     usual = min(USUAL_KV_BYTES, (available - without_kv) // 2)
@@ -213,22 +214,25 @@ def compute_kv_budget(
     return wanted_bytes or max(one_sequence, usual)
 
 
-def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int, max_bytes: int = 0) -> int:
-    """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4
-    GiB at most. See ``compute_kv_budget`` for ``max_bytes``.
+def compute_ram_cache_budget(taken_bytes: int, max_bytes: int = 0) -> int:
+    """Return the bytes for prefixes outside of the KV cache, if all else takes ``taken_bytes``: a
+    quarter of the remaining memory, 4 GiB at most. See ``compute_kv_budget`` for ``max_bytes``.
     """
     available = measure_room(max_bytes)
     if available is None:
         return 0
-    taken = weigh(weight_bytes, kv_bytes) if max_bytes else weight_bytes + COMPUTE_BYTES + kv_bytes
-    left = available - taken
-    return max(0, min(USUAL_RAM_CACHE_BYTES, left // 4))
+    return max(0, min(USUAL_RAM_CACHE_BYTES, (available - taken_bytes) // 4))
 
 
-def weigh(weight_bytes: int, kv_bytes: int, *, in_ram: bool = True) -> int:
-    """Return the bytes that a model takes: weights, KV cache, work buffers and processes."""
-    copied = int(weight_bytes * REPACKED_SHARE) if in_ram else 0
-    return weight_bytes + copied + kv_bytes + COMPUTE_BYTES
+def weigh(weight_bytes: int, kv_bytes: int, bytes_per_token: int, copied_bytes: int = 0) -> int:
+    """Return the bytes that a model takes: weights, KV cache, work buffers and processes.
+
+    A cell for embeddings takes ``bytes_per_token``. ``copied_bytes`` are those of weights that the
+    backend's library has in RAM twice. While memory is short, the system frees the files' pages
+    with these weights, so they count only for models that share a limit.
+    """
+    embedding_bytes = EMBEDDING_CELLS * bytes_per_token
+    return weight_bytes + copied_bytes + kv_bytes + embedding_bytes + COMPUTE_BYTES
 
 
 def read_resident_bytes(pid: int | None) -> int:

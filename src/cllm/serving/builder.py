@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cllm.backends.registry import choose_backend
+from cllm.backends.registry import choose_backend, import_loader
 from cllm.config.settings import Adapter, Settings
 from cllm.errors import StartupError
 from cllm.models.memory import USUAL_KV_BYTES, weigh
@@ -122,8 +122,10 @@ class Builder:
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, int(MIN_KV_SHARE * most))
         # in a thread, because it may ask another process for the GPUs
         pool = await run_in_daemon_thread(partial(self._engines.make_pool, source.settings, params))
-        model.path = params.path
-        model.min_bytes = weigh(params.weight_bytes, kv_bytes) * len(pool.members)
+        model.path, model.backend = params.path, params.backend
+        copied = int(params.weight_bytes * import_loader(params.backend).COPIED_SHARE)
+        needed = weigh(params.weight_bytes, kv_bytes, params.kv_bytes_per_token, copied)
+        model.min_bytes = needed * len(pool.members)
         return self._make_service(source, pool)
 
     def _make_service(self, source: Source, pool: Pool) -> Service:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from cllm.backends.registry import import_loader
 from cllm.errors import (
     CLLMError,
     EngineError,
@@ -188,7 +189,9 @@ class LoadedModels:
         info = service.info
         # the next load must have room for a sequence as long as this one
         kv_bytes = info.context_length * info.kv_bytes_per_token
-        needed = weigh(info.model_bytes, kv_bytes, in_ram=not info.on_gpu)
+        copied_share = 0 if info.on_gpu else import_loader(model.backend).COPIED_SHARE
+        copied = int(info.model_bytes * copied_share)
+        needed = weigh(info.model_bytes, kv_bytes, info.kv_bytes_per_token, copied)
         model.min_bytes = max(model.min_bytes, min(needed, model.num_bytes))
         model.last_used = now
         model.stays_until = compute_stay(now, seconds)

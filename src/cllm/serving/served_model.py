@@ -25,11 +25,11 @@ class ServedModel:
     """A model that the server has under ``name``, loaded or not.
 
     ``aliases`` are other names, or patterns of names. ``open`` makes the model's service without
-    starting its engine, and sets ``min_bytes``, the memory that must be free for the model. The
-    model is unloaded ``keep_alive`` seconds after its last request, or never if that is None. The
-    last request may have changed that time; ``stay`` is the one in effect. A ``pinned`` model is
-    never unloaded to make room. ``is_found`` says that the scan of a folder found the model, and
-    ``is_created`` that a client created it.
+    starting its engine, and sets ``path``, ``backend`` and ``min_bytes``, the memory that must be
+    free for the model. The model is unloaded ``keep_alive`` seconds after its last request, or
+    never if that is None. The last request may have changed that time; ``stay`` is the one in
+    effect. A ``pinned`` model is never unloaded to make room. ``is_found`` says that the scan of a
+    folder found the model, and ``is_created`` that a client created it.
 
     ``parent`` is the model that computes for this one, if the two differ only in their names,
     system messages, defaults of sampling parameters, and adapters. ``adapter_key`` is the engine's

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from checkpoints import write_pooling, write_tokenizer
@@ -13,8 +14,12 @@ from checkpoints import write_pooling, write_tokenizer
 from cllm.backends.base import Backend
 from cllm.backends.params import BackendParams
 from cllm.backends.torch.options import Options
+from cllm.config.settings import KVSettings, Settings
 from cllm.core.batch import Chunk
+from cllm.engine.build import fit_memory
+from cllm.engine.settings import make_engine_params
 from cllm.errors import EngineError
+from cllm.models import memory
 
 torch = pytest.importorskip("torch", reason="needs the extra torch: tools/setup.sh --torch")
 transformers = pytest.importorskip("transformers", reason="needs it as a reference")
@@ -127,4 +132,18 @@ def test_longest_text_so_far_must_come_first(folder) -> None:
     backend.embed([Chunk(long, 0, 600)])
     backend.embed([Chunk(long[:88], 512, 600), Chunk(short, 0, 2), Chunk(long[:400], 0, 600)])
     backend.embed([Chunk(long[:200], 400, 600)])
+    backend.close()
+
+
+def test_memory_estimate_counts_cells_for_embeddings_but_no_copied_weights(folder) -> None:
+    """As many cells as texts of up to 512 tokens need, the usual limit of embedding models."""
+    settings = Settings(kv=KVSettings(max_memory_mb=100, ram_cache_mb=0))
+    params = msgspec.structs.replace(make_engine_params(settings, folder), max_bytes=1 << 40)
+    per_token = 2 * 2 * 32 * 4  # keys and values, layers, numbers, and bytes of a number
+    known = params.weight_bytes + 100_000_000 + memory.COMPUTE_BYTES
+    assert fit_memory(params).max_bytes == known + memory.EMBEDDING_CELLS * per_token
+    backend = load(folder)
+    backend.embed([Chunk([1] * 512, 0, 512)])
+    embedder: Any = backend
+    assert embedder._embedder._cells.num_cells == memory.EMBEDDING_CELLS
     backend.close()

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from cllm.backends.params import BackendParams, ModelSize, SingleGpu
     from cllm.models.hub import Progress
 
+COPIED_SHARE = 0.0
+
 
 def resolve(
     name: str | None, quantization: str | None = None, progress: Progress | None = None

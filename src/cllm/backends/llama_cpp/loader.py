@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
     from cllm.models.hub import Progress
 
-
+COPIED_SHARE = 0.5  # in another order, for CPUs
 # options that say which GPUs to use
 CHOICES = (
     *("split", "tensor_split", "devices", "rpc", "main_gpu"),

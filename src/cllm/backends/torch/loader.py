@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
     from cllm.models.hub import Progress
 
+COPIED_SHARE = 0.0
 INSTALL = (
     'install it with pip install "cllm[torch]"; without a GPU, add '
     "--extra-index-url https://download.pytorch.org/whl/cpu, which saves gigabytes of CUDA"
