@@ -121,6 +121,15 @@ def test_damaged_download_is_noticed_and_removed(cllm, tmp_path):
     assert not right.exists()
 
 
+@pytest.mark.parametrize(("kind", "has_cache"), [("BertModel", False), ("LlamaForCausalLM", True)])
+def test_model_that_only_embeds_is_shown_without_kv_cache(cllm, tmp_path, kind, has_cache):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    write_checkpoint(tmp_path, config={"architectures": [kind], "model_type": "x", **sizes})
+    shown = json.loads(cllm("show", tmp_path, "--json"))
+    assert shown["layers"] == 2
+    assert shown.get("KV cache per token") == ("0.5 kB" if has_cache else None)
+
+
 def test_show_reads_the_file(cllm, tmp_path):
     shutil.copy(BUILTIN, tmp_path / "mine.gguf")
     shown = json.loads(cllm("show", tmp_path / "mine.gguf", "--json"))

@@ -24,6 +24,7 @@ from cllm.models.description import describe_model, measure_files
 from cllm.models.file_names import SPLIT, find_matching
 from cllm.models.gguf import format_size
 from cllm.models.model_file import list_files
+from cllm.models.task import find_task
 from cllm.store.created import CreatedModel, CreatedModels
 
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
@@ -120,7 +121,7 @@ def show(
     entry = find(list_installed(loaded), name)
     path = (entry and entry.path) or catalog.resolve(name)
     model = describe_model(path)
-    kv_bytes = model.kv_bytes_per_token
+    kv_bytes = model.kv_bytes_per_token if find_task(path) != "embedding" else None
     facts = {
         "name": entry.name if entry else name,
         "path": str(path),
