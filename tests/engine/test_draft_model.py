@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from conftest import is_right
 
@@ -180,14 +182,17 @@ def test_built_in_model_drafts_for_itself(builtin_model, known_questions):
 def test_draft_model_may_have_another_backend(
     builtin_path, builtin_checkpoint, known_questions, is_checkpoint
 ):
-    """The draft model's files choose it. Texts stay the model's own, and drafts are accepted."""
+    """The draft model's files choose it, also if the settings name the model's. Texts stay the
+    model's own, and drafts are accepted.
+    """
     paths = [str(builtin_checkpoint), str(builtin_path)]
     model, draft = paths if is_checkpoint else reversed(paths)
-    settings = {"model_max_context_length": 512, "scheduler_max_num_seqs": 2}
+    settings: dict[str, Any] = {"model_max_context_length": 512, "scheduler_max_num_seqs": 2}
     params = SamplingParams(temperature=0, max_tokens=24)
     prompts = ["Question: What is 12 plus 30?", "The red fox"]
     with LLM(model, scheduler_speculation="off", **settings) as llm:
         expected = [done.outputs[0].tokens for done in llm.generate(prompts, params)]
+    settings |= {"backend_name": "torch" if is_checkpoint else "llama_cpp"}
     with LLM(model, scheduler_speculation="draft_model", model_draft_path=draft, **settings) as llm:
         assert llm.info.system.startswith("PyTorch") == is_checkpoint
         assert [done.outputs[0].tokens for done in llm.generate(prompts, params)] == expected

@@ -24,9 +24,6 @@ class SizedLoader:
     def __init__(self) -> None:
         self.measured: list[tuple[BackendParams, bool]] = []
 
-    def resolve(self, name: str) -> Path | None:
-        return Path("/models") / name if name != "as-it-is" else None
-
     def measure(self, params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
         self.measured.append((params, check_tokens))
         return ModelSize(1000, 20)
@@ -36,6 +33,7 @@ class SizedLoader:
 def loader(monkeypatch: pytest.MonkeyPatch) -> SizedLoader:
     sized = SizedLoader()
     monkeypatch.setattr(module, "import_loader", lambda name: sized)
+    monkeypatch.setattr(module.catalog, "resolve", lambda name: Path("/models") / name)
     return sized
 
 
@@ -105,8 +103,8 @@ def test_latency_target_depends_on_the_machine(loader: SizedLoader) -> None:
 
 
 def test_draft_model_that_needs_no_file_keeps_its_name(loader: SizedLoader) -> None:
-    drafted = settings(model={"draft_path": "as-it-is"}, backend={"name": "llama_cpp"})
-    assert make_engine_params(drafted, Path("large")).draft_path == "as-it-is"
+    drafted = settings(model={"draft_path": "as-it-is"}, backend={"name": "fake"})
+    assert make_engine_params(drafted, None).draft_path == "as-it-is"
     assert make_engine_params(settings(), Path("large")).draft_path == ""
 
 

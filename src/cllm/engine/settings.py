@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,14 +18,9 @@ from cllm.models.template_file import read_template
 
 def resolve_model(settings: Settings, progress: Progress | None = None) -> Path | None:
     """Return the file or the folder of the model, see ``Loader.resolve``."""
-    model = settings.model
-    return choose_resolve(settings)(model.path, model.quantization, progress)
-
-
-def choose_resolve(settings: Settings) -> Callable[..., Path | None]:
-    """Return the function that finds a model's files: that of the backend, if one is set."""
-    backend = settings.backend.name
-    return catalog.resolve if backend == AUTO else import_loader(backend).resolve
+    model, backend = settings.model, settings.backend.name
+    resolve = catalog.resolve if backend == AUTO else import_loader(backend).resolve
+    return resolve(model.path, model.quantization, progress)
 
 
 def make_engine_params(
@@ -43,8 +37,9 @@ def make_engine_params(
     backend, scheduler, kv = settings.backend, settings.scheduler, settings.kv
     name, draft = choose_backend(backend.name, path), settings.model.draft_path
     loader, draft_backend = import_loader(name), ""
-    if draft and (found := choose_resolve(settings)(draft)) is not None:
-        # that of its own files, which may be another than the model's
+    if draft and path is not None:
+        found = catalog.resolve(draft)
+        # that of its own files, whatever computes the model
         draft, draft_backend = str(found), choose_backend(AUTO, found)
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise StartupError(
