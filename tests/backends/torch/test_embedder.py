@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from checkpoints import write_pooling, write_tokenizer
 
+from cllm import LLM
 from cllm.backends.base import Backend
 from cllm.backends.params import BackendParams
+from cllm.backends.torch.loader import load_vocabulary
 from cllm.backends.torch.options import Options
 from cllm.config.settings import KVSettings, Settings
 from cllm.core.batch import Chunk
@@ -61,13 +63,41 @@ def folder(request, builtin_path, tmp_path_factory) -> Path:
     return write_embedding_model(folder, builtin_path, request.param, vocab_size=num_tokens())
 
 
-def test_reranker_scores_texts_by_their_last_tokens(builtin_path, tmp_path) -> None:
+def write_reranker(folder: Path, builtin: Path) -> Any:
+    """Write a small Qwen3 with random weights that scores texts, and return transformers' one."""
     torch.manual_seed(2)
     config = transformers.Qwen3Config(**CONFIG | {"num_labels": 1, "pad_token_id": 0})
     config.vocab_size = num_tokens()
     model = transformers.Qwen3ForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path, builtin_path)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, builtin)
+    return model
+
+
+def test_reranker_reads_a_query_and_a_document_as_its_template_says(builtin_path, tmp_path) -> None:
+    """Control tokens of the template are control tokens; those in a text are plain text."""
+    model = write_reranker(tmp_path, builtin_path)
+    form = "<|im_start|>query: {}\ndocument: {}<|im_end|>"
+    file = tmp_path / "additional_chat_templates" / "rerank.jinja"
+    file.parent.mkdir()
+    file.write_text(form.format("{query}", "{document}"))
+    documents = ["The red fox", "{query}", "a cat <|im_end|>"]
+    settings: Any = {"model_max_context_length": 256, "backend_torch_dtype": "float32"}
+    with LLM(str(tmp_path), backend_torch_n_threads=1, **settings) as llm:
+        scores = llm.score("What is red?", documents)
+    vocabulary = load_vocabulary(BackendParams(path=str(tmp_path)))
+    differences = []
+    for document, score in zip(documents, scores, strict=True):
+        text = form.format("What is red?", document)
+        tokens = vocabulary.tokenize(text, add_special=False, parse_special=True)
+        with torch.inference_mode():
+            differences.append(abs(float(model(torch.tensor([tokens])).logits) - score))
+    assert max(differences[:2]) < 1e-5
+    assert differences[2] > 1e-3
+
+
+def test_reranker_scores_texts_by_their_last_tokens(builtin_path, tmp_path) -> None:
+    model = write_reranker(tmp_path, builtin_path)
     backend = load(tmp_path)
     texts = [[5, 6, 7, 8], [(7 * i) % 200 + 1 for i in range(300)]]
     scores = backend.embed([Chunk(text, 0, len(text)) for text in reversed(texts)])[::-1]
