@@ -24,8 +24,9 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError, StartupError
+from cllm.models.checkpoint import read_checkpoint
 
-pytest.importorskip("torch", reason="needs the extra torch: tools/setup.sh --torch")
+torch = pytest.importorskip("torch", reason="needs the extra torch: tools/setup.sh --torch")
 pytestmark = pytest.mark.torch
 
 DECODER: dict[str, Any] = {
@@ -211,6 +212,18 @@ def test_quantized_tensors_and_large_values_are_refused(tmp_path) -> None:
     _, shape, data = tensors[name]
     tensors[name] = "F8_E4M3", shape, data[: len(data) // 4]
     assert "up_proj.weight is F8_E4M3" in refuse(write(tmp_path / "fp8", "llama", tensors))
+
+
+def test_file_that_becomes_shorter_while_it_is_loaded_is_refused(tmp_path) -> None:
+    from cllm.backends.torch.weights import Weights
+
+    checkpoint = read_checkpoint(write(tmp_path, "llama", make_tensors("llama")))
+    name, last = max(checkpoint.tensors.items(), key=lambda item: item[1].end)
+    with last.file.open("r+b") as file:
+        file.truncate(last.end - 1)
+    weights = Weights(checkpoint, torch.float32, torch.device("cpu"))
+    with pytest.raises(StartupError, match=r"model\.safetensors was shortened"):
+        weights.read(name)
 
 
 NUMBERS = [0, -1, 1, 2, 7, 10**6, 10**30, 0.5, -1e300, 10**400]

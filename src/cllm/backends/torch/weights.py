@@ -75,10 +75,10 @@ class Weights:
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """Return the tensor's bytes."""
-        count = stored.end - stored.begin
-        return torch.frombuffer(
-            self._map(stored.file), dtype=torch.uint8, count=count, offset=stored.begin
-        )
+        data, count = self._map(stored.file), stored.end - stored.begin
+        if stored.end > len(data):
+            raise StartupError(f"{stored.file} was shortened while it was loaded")
+        return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=stored.begin)
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._files:
