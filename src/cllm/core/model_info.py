@@ -61,3 +61,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_embedding_tokens: int = 0
     max_embedding_batch_tokens: int = 64
     embeds_whole: bool = False
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether a prefix can be reused only where its state was saved."""
+        return not self.can_trim

@@ -49,10 +49,11 @@ class Request(msgspec.Struct, frozen=True):
     Requests share cached prefixes only if their ``cache_salt`` is equal. The prompt's first
     ``num_base_tokens`` are computed without ``adapters``, because an activated LoRA changes the
     model only from there on. Requests with other adapters have other salts, unless all that they
-    can share is computed without adapters. If it ``reports_prefill``, its outputs tell how far its
-    prompt is; if it ``is_traced``, its times have the chunks of its prompt. Requests share results
-    only if their ``reading`` is equal, a text that differs if the readers of their outputs may end
-    these at other places.
+    can share is computed without adapters. Later prompts are expected to agree with this one up to
+    one of the ``boundaries``, numbers of tokens. If it ``reports_prefill``, its outputs tell how
+    far its prompt is; if it ``is_traced``, its times have the chunks of its prompt. Requests share
+    results only if their ``reading`` is equal, a text that differs if the readers of their outputs
+    may end these at other places.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class Request(msgspec.Struct, frozen=True):
     reports_prefill: bool = False
     reading: str = ""
     is_traced: bool = False
+    boundaries: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 
@@ -35,3 +36,19 @@ def tokenize_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> list
     for text, add_special, parse_special in segments:
         tokens += tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
     return tokens
+
+
+class TokenizedChat(NamedTuple):
+    """The prompt of a conversation. Later prompts are expected to agree with it up to one of the
+    ``boundaries``, numbers of tokens.
+    """
+
+    tokens: list[int]
+    boundaries: tuple[int, ...] = ()
+
+
+def join_parts(parts: Iterable[list[int]]) -> TokenizedChat:
+    """Return a prompt whose parts have been tokenized; boundaries lie between them."""
+    listed = [*parts]
+    *boundaries, _ = accumulate(map(len, listed))
+    return TokenizedChat([*chain.from_iterable(listed)], tuple(boundaries))

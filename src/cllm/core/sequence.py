@@ -19,6 +19,8 @@ from cllm.core.output import (
 )
 from cllm.core.request import Adapters, Request, SequenceProgress
 
+BOUNDARY_DISTANCE = 4096  # tokens between boundaries within long messages
+MAX_PROMPT_END = 64  # tokens after the last boundary that are rather computed again
 MAX_CHUNKS = 1000  # of a prompt that are noted; later ones count as part of the last one
 
 
@@ -189,6 +191,19 @@ class Sequence:
         if len(self._array) != len(self.tokens):
             self._array = np.array(self.tokens, np.int32)
         return self._array
+
+    def list_boundaries(self) -> list[int]:
+        """Return the positions in the prompt up to which later ones may agree with it: where an
+        activated LoRA begins, the boundaries of messages, others at regular distances, and the end
+        if no boundary is close to it.
+        """
+        request = self.request
+        end = request.num_base_tokens or self.num_prompt_tokens - 1
+        distant = range(BOUNDARY_DISTANCE, end, BOUNDARY_DISTANCE)
+        listed = [at for at in sorted({*request.boundaries, *distant}) if at < end]
+        if request.num_base_tokens or not listed or end - listed[-1] > MAX_PROMPT_END:
+            listed.append(end)
+        return listed
 
     @property
     def shareable_tokens(self) -> npt.NDArray[np.int32]:

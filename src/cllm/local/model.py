@@ -22,7 +22,7 @@ from cllm.core.request import (
     check_generates,
     check_prompt,
 )
-from cllm.core.segments import tokenize_segments
+from cllm.core.segments import TokenizedChat, join_parts, tokenize_segments
 from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.settings import make_engine_params, resolve_model
 from cllm.engine.shared import SharedEngine
@@ -36,6 +36,7 @@ from cllm.text.chat_format import ChatFormats, OutputPlan
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import OutputReader
 from cllm.text.pairs import PairFormat, name_texts
+from cllm.text.templates.boundaries import render_with_boundaries
 from cllm.text.templates.chat_template import make_templates
 from cllm.text.templates.fences import Fences
 from cllm.text.tools.call_grammar import message_grammar
@@ -113,7 +114,7 @@ class LocalModel:
         ``tools``. ``variables`` are passed to the model's chat template, such as
         ``enable_thinking=True``.
         """
-        return self._render(make_chat(messages, tools, "auto", variables))
+        return self._render(make_chat(messages, tools, "auto", variables)).tokens
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a part of a text: without begin and end tokens, and with control
@@ -148,12 +149,19 @@ class LocalModel:
             except UnicodeEncodeError:
                 raise lone_surrogate(param) from None
 
-    def _render(self, chat: Chat) -> list[int]:
+    def _render(self, chat: Chat) -> TokenizedChat:
         messages, tools, variables = self._chat_formats.of(chat).template_input(chat)
+        template = self._chat_templates[bool(tools)]
         with self._shared.in_use():
             try:
-                text = self._chat_templates[bool(tools)].render(messages, tools, **variables)
-                return tokenize_segments(self._backend.vocabulary, self._fences.split(text))
+                if self.info.needs_checkpoints:
+                    text = render_with_boundaries(
+                        template.render, template.fences, messages, tools, "", variables
+                    )
+                else:
+                    text = template.render(messages, tools, **variables)
+                parts = self._fences.split_at_boundaries(text)
+                return join_parts(tokenize_segments(self._backend.vocabulary, p) for p in parts)
             except UnicodeEncodeError:
                 raise lone_surrogate("messages") from None
 
@@ -200,10 +208,11 @@ class LocalModel:
         asked = self._params_for(params, len(chats))
         prepared = []
         for i, (chat, one) in enumerate(zip(chats, asked, strict=True)):
-            tokens = self._render(chat)
+            tokens, boundaries = self._render(chat)
             self._check_prompt(tokens, one, f"messages[{i}]" if are_many else "messages")
             bound = self._bind(one, answer)
-            prepared.append(PreparedPrompt(tokens, *self._plan(tokens, chat, bound), answer))
+            plan = self._plan(tokens, chat, bound)
+            prepared.append(PreparedPrompt(tokens, *plan, answer, boundaries))
         return prepared
 
     def _plan(
@@ -342,7 +351,14 @@ class LocalModel:
         with self._shared.in_use():
             pieces = self._backend.vocabulary.pieces
         requests = [
-            Request(f"r{next(self._ids)}", prompt.tokens, prompt.params, "", chosen).with_seed()
+            Request(
+                f"r{next(self._ids)}",
+                prompt.tokens,
+                prompt.params,
+                "",
+                chosen,
+                boundaries=prompt.boundaries,
+            ).with_seed()
             for prompt in prompts
         ]
         readers = {

@@ -23,13 +23,14 @@ from cllm.text.tools.parser import Channel
 
 class PreparedPrompt(NamedTuple):
     """A prompt that has been checked. ``plan`` says how to read the answer, if it is more than
-    text.
+    text. TokenizedChat explains ``boundaries``.
     """
 
     tokens: list[int]
     params: SamplingParams
     plan: OutputPlan | None = None
     format: AnswerFormat | None = None
+    boundaries: tuple[int, ...] = ()
 
 
 class GenerationWork:

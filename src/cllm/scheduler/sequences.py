@@ -268,17 +268,13 @@ class Sequences:
         )
 
     def _list_checkpoints(self, seq: Sequence) -> list[int]:
-        """Return the positions, from the current one on, where the state is saved: where followers
-        wait, where an activated LoRA begins, and before the last prompt token.
-        """
-        awaited = self.kv_cache.layout.state.select_checkpoints(
-            (
-                *self.deferred.count_awaited(seq),
-                seq.request.num_base_tokens or seq.num_prompt_tokens - 1,
-            )
-        )
+        """Return the positions, from the current one on, where the state is saved."""
+        awaited = self.deferred.count_awaited(seq)
+        is_prompt = seq.num_computed_tokens < seq.num_prompt_tokens
+        expected = seq.list_boundaries() if is_prompt else ()
+        positions = self.kv_cache.layout.state.select_checkpoints((*awaited, *expected))
         last = seq.request.num_base_tokens or seq.num_tokens
-        return [at for at in awaited if seq.num_computed_tokens <= at <= last]
+        return [at for at in positions if seq.num_computed_tokens <= at <= last]
 
     def record_progress(self, seq: Sequence) -> None:
         """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has

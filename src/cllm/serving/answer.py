@@ -101,7 +101,8 @@ class Generation:
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. Errors call the prompt's field
     ``param``. ``Service.prepare`` makes the generation of a chat's next message. If the message may
     be more than text, ``plan`` says how to parse it. ``unenforced`` are the schema keywords that
-    were left out because they cannot be enforced. The answer was ``created`` at a time in seconds
+    were left out because they cannot be enforced. Later prompts are expected to agree with this one
+    up to one of the ``boundaries``. The answer was ``created`` at a time in seconds
     since 1970. If another server has begun it, it keeps its id and that time.
     """
 
@@ -114,6 +115,7 @@ class Generation:
     usage: Usage = field(default_factory=Usage)
     times: Times = field(default_factory=Times)
     unenforced: tuple[str, ...] = ()
+    boundaries: tuple[int, ...] = ()
     model: str = ""  # set by the service, and
     adapters: str = ""  # the ``contents`` of its AdapterUse
     created: float = field(default_factory=time.time)
@@ -434,6 +436,7 @@ def make_request(
     scheduling: SchedulingOptions,
     use: AdapterUse = NO_ADAPTERS,
     plan: OutputPlan | None = None,
+    boundaries: tuple[int, ...] = (),
 ) -> Request:
     num_base_tokens = use.find_begin(prompt)
     if num_base_tokens is None:
@@ -452,4 +455,5 @@ def make_request(
         scheduling.reports_prefill,
         plan.name if plan else "",
         is_traced=scheduling.record is not None and scheduling.record.steps is not None,
+        boundaries=boundaries,
     )

@@ -19,7 +19,7 @@ from cllm.config.settings import Sampling
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
 from cllm.core.request import check_generates, check_prompt
-from cllm.core.segments import Segment
+from cllm.core.segments import Segment, TokenizedChat, join_parts
 from cllm.core.vocabulary import VocabularyTable
 from cllm.errors import BadRequest, EngineError, PromptTooLong, RateLimited
 from cllm.observe.trace_file import Recorder
@@ -181,7 +181,7 @@ class Service:
         raises.
         """
         params = params.replace_unchecked(grammar=answer.grammar)
-        prompt = await self.encode_chat(chat, scheduling, param)
+        prompt, boundaries = await self.encode_chat(chat, scheduling, param)
         await self._tokenize_marks(scheduling)
         chat_format = self.texts.chat_formats.of(chat)
         begun = chat_format.split_begun(chat)
@@ -193,7 +193,14 @@ class Service:
             params = plan.constrained_params(checked.grammar)
             unenforced += checked.unenforced
         return Generation(
-            request_id, [prompt], params, scheduling, param, plan.output, unenforced=unenforced
+            request_id,
+            [prompt],
+            params,
+            scheduling,
+            param,
+            plan.output,
+            unenforced=unenforced,
+            boundaries=boundaries,
         )
 
     async def _tokenize_marks(self, scheduling: SchedulingOptions) -> None:
@@ -206,7 +213,7 @@ class Service:
 
     async def encode_chat(
         self, chat: Chat, scheduling: SchedulingOptions, param: str = "messages"
-    ) -> list[int]:
+    ) -> TokenizedChat:
         """Return the tokens of a conversation by the model's template.
 
         Raises what ``encode`` raises.
@@ -218,7 +225,7 @@ class Service:
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
             self._check_room(length, scheduling)
         with scheduling.timing("render"):
-            text = await self.render_chat(chat)
+            text = await self.render_chat(chat, has_boundaries=self.info.needs_checkpoints)
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
         self._check_length(len(text) - 2 * num_fenced, param)
         self._check_length(num_fenced * self.vocabulary.longest_piece, param)
@@ -230,11 +237,11 @@ class Service:
         Raises what ``encode_rendered`` raises.
         """
         self._check_generates()
-        return len(await self.encode_rendered(await self.render_chat(chat), param))
+        return len((await self.encode_rendered(await self.render_chat(chat), param)).tokens)
 
     async def encode_rendered(
         self, text: str, param: str, scheduling: SchedulingOptions | None = None
-    ) -> list[int]:
+    ) -> TokenizedChat:
         """Return the tokens of a conversation that has been rendered.
 
         Raises BadRequest if it has far too many fences, and what ``tokenize`` raises.
@@ -242,14 +249,13 @@ class Service:
         num_fenced = text.count(OPEN)
         if num_fenced >= max(self.info.context_length, MAX_FENCES):
             raise PromptTooLong(num_fenced, self.info.context_length, param, at_least=True)
-        split = partial(self.texts.fences.split, text)
-        segments = split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
-        [tokens] = await self.tokenize(segments, scheduling=scheduling)
-        return tokens
+        split = partial(self.texts.fences.split_at_boundaries, text)
+        parts = split() if num_fenced < MANY_FENCES else await asyncio.to_thread(split)
+        return join_parts(await self.tokenize(*parts, scheduling=scheduling))
 
-    async def render_chat(self, chat: Chat) -> str:
+    async def render_chat(self, chat: Chat, *, has_boundaries: bool = False) -> str:
         """Return the text of a conversation by the model's template, with fences around plain
-        text.
+        text, and with boundaries if asked.
         """
         if self.system and not any(message["role"] == "system" for message in chat.messages):
             system = {"role": "system", "content": self.system}
@@ -262,8 +268,12 @@ class Service:
             get_input() if num_turns < MANY_TURNS else await asyncio.to_thread(get_input)
         )
         if not chat.continued:
-            return await self.texts.renderer.render(messages, tools, **variables)
-        text = await self._render_begun(messages, tools, chat.continued, variables)
+            return await self.texts.renderer.render(
+                messages, tools, "", has_boundaries, **variables
+            )
+        text = await self._render_begun(
+            messages, tools, chat.continued, variables, has_boundaries=has_boundaries
+        )
         thought = (chat.messages[-1].get("reasoning_content") or "") if shows_thought else ""
         return chat_format.begin(text, chat, self.texts.fences.enclose(thought))
 
@@ -273,6 +283,8 @@ class Service:
         tools: list[dict[str, Any]],
         continued: str,
         variables: dict[str, Any],
+        *,
+        has_boundaries: bool,
     ) -> str:
         """Render a chat whose last message is to be continued.
 
@@ -280,7 +292,9 @@ class Service:
         for a new message.
         """
         try:
-            return await self.texts.renderer.render(messages, tools, continued, **variables)
+            return await self.texts.renderer.render(
+                messages, tools, continued, has_boundaries, **variables
+            )
         except BadRequest as error:
             if error.code is not None:  # no template, or a limit exceeded
                 raise
@@ -289,7 +303,8 @@ class Service:
         variables = variables | {"add_generation_prompt": True}
         *others, last = messages
         begun: str = self.texts.fences.enclose(last[continued])
-        return await self.texts.renderer.render(others, tools, **variables) + CUT + begun
+        opened = await self.texts.renderer.render(others, tools, "", has_boundaries, **variables)
+        return opened + CUT + begun
 
     async def grammar(
         self, constraint: Constraint, param: str, scheduling: SchedulingOptions
@@ -390,6 +405,7 @@ class Service:
                 generation.scheduling,
                 self.adapter_use,
                 generation.plan,
+                generation.boundaries,
             )
             for i, prompt in enumerate(generation.prompts)
         ]

@@ -47,14 +47,17 @@ class Renderer(Workers):
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         continued: str = "",
+        has_boundaries: bool = False,
         /,
         **variables: Any,
     ) -> str:
-        """Render as ChatTemplate.render does. Raises BadRequest, also if rendering takes too much
-        CPU time or memory; EngineError if the processes are stopped or killed.
+        """Render as ChatTemplate.render does, or with boundaries (boundaries.py).
+
+        Raises BadRequest, also if rendering takes too much CPU time or memory; EngineError if the
+        processes are stopped or killed.
         """
         try:
-            question = to_json([messages, tools, continued, variables])
+            question = to_json([messages, tools, continued, variables, has_boundaries])
         except ValueError:
             raise BadRequest(
                 "The messages or tools are nested too deeply.", param="messages"

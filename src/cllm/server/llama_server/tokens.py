@@ -143,7 +143,7 @@ async def encode(request: Request, service: Service, body: TokenizeBody) -> list
     num_characters = len(text) - 2 * text.count(OPEN)
     check_count(body, service.least_tokens(num_characters), "at least ")
     if body.messages is not None:
-        return await service.encode_rendered(text, "messages")
+        return (await service.encode_rendered(text, "messages")).tokens
     asked = body.add_special if body.add_special is not None else body.add_special_tokens
     add_special = asked if asked is not None else body.prompt is not None
     [tokens] = await service.tokenize([Segment(text, add_special, body.parse_special)])

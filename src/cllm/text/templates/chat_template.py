@@ -23,6 +23,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from cllm.errors import BadRequest, StartupError
+from cllm.text.templates.boundaries import render_with_boundaries
 from cllm.text.templates.call_ids import CallIds, link_results
 from cllm.text.templates.cut_marks import CutMarks
 from cllm.text.templates.fences import CUT, Fences, restore_marks
@@ -74,7 +75,7 @@ class ChatTemplate:
         Raises StartupError if it has a syntax error.
         """
         self._vocabulary = vocabulary
-        self._fences = Fences(vocabulary)
+        self.fences = Fences(vocabulary)
         self._source = source if source is not None else choose_templates(vocabulary)[0]
         self._template = compile_template(self._source)
         self._asks_for_none = bool(re.search(r"\bcontent\W{0,3} is (?:not )?none", self._source))
@@ -166,7 +167,7 @@ class ChatTemplate:
         """
         if continued:
             variables["add_generation_prompt"] = False
-        adapted = self._fences.enclose(self._adapt(messages, tools, variables))
+        adapted = self.fences.enclose(self._adapt(messages, tools, variables))
         if continued and adapted and adapted[-1]["role"] == "assistant":  # else it is left out
             field = continued if continued in adapted[-1] else "thinking"
             adapted[-1][field] = CUT + adapted[-1].get(field, "") + CUT
@@ -212,9 +213,9 @@ class ChatTemplate:
         try:
             for part in self._template.generate(
                 messages=messages,
-                tools=self._fences.enclose(tools),
+                tools=self.fences.enclose(tools),
                 **self._vocabulary.special_texts,
-                **self._fences.enclose({"add_generation_prompt": True, **variables}),
+                **self.fences.enclose({"add_generation_prompt": True, **variables}),
             ):
                 parts.append(part)
                 room -= len(part)
@@ -370,7 +371,7 @@ class ChatTemplate:
 
 def prepare(texts: dict[str, Any]) -> Callable[[Any], str]:
     """Return the Work (text/worker.py) of a rendering process; its input is the arguments of
-    ``ChatTemplate.render``.
+    ``Renderer.render``.
 
     ``texts`` has the fields of VocabularyFacts that it needs. With a template that has a syntax
     error, every chat is refused, and other requests are served.
@@ -386,7 +387,17 @@ def prepare(texts: dict[str, Any]) -> Callable[[Any], str]:
             raise broken
 
         return refuse_chat
-    return lambda asked: templates[bool(asked[1])].render(*asked[:3], **asked[3])
+
+    def render(asked: Any) -> str:
+        messages, tools, continued, variables, has_boundaries = asked
+        template = templates[bool(tools)]
+        if not has_boundaries:
+            return template.render(messages, tools, continued, **variables)
+        return render_with_boundaries(
+            template.render, template.fences, messages, tools, continued, variables
+        )
+
+    return render
 
 
 def choose_templates(vocabulary: VocabularyFacts, given: str = "") -> tuple[str, str]:

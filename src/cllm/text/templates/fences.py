@@ -19,11 +19,12 @@ if TYPE_CHECKING:  # this imports more than a process that only renders needs
 
 # Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens
 # that a user has written. CUT marks where the field that a prompt continues begins and ends. BREAK
-# is within a mark that the template must not find.
-OPEN, CLOSE, CUT, BREAK = ALL_MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+# is within a mark that the template must not find. BOUNDARY is where later prompts may differ.
+OPEN, CLOSE, CUT, BREAK, BOUNDARY = ALL_MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 MARKS = re.compile(f"[{''.join(ALL_MARKS)}]")
 MARK_OF_ESCAPE = {f"\\u{ord(mark):x}": mark for mark in ALL_MARKS}
-ESCAPES = re.compile(r"\\(?:ufdd[0123]|.)")
+ESCAPES = re.compile(r"\\(?:ufdd[0-4]|.)")
+WINDOW = 4096  # characters in which a control token is looked for
 SURROGATES = re.compile("[\ud800-\udfff]")  # not text; they are rejected after rendering
 
 
@@ -95,6 +96,23 @@ class Fences:
         for at in range(max(0, end - self._longest), stop):
             if text[at : max(at + 1, end)] in self._beginnings:
                 yield at
+
+    def find_control_token(self, text: str, end: int) -> int:
+        """Return where the last control token of the template begins that begins at ``end`` or not
+        long before; 0 if there is none.
+        """
+        first = max(0, end - WINDOW)
+        window = SURROGATES.sub("?", text[first : end + self._longest + 1])
+        found = 0
+        for _, begin, _ in self._whole.find_matches_as_indexes(window):
+            if first + begin <= end and text[first + begin - 1 : first + begin] != OPEN:
+                found = first + begin
+        return found
+
+    def split_at_boundaries(self, text: str) -> list[list[Segment]]:
+        """Return the segments of each part of rendered text. A part ends at each BOUNDARY."""
+        first, *others = text.split(BOUNDARY)
+        return [self.split(first), *(self.split(part, add_special=False) for part in others)]
 
     def split(self, text: str, *, add_special: bool = True) -> list[Segment]:
         """Return the segments of rendered text. Text between fences is plain text."""
