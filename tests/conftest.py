@@ -307,7 +307,7 @@ class FakeEngine:
     ) -> Request:
         """Submit a request; it is greedy unless a temperature is given."""
         limits = {word: params.pop(word, None) for word in ("deadline", "queue_timeout")}
-        words = ("cache_salt", "adapters", "num_base_tokens")
+        words = ("cache_salt", "adapters", "num_base_tokens", "boundaries")
         others = {word: params.pop(word) for word in words if word in params}
         sampling = SamplingParams(**{"temperature": 0, **params})
         request = Request(name, prompt, sampling, account, priority, **limits, **others)

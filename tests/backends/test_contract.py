@@ -41,14 +41,15 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 
 LLAMA = pytest.mark.llama
 # State that cannot be trimmed, alone and beside attention, and sliding windows.
-RECURRENT = ("mamba", "lfm2", "qwen35", "qwen35_mtp", "nemotron_h")
-TINY = (*RECURRENT, "gemma3", "gpt-oss")
+HYBRIDS = ("lfm2", "qwen35", "qwen35_mtp", "nemotron_h")
+TINY = ("mamba", *HYBRIDS, "gemma3", "gpt-oss")
 WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
 LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
 TORCH = pytest.param("torch unified", marks=pytest.mark.torch)
 UNIFIED = ["fake unified", LLAMA_KINDS[1], TORCH]
 PAGED = ["fake paged", LLAMA_KINDS[2]]
-KINDS = ["fake partitioned", "fake unified", "fake paged", *LLAMA_KINDS, TORCH]
+FAKE_KINDS = ["fake partitioned", "fake unified", "fake paged", "fake hybrid"]
+KINDS = [*FAKE_KINDS, *LLAMA_KINDS, TORCH]
 WITH_FILES = ["partitioned", "unified", "paged"]
 
 
@@ -64,6 +65,8 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
             "max_num_seqs": NUM_SEQS,
             "max_num_batched_tokens": BATCH,
         }
+        if layout == "hybrid":
+            return FakeBackend(can_trim=False, checkpoint_bytes=8, **sizes)
         if name == "fake":
             return FakeBackend(layout=layout, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
@@ -229,7 +232,8 @@ def test_info_has_the_requested_sizes(kind, backend):
     named = kind.split()[1]
     assert info.layout == (named if named in LAYOUTS else "partitioned")
     assert (info.num_spare_ids > 0) == (info.layout == "unified")
-    assert info.can_trim == (named not in RECURRENT)
+    assert bool(info.checkpoint_bytes) == (named in ("hybrid", *HYBRIDS))
+    assert info.can_trim == (named != "mamba" and not info.checkpoint_bytes)
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 
@@ -490,6 +494,46 @@ def test_snapshot_is_loaded_as_a_whole_or_in_part(backend, caller, count):
     caller.load(0, 1, TEXTS[0][:count])
     caller.load(0, 3, TEXTS[0])
     assert_same(caller.forward(caller.row(1, [9]), caller.row(3, [9])), np.stack(expected))
+
+
+@pytest.mark.parametrize("source", ["itself", "running", "snapshot"])
+def test_checkpoint_goes_back_to_where_it_was_saved(backend, caller, source):
+    """Under any seq_id that has the keys and values of its tokens, and perhaps of more."""
+    if not backend.info.checkpoint_bytes:
+        pytest.skip("its memory is kept in one part")
+    expected = [alone(backend, [*TEXTS[0], 9, 9, 6]), alone(backend, [*TEXTS[0], 7, 8])]
+    count = len(TEXTS[0])
+    caller.forward(caller.row(0, TEXTS[0]), caller.row(3, TEXTS[1]))
+    caller.operations.append(Save(0, 0, is_checkpoint=True))
+    caller.forward(caller.row(0, [9, 9]))
+    if source == "itself":
+        assert_same(caller.forward(caller.row(0, [6]))[0], expected[0])
+    elif source == "running":
+        caller.operations.append(Copy(0, 2, count))
+    else:
+        caller.operations += [Save(0, 1), Trim(2, 0), Load(1, 2, count)]
+    target = 0 if source == "itself" else 2
+    caller.operations.append(Load(0, target, count, is_checkpoint=True))
+    caller.seq(target).tokens = [*TEXTS[0]]
+    assert_same(caller.forward(caller.row(target, [7, 8]))[0], expected[1])
+    if source != "itself":
+        assert_same(caller.forward(caller.row(0, [6]))[0], expected[0])
+
+
+def test_checkpoint_can_be_loaded_again(backend, caller):
+    """It is small, and its size is known."""
+    if not backend.info.checkpoint_bytes:
+        pytest.skip("its memory is kept in one part")
+    expected = alone(backend, [*TEXTS[0], 7, 8])
+    caller.forward(caller.row(1, TEXTS[0]))
+    caller.operations.append(Save(1, 0, is_checkpoint=True))
+    for tokens in ([5], [7, 8], [3, 3, 3], [7, 8]):
+        logits = caller.forward(caller.row(1, tokens))[0]
+        caller.operations.append(Load(0, 1, len(TEXTS[0]), is_checkpoint=True))
+        caller.seq(1).tokens = [*TEXTS[0]]
+    assert_same(logits, expected)
+    if not isinstance(backend, FakeBackend):
+        assert len(backend.snapshot(0)) == backend.info.checkpoint_bytes
 
 
 def test_saving_does_not_change_the_sequence(backend, caller):

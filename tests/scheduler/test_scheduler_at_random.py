@@ -28,7 +28,7 @@ from naive_cache import NaiveCache
 import cllm.scheduler
 from cllm.backends.fake.backend import Costs, FailingSteps
 from cllm.core.request import Priority, Request
-from cllm.kv_cache import cache, layouts, model_state, snapshots
+from cllm.kv_cache import cache, checkpoints, layouts, model_state, snapshots
 
 CONTEXT = 64
 PROMPTS = st.sampled_from([1, 2, 7, 17, 30, 38, 50, 63])
@@ -36,7 +36,7 @@ OUTPUTS = st.sampled_from([0, 1, 2, 3, 20, 55, None])
 
 
 BOOKKEEPING = {str(path) for path in Path(cllm.scheduler.__path__[0]).glob("*.py")} | {
-    module.__file__ for module in (cache, layouts, model_state, snapshots)
+    module.__file__ for module in (cache, checkpoints, layouts, model_state, snapshots)
 }
 
 
@@ -127,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue_timeout=st.sampled_from([None, None, None, 3.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         num_base_tokens=st.sampled_from([None, None, None, 0, 5, 16, 20, 40]),
+        boundaries=st.sampled_from([(), (6,), (12, 30), (3, 36)]),
     )
     def arrive(
         self,
@@ -139,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue_timeout: float | None,
         prompt_logprobs: int | None,
         num_base_tokens: int | None,
+        boundaries: tuple[int, ...],
     ) -> None:
         """Send a request whose prompt may begin like that of an earlier one, and which may have an
         adapter from its beginning or from a later token on.
@@ -162,6 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=output,
             queue_timeout=queue_timeout,
             prompt_logprobs=prompt_logprobs,
+            boundaries=tuple(at for at in boundaries if at < size),
         )
 
     @rule(count=st.sampled_from([1, 1, 2, 4, 15, 30]))
@@ -241,6 +244,12 @@ LAYOUTS = {
     "saved": {"num_spare_ids": 3, "engine_ram_cache_bytes": 300},
     "partitioned": {"max_num_seqs": 3, "engine_ram_cache_bytes": 300},
     "checkpoint": {"max_num_seqs": 3, "can_trim": False, "engine_ram_cache_bytes": 300},
+    "hybrid": {
+        "max_num_seqs": 3,
+        "can_trim": False,
+        "checkpoint_bytes": 5,
+        "engine_ram_cache_bytes": 300,
+    },
     "speculating": {"engine_speculation": "prompt_lookup"},
     "first come first served": {"engine_policy": "fcfs"},
     # prompts of more than 12 tokens are long
@@ -250,6 +259,12 @@ LAYOUTS = {
         "costs": Costs(step=0.01, row=0.005, token=0.05),
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def save_short_prefixes(monkeypatch):
+    monkeypatch.setattr(snapshots, "MIN_SAVED_TOKENS", 10)
+    monkeypatch.setattr(checkpoints, "MIN_CHECKPOINT_TOKENS", 5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

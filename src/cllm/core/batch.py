@@ -78,24 +78,31 @@ class Swap(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Copy all cells of ``seq_id`` to RAM, under the key ``snapshot``."""
+    """Copy all cells of ``seq_id`` to RAM, under the key ``snapshot``; for a checkpoint, only the
+    part that cannot be trimmed.
+    """
 
     seq_id: int
     snapshot: int
+    is_checkpoint: bool = False
 
     def __str__(self) -> str:
-        return f"{self.seq_id} save s{self.snapshot}"
+        return f"{self.seq_id} save {'c' if self.is_checkpoint else 's'}{self.snapshot}"
 
 
 class Load(NamedTuple):
-    """Replace the cells of ``seq_id`` with the first ``num_tokens`` of ``snapshot``."""
+    """Replace the cells of ``seq_id`` with the first ``num_tokens`` of ``snapshot``. A checkpoint
+    only trims ``seq_id``, which has these tokens and perhaps more, to them.
+    """
 
     snapshot: int
     seq_id: int
     num_tokens: int
+    is_checkpoint: bool = False
 
     def __str__(self) -> str:
-        return f"s{self.snapshot} -> {self.seq_id} {self.num_tokens}"
+        name = f"{'c' if self.is_checkpoint else 's'}{self.snapshot}"
+        return f"{name} -> {self.seq_id} {self.num_tokens}"
 
 
 class Drop(NamedTuple):

@@ -12,7 +12,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     ``layout`` "paged", sequences can share cells, and each has a stream of its own, whose memory is
     taken page by page. With "unified", all sequences share one pool and can share cells. With
     "partitioned", each has its own cells. If the model ``can_trim``, a sequence can free some of
-    its last cells; recurrent state is kept or lost as a whole.
+    its last cells; recurrent state is kept or lost as a whole. If it is saved without the keys and
+    values of a hybrid, it takes ``checkpoint_bytes``; 0 if that is not possible.
 
     ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
     ``kv_bytes_per_token`` (0 if unknown) and ``model_bytes`` are sizes in bytes. A saved state of n
@@ -44,6 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     layout: str
     end_tokens: list[int]
     can_trim: bool = True
+    checkpoint_bytes: int = 0
     num_spare_ids: int = 0
     model_bytes: int = 0
     kv_bytes_per_token: int = 0

@@ -200,8 +200,8 @@ class Sequence:
         request = self.request
         end = request.num_base_tokens or self.num_prompt_tokens - 1
         distant = range(BOUNDARY_DISTANCE, end, BOUNDARY_DISTANCE)
-        listed = [at for at in sorted({*request.boundaries, *distant}) if at < end]
-        if request.num_base_tokens or not listed or end - listed[-1] > MAX_PROMPT_END:
+        listed = [at for at in sorted({*request.boundaries, *distant}) if at <= end]
+        if not listed or end - listed[-1] > (0 if request.num_base_tokens else MAX_PROMPT_END):
             listed.append(end)
         return listed
 

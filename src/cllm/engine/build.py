@@ -22,6 +22,7 @@ from cllm.engine.params import EngineParams
 from cllm.engine.snapshot_files import SnapshotFiles
 from cllm.errors import StartupError
 from cllm.kv_cache.cache import KVCache
+from cllm.kv_cache.checkpoints import Checkpoints
 from cllm.kv_cache.layouts import make_layout
 from cllm.kv_cache.snapshots import Snapshots
 from cllm.models.memory import (
@@ -43,6 +44,8 @@ log = logging.getLogger("cllm.engine")
 SHORT_PREFIX = 256  # tokens
 
 # On GPUs, prompts are computed in every step, because they hardly lengthen a step that decodes.
+# of the memory for keys and values, for the states of hybrids at positions where others continue
+CHECKPOINT_SHARE = 0.1
 CPU_PREFILL_SHARE = 0.75
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 # Tokens in the largest step of a draft model: all sequences wait while it computes a new prompt.
@@ -121,8 +124,11 @@ def build_engine(
         info.state_bytes_per_token,
         info.state_bytes,
     )
+    cell_bytes = info.num_cells * info.state_bytes_per_token
+    checkpoints = Checkpoints(int(cell_bytes * CHECKPOINT_SHARE), info.checkpoint_bytes)
+    layout = make_layout(info)
     kv_cache = KVCache(
-        info.num_cells, info.context_length, info.max_num_seqs, make_layout(info), snapshots
+        info.num_cells, info.context_length, info.max_num_seqs, layout, snapshots, checkpoints
     )
     scheduler = Scheduler(
         kv_cache,

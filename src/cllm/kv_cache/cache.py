@@ -16,6 +16,7 @@ are exactly the running, idle and saved prefixes.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from cllm.core.batch import Copy, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cell_counts import CellCounts, Chain
+from cllm.kv_cache.checkpoints import Checkpoint, Checkpoints
 from cllm.kv_cache.holding import Holding
 from cllm.kv_cache.layouts import Layout, Partitioned
 from cllm.kv_cache.model_state import Prefix
@@ -35,7 +37,8 @@ MIN_EVICTED_TOKENS = 32  # evicting single cells would cost an operation in each
 
 
 class Match(NamedTuple):
-    """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``.
+    """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``, together
+    with ``checkpoint`` if there is one.
 
     ``num_inflight_tokens`` is the length of a longer prefix that ``leader`` will have computed
     soon, or 0.
@@ -45,6 +48,7 @@ class Match(NamedTuple):
     source: Prefix | None = None
     num_inflight_tokens: int = 0
     leader: Sequence | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def tier(self) -> str:
@@ -69,8 +73,10 @@ class KVCache:
         max_num_seqs: int,
         layout: Layout | None = None,
         snapshots: Snapshots | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """The layout is Partitioned by default. ``snapshots`` may contain some already.
+        """The layout is Partitioned by default. ``snapshots`` and ``checkpoints`` may contain some
+        already.
 
         Raises ValueError if a sequence would not fit.
         """
@@ -83,7 +89,9 @@ class KVCache:
         self.layout = Partitioned() if layout is None else layout
         self.seq_ids = SeqIdPool(max_num_seqs)
         self.snapshots = Snapshots() if snapshots is None else snapshots
+        self.checkpoints = Checkpoints() if checkpoints is None else checkpoints
         self._tree: RadixTree[Any] = self.snapshots.start_tree()
+        self.checkpoints.enter(self._tree)
         self._leased: dict[int, Holding] = {}
         # by seq_id, least recently used first
         self._idle: OrderedDict[int, Holding] = OrderedDict()
@@ -102,19 +110,39 @@ class KVCache:
     def find(self, seq: Sequence) -> Match:
         """Return the longest cached prefix of ``seq`` without tokens whose logits are needed."""
         best, source, least = 0, None, MIN_SHARED_TOKENS
-        inflight, leader = 0, None
-        for owner, shared in self._tree.match(seq.reusable_tokens, seq.request.cache_salt):
+        inflight, leader, checkpoint = 0, None, None
+        matches = [*self._tree.match(seq.reusable_tokens, seq.request.cache_salt)]
+        for owner, shared in matches:
             if shared < least and shared < max(inflight + 1, best + MIN_SHARED_TOKENS):
                 break
-            usable = self._count_reusable(owner, shared)
-            net_tokens = usable - self._estimate_cost(owner, usable)
+            saved = owner if isinstance(owner, Checkpoint) else None
+            usable, base = shared, owner
+            if saved is None:
+                usable = self._count_reusable(owner, shared)
+            elif (base := self._find_base(saved, matches)) is None or shared < saved.num_computed:
+                continue
+            net_tokens = usable - self._estimate_cost(base, usable)
             if net_tokens >= least:
-                best, source, least = usable, owner, net_tokens + 1
+                best, source, least, checkpoint = usable, base, net_tokens + 1, saved
             if isinstance(owner, Holding) and shared > inflight and self._will_have(owner, shared):
                 inflight, leader = shared, owner.seq
         if inflight < best + MIN_SHARED_TOKENS:
             inflight, leader = 0, None
-        return Match(best, source, inflight, leader)
+        return Match(best, source, inflight, leader, checkpoint)
+
+    def _find_base(
+        self, checkpoint: Checkpoint, matches: list[tuple[Any, int]]
+    ) -> Holding | Snapshot | None:
+        """Return the owner among ``matches`` from which the keys and values of a checkpoint's
+        tokens are reused at the lowest cost.
+        """
+        count = checkpoint.num_computed
+        bases = [
+            owner
+            for owner, shared in matches
+            if min(shared, owner.num_computed) >= count and not isinstance(owner, Checkpoint)
+        ]
+        return min(bases, key=lambda base: self._estimate_cost(base, count), default=None)
 
     def _count_reusable(self, owner: Holding | Snapshot, shared: int) -> int:
         """Return how many of ``shared`` tokens can be reused from ``owner`` now."""
@@ -130,8 +158,11 @@ class KVCache:
         if holding.is_final or holding.num_computed >= shared:
             return False
         return self.layout.state.will_be_reusable(
-            shared, holding.chain.length, can_be_saved=self.snapshots.can_hold(shared)
+            shared, holding.chain.length, can_be_saved=self._can_save(shared)
         )
+
+    def _can_save(self, num_tokens: int) -> bool:
+        return self.checkpoints.can_hold(num_tokens) or self.snapshots.can_hold(num_tokens)
 
     def _estimate_cost(self, owner: Holding | Snapshot, usable: int) -> int:
         """Return the rough cost of reusing ``usable`` tokens, in tokens that could be computed in
@@ -139,7 +170,7 @@ class KVCache:
         """
         if isinstance(owner, Snapshot):  # it is loaded as a whole
             return 4 + len(owner.tokens) // (64 if owner.tier is StorageTier.RAM else 16)
-        if owner.is_final and owner.chain.length == usable:
+        if owner.is_final and (owner.chain.length == usable or self._ends_at(owner, usable)):
             return 0
         return self.layout.estimate_copy_cost(owner.chain.length)
 
@@ -182,6 +213,10 @@ class KVCache:
             if prepared is None:
                 return None
             chain, operations = prepared
+        if match.checkpoint is not None:
+            self.checkpoints.note_use(match.checkpoint)
+            operations = [one for one in operations if one != Trim(seq_id, count)]
+            operations.append(Load(match.checkpoint.key, seq_id, count, is_checkpoint=True))
         self.seq_ids.lease(seq_id)
         holding = Holding(seq_id, chain, seq.shareable_tokens, seq)
         self._leased[seq_id] = holding
@@ -249,7 +284,17 @@ class KVCache:
         """Return whether recomputing an idle prefix's tokens after ``count`` costs less than
         keeping them.
         """
+        if self._ends_at(holding, count):
+            return True
         return holding.chain.length - count <= self.layout.estimate_copy_cost(count)
+
+    def _ends_at(self, holding: Holding, count: int) -> bool:
+        """Return whether no other sequence will reuse the tokens of an idle prefix after ``count``:
+        those after its last checkpoint, which the next turn has omitted.
+        """
+        if not self.checkpoints.can_hold(count):
+            return False
+        return not self.checkpoints.has_later(holding.path, count, holding.salt)
 
     def _is_worth_moving(self, holding: Holding, count: int) -> bool:
         """Return whether an idle prefix is longer than ``count`` and can be kept whole under a
@@ -378,12 +423,12 @@ class KVCache:
     # --- saving and forgetting -------------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
-        """Save the computed tokens of ``seq``, for others that need its state at this position."""
-        return self._save(
-            seq.seq_id,
-            self._leased[seq.seq_id],
-            np.array(seq.tokens[: seq.num_computed_tokens], np.int32),
-        )
+        """Save the state of ``seq`` for others that need it at this position."""
+        tokens = np.array(seq.tokens[: seq.num_computed_tokens], np.int32)
+        salt = self._leased[seq.seq_id].salt
+        if self.checkpoints.can_hold(len(tokens)):
+            return self.checkpoints.add(self.snapshots.new_key(), tokens, salt, seq.seq_id)
+        return self._save(seq.seq_id, self._leased[seq.seq_id], tokens)
 
     def save_one_idle(self) -> list[Operation]:
         """Save one idle prefix that is stored nowhere else, most recently used first; return [] if
@@ -415,6 +460,12 @@ class KVCache:
                 return True
         return False
 
+    def invalidate(self, operations: Iterable[Operation]) -> list[Operation]:
+        """Forget what ``operations``, which may not have run, save or load; return operations that
+        free its memory.
+        """
+        return [*self.snapshots.invalidate(operations), *self.checkpoints.invalidate(operations)]
+
     def invalidate_seq_ids(self, seq_ids: set[int]) -> list[Operation]:
         """Forget the contents of these free seq_ids, which are unknown; return operations that
         empty them.
@@ -428,7 +479,12 @@ class KVCache:
     def without_cells(self) -> Self:
         """Return a cache with the same snapshots that regards all cells as free."""
         return type(self)(
-            self.cells.size, self.cells_per_seq, self.seq_ids.size, self.layout, self.snapshots
+            self.cells.size,
+            self.cells_per_seq,
+            self.seq_ids.size,
+            self.layout,
+            self.snapshots,
+            self.checkpoints,
         )
 
     def list_idle(self) -> list[tuple[Tokens, str]]:
@@ -445,6 +501,7 @@ class KVCache:
         """Raise AssertionError if an invariant is broken."""
         self.seq_ids.check()
         self.snapshots.check()
+        self.checkpoints.check()
         self._tree.check()
         assert self.cells.num_free >= 0, f"more cells in use than exist: {self}"
         assert self._leased.keys() == {
@@ -475,7 +532,7 @@ class KVCache:
             assert holding.chain.length == len(holding.path) > 0, repr(holding)
         spare = set(self._spare) | {i for i in self._idle if i >= self.seq_ids.size}
         assert len(spare) == self.layout.num_spare_ids, f"spare seq_ids lost: {self}"
-        assert len(self._tree) == len(holdings) + len(self.snapshots), (
+        assert len(self._tree) == len(holdings) + len(self.snapshots) + len(self.checkpoints), (
             f"the tree differs from the stored prefixes: {self}"
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 from cllm.core.batch import Drop, Load, Operation, Save
@@ -79,8 +80,12 @@ class Snapshots:
         self.files: OrderedDict[int, Snapshot] = OrderedDict()
         self.num_ram_bytes = 0
         self.num_disk_bytes = 0
-        self._next_key = 0
+        self._keys = count()
         self._tree: RadixTree[Any] = RadixTree()
+
+    def new_key(self) -> int:
+        """Return a key that was never used."""
+        return next(self._keys)
 
     def start_tree(self) -> RadixTree[Any]:
         """Return a new tree that contains only the snapshots. From now on, snapshots are added to
@@ -141,8 +146,7 @@ class Snapshots:
         return snapshot.key, operations
 
     def _make(self, tokens: Tokens, salt: str, tier: StorageTier) -> Snapshot:
-        snapshot = Snapshot(self._next_key, tokens, self.compute_size(len(tokens)), tier, salt)
-        self._next_key += 1
+        snapshot = Snapshot(self.new_key(), tokens, self.compute_size(len(tokens)), tier, salt)
         self._tree.insert(tokens, snapshot, salt)
         return snapshot
 

@@ -409,7 +409,7 @@ class Sequences:
         again from their tokens. Sequences with MAX_FAILURES failed batches end.
         """
         affected = batch.list_changed_seq_ids()
-        self._pending_operations += self.kv_cache.snapshots.invalidate(batch.operations)
+        self._pending_operations += self.kv_cache.invalidate(batch.operations)
         failed = {row.seq for row in batch.rows}
         for seq in [seq for seq in self.running if seq.seq_id in affected]:
             seq.num_computed_tokens = 0
@@ -433,7 +433,7 @@ class Sequences:
         suspects = {seq for seq in self.suspects if self.knows(seq)}
         self._num_recoveries += 1
         self.kv_cache = self.kv_cache.without_cells()
-        dropped = self.kv_cache.snapshots.invalidate([*self._operations, *self._pending_operations])
+        dropped = self.kv_cache.invalidate([*self._operations, *self._pending_operations])
         seq_ids = range(self.kv_cache.seq_ids.size + self.kv_cache.layout.num_spare_ids)
         self._operations, self._pending_operations = (
             [],

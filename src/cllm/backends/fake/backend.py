@@ -84,6 +84,7 @@ class FakeBackend:
         num_cells: int | None = None,
         num_spare_ids: int = 0,
         can_trim: bool = True,
+        checkpoint_bytes: int = 0,
         length: int = 16,
         costs: Costs = NO_COSTS,
         failing: FailingSteps = NONE_FAIL,
@@ -104,6 +105,7 @@ class FakeBackend:
             layout=layout or ("unified" if num_cells else "partitioned"),
             end_tokens=self.vocabulary.end_tokens,
             can_trim=can_trim,
+            checkpoint_bytes=checkpoint_bytes,
             num_spare_ids=num_spare_ids,
             state_bytes_per_token=1,
             checks_states=True,
@@ -117,6 +119,8 @@ class FakeBackend:
         self._sleep = sleep
         self._cells: dict[int, list[Cell]] = {}
         self._snapshots: dict[int, bytes] = {}
+        # by seq_id, the number of tokens after which it has the state of a hybrid
+        self._states: dict[int, int] = {}
         self._embedded = 0, 0  # of the last text of ``embed``, the tokens computed and the length
         self._adapters: Adapters = ()
         self._uses_adapters = False  # whether a batch had any
@@ -191,11 +195,12 @@ class FakeBackend:
                 if 0 < keep < len(cells) and not self.info.can_trim:
                     raise EngineError(f"sequence {seq_id} cannot be trimmed")
                 del cells[keep:]
+                self._states[seq_id] = len(cells)
             case Copy(source, target, count):
                 if self._get_cells(target) or len(self._get_cells(source)) < count:
                     raise EngineError(f"{count} tokens of {source} cannot be copied to {target}")
-                if not self.info.can_trim and len(self._get_cells(source)) != count:
-                    raise EngineError("part of a state cannot be copied")
+                self._check_part(len(self._get_cells(source)), count)
+                self._states[target] = len(self._get_cells(source))
                 cells = self._get_cells(source)[:count]
                 if self.info.layout == "partitioned":
                     cells = [Cell(cell.token, cell.adapters) for cell in cells]
@@ -207,6 +212,12 @@ class FakeBackend:
                     self._get_cells(second),
                     self._get_cells(first),
                 )
+            case Load(key, seq_id, count, is_checkpoint=True):
+                cells = self._get_cells(seq_id)
+                if [cell.token for cell in cells[:count]] != self._saved(key)[0]:
+                    raise EngineError(f"{key} is no checkpoint of the tokens of {seq_id}")
+                del cells[count:]
+                self._states[seq_id] = count
             case Save(seq_id, key):
                 cells = self._get_cells(seq_id)
                 changed = [cell.adapters for cell in cells] if self._uses_adapters else []
@@ -214,8 +225,10 @@ class FakeBackend:
                 self._snapshots[key] = msgspec.msgpack.encode(saved)
             case Load(key, seq_id, count):
                 tokens, changed = self._saved(key)
-                if len(tokens) < count or (len(tokens) > count and not self.info.can_trim):
+                if len(tokens) < count:
                     raise EngineError(f"snapshot {key} has {len(tokens)} tokens, not {count}")
+                self._check_part(len(tokens), count)
+                self._states[seq_id] = len(tokens)
                 cells = self._get_cells(seq_id)
                 cells[:] = map(Cell, tokens, changed or [()] * len(tokens))
                 if self.info.layout == "paged":
@@ -224,6 +237,11 @@ class FakeBackend:
                 del cells[count:]
             case Drop(key):
                 self._snapshots.pop(key, None)
+
+    def _check_part(self, num_tokens: int, count: int) -> None:
+        """Raise EngineError if only a part of ``num_tokens`` is to be reused, and cannot be."""
+        if count < num_tokens and not (self.info.can_trim or self.info.checkpoint_bytes):
+            raise EngineError(f"part of a state of {num_tokens} tokens cannot be reused")
 
     def _saved(self, key: int) -> tuple[list[int], list[Adapters]]:
         """Return the tokens of a snapshot, and the adapters of each, if there were any."""
@@ -277,7 +295,10 @@ class FakeBackend:
             raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
             raise EngineError("a token outside the vocabulary")
+        if not self.info.can_trim and start != self._states.get(seq_id, 0):
+            raise EngineError(f"the state of sequence {seq_id} is not that after {start} tokens")
         cells += (Cell(token, adapters) for token in tokens)
+        self._states[seq_id] = len(cells)
 
     def _next(self, num_prompt_tokens: int, length: int, last: int) -> int:
         if length - num_prompt_tokens == self._length:

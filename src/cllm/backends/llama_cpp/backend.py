@@ -104,6 +104,7 @@ class Probed(NamedTuple):
     """
 
     can_trim: bool
+    checkpoint_bytes: int
     state_bytes: int
     state_bytes_per_token: int
     row_seconds: float
@@ -158,11 +159,11 @@ class LlamaCppBackend:
         trained = scaled_length(options, trained)
         # In the unified layout, llama.cpp silently gives a sequence's cells before its window to
         # other sequences.
-        windowed = lib.llama_model_n_swa(self._model) > 0
+        self._is_windowed = lib.llama_model_n_swa(self._model) > 0
         plain = not (
             lib.llama_model_is_recurrent(self._model)
             or lib.llama_model_is_hybrid(self._model)
-            or windowed
+            or self._is_windowed
         )
         pages = plain and not on_gpu and is_supported()
         self._params, self._options, self._plain = params, options, plain
@@ -194,6 +195,7 @@ class LlamaCppBackend:
             row_seconds=probed.row_seconds,
             attention=self._name_attention(on_gpu=on_gpu),
             can_trim=probed.can_trim,
+            checkpoint_bytes=probed.checkpoint_bytes,
             num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
             generates=generates,
             embedding_size=vectors.size,
@@ -261,7 +263,7 @@ class LlamaCppBackend:
         self._memory = lib.llama_get_memory(self._context)
         self._logits_address = 0
         if not self._memory:
-            return Probed(True, 0, 0, 0.0)
+            return Probed(True, 0, 0, 0, 0.0)
         self._cells: Cells
         if self._addresses:
             self._pages = PagedMemory(self._addresses.find_rows(), sizes.max_num_seqs)
@@ -307,10 +309,12 @@ class LlamaCppBackend:
             lib.llama_synchronize(self._context)
             times.append(time.perf_counter() - begun)
         row_seconds = min(times)
+        has_checkpoints = lib.llama_model_is_hybrid(self._model) and not self._is_windowed
+        checkpoint_bytes = self._cells.measure_checkpoint() if has_checkpoints else 0
         can_trim = bool(lib.llama_memory_seq_rm(self._memory, 0, 1, -1))
         lib.llama_memory_clear(self._memory, False)
         self._cells.can_trim = can_trim
-        return Probed(can_trim, first - per_token, per_token, row_seconds)
+        return Probed(can_trim, checkpoint_bytes, first - per_token, per_token, row_seconds)
 
     def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
         placement = Placement(options, self._kv_type)

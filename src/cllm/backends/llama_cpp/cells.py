@@ -60,6 +60,12 @@ class Cells:
                     self.check_seq_id(source, self.num_ids)
                     self.check_seq_id(target, self.num_ids)
                     self._copy(source, target, count)
+                case Save(seq_id, key, is_checkpoint=True):
+                    self.check_row(seq_id)
+                    self._snapshots[key] = self._states.save_checkpoint(seq_id)
+                case Load(key, seq_id, count, is_checkpoint=True):
+                    self.check_row(seq_id)
+                    self._load_checkpoint(key, seq_id, count)
                 case Save(seq_id, key):
                     self.check_seq_id(seq_id, self.num_ids)
                     self._save(seq_id, key)
@@ -95,6 +101,16 @@ class Cells:
         if key not in self._snapshots:
             raise EngineError(f"there is no snapshot {key}")
         self._restore(seq_id, self._snapshots[key], count)
+
+    def _load_checkpoint(self, key: int, seq_id: int, count: int) -> None:
+        if key not in self._snapshots:
+            raise EngineError(f"there is no checkpoint {key}")
+        self._states.load_checkpoint(seq_id, self._snapshots[key])
+        self.trim(seq_id, count)
+
+    def measure_checkpoint(self) -> int:
+        """Return the size of a checkpoint of seq_id 0, which has tokens, in bytes."""
+        return self._states.measure_checkpoint()
 
     def _drop(self, key: int) -> None:
         self._snapshots.pop(key, None)

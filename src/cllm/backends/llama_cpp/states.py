@@ -37,6 +37,7 @@ ROWS_HEAD = struct.Struct("<iQ")  # before the rows of a tensor: their type, and
 MAX_LAYERS = 10_000
 # before transposed values: their type, bytes in an element, and elements of a token
 VALUES_HEAD = struct.Struct("<iII")
+CHECKPOINT = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 KEYS = b"cache_k"  # prefix of the names of libllama's key tensors
 
 
@@ -59,6 +60,36 @@ class States:
         empty = np.empty(size, np.uint8)
         lib.llama_state_seq_get_data(context, pointer_to(empty), size, 0)
         self.head = empty[:HEAD].tobytes()
+
+    def measure_checkpoint(self) -> int:
+        """Return the size of a checkpoint of seq_id 0, which has tokens."""
+        return int(lib.llama_state_seq_get_size_ext(self._context, 0, CHECKPOINT))
+
+    def save_checkpoint(self, seq_id: int) -> Bytes:
+        """Return the part of the state of ``seq_id`` that cannot be trimmed. Raises EngineError."""
+        size = int(lib.llama_state_seq_get_size_ext(self._context, seq_id, CHECKPOINT))
+        state = np.empty(size, np.uint8)
+        saved = lib.llama_state_seq_get_data_ext(
+            self._context, pointer_to(state), size, seq_id, CHECKPOINT
+        )
+        if not size or saved != size:
+            raise EngineError(f"the state of sequence id {seq_id} cannot be saved")
+        return state
+
+    def load_checkpoint(self, seq_id: int, state: Bytes) -> None:
+        """Replace the part of the state of ``seq_id`` that cannot be trimmed.
+
+        Raises EngineError if libllama rejects it; ``seq_id`` may then contain anything.
+        """
+        size = len(state)
+        loaded = lib.llama_state_seq_set_data_ext(
+            self._context, pointer_to(state), size, seq_id, CHECKPOINT
+        )
+        if loaded != size:
+            raise EngineError(
+                f"the state for sequence id {seq_id} cannot be loaded: "
+                f"{last_error('no reason given')}"
+            )
 
     def save(self, seq_id: int) -> Bytes:
         """Return the state of ``seq_id``. Raises EngineError if libllama does not save it."""
