@@ -103,6 +103,7 @@ def test_metrics_count_requests_tokens_times_and_engine_states(fake_server):
     assert metric("prefill_tokens_computed_total") > 0
     for name in (
         "parked_total",
+        "checkpoint_bytes",
         "ram_cache_bytes",
         "disk_cache_bytes",
         "waiting_tokens",

@@ -43,6 +43,9 @@ def test_later_turns_compute_only_what_is_new(server):
         before = num_tokens
         answer = {"role": "assistant", "content": f"answer {turn}", "reasoning_content": "thought"}
         messages.append(answer)
+    metrics = server.client.get("/metrics").text
+    saved = float(metrics.partition("\ncllm:checkpoint_bytes{")[2].partition("} ")[2].split()[0])
+    assert (saved > 0) == ("lfm2" in metrics)  # mamba has no other state
     assert computed <= 1.1 * new + 8 * NUM_TURNS  # the beginning of each answer
 
 

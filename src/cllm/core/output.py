@@ -143,6 +143,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_prefill_tokens: int = 0
     num_guesses: int = 0
     num_accepted: int = 0
+    num_checkpoint_bytes: int = 0
     num_ram_bytes: int = 0
     num_disk_bytes: int = 0
     num_waiting_tokens: int = 0

@@ -83,6 +83,10 @@ GAUGES = {
     ),
     "num_ram_tokens": ("ram_cache_tokens", "tokens of the prefixes in RAM"),
     "num_disk_tokens": ("disk_cache_tokens", "tokens of the prefixes on disk"),
+    "num_checkpoint_bytes": (
+        "checkpoint_bytes",
+        "size of the states of hybrid models saved at message boundaries",
+    ),
     "num_ram_bytes": ("ram_cache_bytes", "size of the prefixes in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "size of the prefixes on disk"),
     "num_waiting_tokens": (

@@ -111,6 +111,7 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         num_prefill_tokens=counts.num_prefill_tokens,
         num_guesses=counts.num_guesses,
         num_accepted=counts.num_accepted,
+        num_checkpoint_bytes=sequences.kv_cache.checkpoints.num_bytes,
         num_ram_bytes=snapshots.num_ram_bytes,
         num_disk_bytes=snapshots.num_disk_bytes,
         num_waiting_tokens=sequences.waiting.num_tokens,
