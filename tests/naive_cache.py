@@ -8,8 +8,9 @@ import numpy as np
 
 from cllm.core.batch import Operation, Trim
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.cache import KVCache, Match
+from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.cell_counts import Chain
+from cllm.kv_cache.matching import Match
 from cllm.kv_cache.radix_tree import Tokens
 
 

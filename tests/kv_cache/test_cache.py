@@ -11,8 +11,9 @@ from cllm.core.batch import Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.cache import MIN_EVICTED_TOKENS, MIN_SHARED_TOKENS, KVCache, Match
+from cllm.kv_cache.cache import MIN_EVICTED_TOKENS, KVCache
 from cllm.kv_cache.layouts import Layout, Partitioned, Unified
+from cllm.kv_cache.matching import MIN_SHARED_TOKENS, Match
 from cllm.kv_cache.model_state import Recurrent
 from cllm.kv_cache.snapshots import MIN_SAVED_TOKENS, Snapshots, StorageTier
 

@@ -18,9 +18,10 @@ from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Swap,
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.cache import MIN_SHARED_TOKENS, KVCache, Match
+from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.holding import Holding
 from cllm.kv_cache.layouts import Layout, Paged, Partitioned, Unified
+from cllm.kv_cache.matching import MIN_SHARED_TOKENS, Match
 from cllm.kv_cache.model_state import Recurrent
 from cllm.kv_cache.snapshots import Snapshot, Snapshots, StorageTier
 

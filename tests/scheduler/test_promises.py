@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.core.request import Priority
-from cllm.kv_cache.cache import MIN_SHARED_TOKENS
+from cllm.kv_cache.matching import MIN_SHARED_TOKENS
 
 SYSTEM = 80  # tokens of a shared prefix
 CONTEXT = 256

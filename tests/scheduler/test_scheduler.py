@@ -13,7 +13,8 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
 from cllm.engine.commands import Add
-from cllm.kv_cache.cache import MIN_SHARED_TOKENS, KVCache
+from cllm.kv_cache.cache import KVCache
+from cllm.kv_cache.matching import MIN_SHARED_TOKENS
 from cllm.scheduler.params import SchedulerParams
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.report import collect_stats

@@ -28,7 +28,7 @@ from naive_cache import NaiveCache
 import cllm.scheduler
 from cllm.backends.fake.backend import Costs, FailingSteps
 from cllm.core.request import Priority, Request
-from cllm.kv_cache import cache, checkpoints, layouts, model_state, snapshots
+from cllm.kv_cache import cache, checkpoints, layouts, matching, model_state, snapshots
 
 CONTEXT = 64
 PROMPTS = st.sampled_from([1, 2, 7, 17, 30, 38, 50, 63])
@@ -36,7 +36,7 @@ OUTPUTS = st.sampled_from([0, 1, 2, 3, 20, 55, None])
 
 
 BOOKKEEPING = {str(path) for path in Path(cllm.scheduler.__path__[0]).glob("*.py")} | {
-    module.__file__ for module in (cache, checkpoints, layouts, model_state, snapshots)
+    module.__file__ for module in (cache, checkpoints, layouts, matching, model_state, snapshots)
 }
 
 

@@ -9,8 +9,9 @@ from cllm.core.batch import Operation, Row, Swap
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.cache import KVCache, Match
+from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.layouts import Paged
+from cllm.kv_cache.matching import Match
 from cllm.scheduler.seq_id_order import MAX_SWAPS, arrange
 
 MAX_NUM_SEQS, CONTEXT = 24, 16_384

@@ -17,50 +17,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
 from cllm.core.batch import Copy, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cell_counts import CellCounts, Chain
-from cllm.kv_cache.checkpoints import Checkpoint, Checkpoints
+from cllm.kv_cache.checkpoints import Checkpoints
 from cllm.kv_cache.holding import Holding
 from cllm.kv_cache.layouts import Layout, Partitioned
-from cllm.kv_cache.model_state import Prefix
+from cllm.kv_cache.matching import MIN_SHARED_TOKENS, Finder, Match
 from cllm.kv_cache.radix_tree import RadixTree, Tokens, common_prefix
 from cllm.kv_cache.seq_id_pool import SeqIdPool
-from cllm.kv_cache.snapshots import Snapshot, Snapshots, StorageTier
+from cllm.kv_cache.snapshots import Snapshot, Snapshots
 
-MIN_SHARED_TOKENS = 16  # shorter prefixes are not worth a copy or a wait
 MIN_EVICTED_TOKENS = 32  # evicting single cells would cost an operation in each step
-
-
-class Match(NamedTuple):
-    """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``, together
-    with ``checkpoint`` if there is one.
-
-    ``num_inflight_tokens`` is the length of a longer prefix that ``leader`` will have computed
-    soon, or 0.
-    """
-
-    num_tokens: int = 0
-    source: Prefix | None = None
-    num_inflight_tokens: int = 0
-    leader: Sequence | None = None
-    checkpoint: Checkpoint | None = None
-
-    @property
-    def tier(self) -> str:
-        """Where the prefix is loaded from: cells or ram."""
-        return "ram" if isinstance(self.source, Snapshot) else "cells"
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a leader still computes the prefix, or it must be read from disk first."""
-        return self.leader is not None or (
-            isinstance(self.source, Snapshot) and self.source.tier is not StorageTier.RAM
-        )
 
 
 class KVCache:
@@ -92,6 +64,9 @@ class KVCache:
         self.checkpoints = Checkpoints() if checkpoints is None else checkpoints
         self._tree: RadixTree[Any] = self.snapshots.start_tree()
         self.checkpoints.enter(self._tree)
+        self._finder = Finder(
+            self._tree, self.layout, self.snapshots, self.checkpoints, cells_per_seq
+        )
         self._leased: dict[int, Holding] = {}
         # by seq_id, least recently used first
         self._idle: OrderedDict[int, Holding] = OrderedDict()
@@ -109,70 +84,7 @@ class KVCache:
 
     def find(self, seq: Sequence) -> Match:
         """Return the longest cached prefix of ``seq`` without tokens whose logits are needed."""
-        best, source, least = 0, None, MIN_SHARED_TOKENS
-        inflight, leader, checkpoint = 0, None, None
-        matches = [*self._tree.match(seq.reusable_tokens, seq.request.cache_salt)]
-        for owner, shared in matches:
-            if shared < least and shared < max(inflight + 1, best + MIN_SHARED_TOKENS):
-                break
-            saved = owner if isinstance(owner, Checkpoint) else None
-            usable, base = shared, owner
-            if saved is None:
-                usable = self._count_reusable(owner, shared)
-            elif (base := self._find_base(saved, matches)) is None or shared < saved.num_computed:
-                continue
-            net_tokens = usable - self._estimate_cost(base, usable)
-            if net_tokens >= least:
-                best, source, least, checkpoint = usable, base, net_tokens + 1, saved
-            if isinstance(owner, Holding) and shared > inflight and self._will_have(owner, shared):
-                inflight, leader = shared, owner.seq
-        if inflight < best + MIN_SHARED_TOKENS:
-            inflight, leader = 0, None
-        return Match(best, source, inflight, leader, checkpoint)
-
-    def _find_base(
-        self, checkpoint: Checkpoint, matches: list[tuple[Any, int]]
-    ) -> Holding | Snapshot | None:
-        """Return the owner among ``matches`` from which the keys and values of a checkpoint's
-        tokens are reused at the lowest cost.
-        """
-        count = checkpoint.num_computed
-        bases = [
-            owner
-            for owner, shared in matches
-            if min(shared, owner.num_computed) >= count and not isinstance(owner, Checkpoint)
-        ]
-        return min(bases, key=lambda base: self._estimate_cost(base, count), default=None)
-
-    def _count_reusable(self, owner: Holding | Snapshot, shared: int) -> int:
-        """Return how many of ``shared`` tokens can be reused from ``owner`` now."""
-        # a file of an engine with a longer context is too long
-        if isinstance(owner, Snapshot) and len(owner.tokens) > self.cells_per_seq:
-            return 0
-        return self.layout.state.count_reusable(owner, shared)
-
-    def _will_have(self, holding: Holding, shared: int) -> bool:
-        """Return whether ``shared`` tokens of a running sequence will be reusable once it has
-        computed them.
-        """
-        if holding.is_final or holding.num_computed >= shared:
-            return False
-        return self.layout.state.will_be_reusable(
-            shared, holding.chain.length, can_be_saved=self._can_save(shared)
-        )
-
-    def _can_save(self, num_tokens: int) -> bool:
-        return self.checkpoints.can_hold(num_tokens) or self.snapshots.can_hold(num_tokens)
-
-    def _estimate_cost(self, owner: Holding | Snapshot, usable: int) -> int:
-        """Return the rough cost of reusing ``usable`` tokens, in tokens that could be computed in
-        that time.
-        """
-        if isinstance(owner, Snapshot):  # it is loaded as a whole
-            return 4 + len(owner.tokens) // (64 if owner.tier is StorageTier.RAM else 16)
-        if owner.is_final and (owner.chain.length == usable or self._ends_at(owner, usable)):
-            return 0
-        return self.layout.estimate_copy_cost(owner.chain.length)
+        return self._finder.find(seq)
 
     def count_shared_cells(self, match: Match) -> int:
         """Return the number of cells that a sequence with this match would share with a running
@@ -225,7 +137,9 @@ class KVCache:
 
     def _reuse_in_place(self, holding: Holding, count: int) -> list[Operation]:
         """Lease the cells of an idle prefix again, after cutting it to ``count`` tokens."""
-        operations = self._shrink(holding, count, save=not self._is_negligible(holding, count))
+        operations = self._shrink(
+            holding, count, save=not self._finder.is_negligible(holding, count)
+        )
         self._tree.remove(holding)
         del self._idle[holding.seq_id]
         self.cells.lease(holding.chain)
@@ -269,7 +183,7 @@ class KVCache:
         if (
             isinstance(source, Holding)
             and source.seq_id in free
-            and self._is_negligible(source, count)
+            and self._finder.is_negligible(source, count)
         ):
             return source.seq_id
         age = {seq_id: i for i, seq_id in enumerate(self._idle)}
@@ -279,22 +193,6 @@ class KVCache:
             return -neighbours, age.get(seq_id, -1), seq_id
 
         return min(free, key=rank)
-
-    def _is_negligible(self, holding: Holding, count: int) -> bool:
-        """Return whether recomputing an idle prefix's tokens after ``count`` costs less than
-        keeping them.
-        """
-        if self._ends_at(holding, count):
-            return True
-        return holding.chain.length - count <= self.layout.estimate_copy_cost(count)
-
-    def _ends_at(self, holding: Holding, count: int) -> bool:
-        """Return whether no other sequence will reuse the tokens of an idle prefix after ``count``:
-        those after its last checkpoint, which the next turn has omitted.
-        """
-        if not self.checkpoints.can_hold(count):
-            return False
-        return not self.checkpoints.has_later(holding.path, count, holding.salt)
 
     def _is_worth_moving(self, holding: Holding, count: int) -> bool:
         """Return whether an idle prefix is longer than ``count`` and can be kept whole under a
@@ -444,21 +342,15 @@ class KVCache:
         """Save the ``tokens`` of ``seq_id``, unless they are too few, also stored elsewhere, or too
         large for RAM.
         """
-        if not self.snapshots.can_hold(len(tokens)) or self._is_stored_elsewhere(holding, tokens):
+        if not self.snapshots.can_hold(len(tokens)) or self._finder.is_stored_elsewhere(
+            holding, tokens
+        ):
             return []
         added = self.snapshots.add(tokens, holding.salt, self.layout.state, self._needed)
         if added is None:
             return []
         key, operations = added
         return [*operations, Save(seq_id, key)]
-
-    def _is_stored_elsewhere(self, holding: Holding, tokens: Tokens) -> bool:
-        for owner, shared in self._tree.match(tokens, holding.salt):
-            if shared < len(tokens):
-                return False
-            if owner is not holding and self._count_reusable(owner, shared) == shared:
-                return True
-        return False
 
     def invalidate(self, operations: Iterable[Operation]) -> list[Operation]:
         """Forget what ``operations``, which may not have run, save or load; return operations that

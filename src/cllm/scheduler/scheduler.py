@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from cllm.core.batch import Batch, Operation, Row
 from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutput
 from cllm.core.sequence import Sequence, Status
-from cllm.kv_cache.cache import KVCache, Match
+from cllm.kv_cache.cache import KVCache
+from cllm.kv_cache.matching import Match
 from cllm.scheduler.adapter_turns import AdapterTurns
 from cllm.scheduler.pacing import Pacing, Plan
 from cllm.scheduler.params import SchedulerParams

@@ -16,7 +16,8 @@ from typing import Protocol
 from cllm.core.batch import Batch, Drop, Operation, Save, Trim
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
-from cllm.kv_cache.cache import KVCache, Match
+from cllm.kv_cache.cache import KVCache
+from cllm.kv_cache.matching import Match
 from cllm.kv_cache.snapshots import Snapshot, StorageTier
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expiries import Expiries
