@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import gguf
 import numpy as np
 
 from cllm.models.checkpoint import POOLINGS, read_checkpoint
+
+read_gguf = lru_cache(maxsize=1)(gguf.GGUFReader)  # takes seconds for a large vocabulary
 
 Tensor = tuple[str, list[int], bytes]
 """A tensor's type, its shape and its bytes."""
@@ -88,7 +91,7 @@ def convert_tokenizer(path: Path) -> dict[str, Any]:
     """Return the vocabulary of a GGUF file of the kinds "qwen2" and "smollm" as
     ``tokenizer.json``.
     """
-    fields = gguf.GGUFReader(path).fields
+    fields = read_gguf(path).fields
     tokens, kinds, merges = (
         fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges")
     )
@@ -123,7 +126,7 @@ def convert_tokenizer(path: Path) -> dict[str, Any]:
 
 def write_tokenizer(folder: Path, path: Path) -> None:
     """Write the files about the vocabulary of a GGUF file of the kind "qwen2"."""
-    fields = gguf.GGUFReader(path).fields
+    fields = read_gguf(path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     settings: dict[str, Any] = {
         f"{name}_token": tokens[field.contents()]
@@ -252,12 +255,13 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+HEAD_COUNTS = {"attn_q": "", "attn_k": "_kv"}
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def convert_model(path: Path, folder: Path) -> Path:
-    """Write a GGUF file of the architecture qwen3 as a checkpoint in float32."""
-    reader = gguf.GGUFReader(path)
+    """Write a GGUF file of the architecture qwen3 or llama as a checkpoint in float32."""
+    reader = read_gguf(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kind = fields["general.architecture"]
 
@@ -269,20 +273,26 @@ def convert_model(path: Path, folder: Path) -> Path:
         stem, end = name.rsplit(".", 1)
         return f"{NAMES[stem]}.{end}"
 
+    heads = {name: fields[f"{kind}.attention.head_count{end}"] for name, end in HEAD_COUNTS.items()}
     tensors = {}
     for tensor in reader.tensors:
         data = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         shape = [int(size) for size in reversed(tensor.shape)]
+        module = tensor.name.split(".")[-2]
+        if kind == "llama" and module in heads:  # GGUF files have the pairs of RoPE side by side
+            pairs = data.reshape(heads[module], -1, 2, shape[-1])
+            data = pairs.swapaxes(1, 2)
         tensors[name_of(tensor.name)] = "F32", shape, data.tobytes()
+    width = fields[f"{kind}.embedding_length"] // heads["attn_q"]
     config = {
         "model_type": kind,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": fields[f"{kind}.embedding_length"],
         "intermediate_size": fields[f"{kind}.feed_forward_length"],
         "num_hidden_layers": fields[f"{kind}.block_count"],
-        "num_attention_heads": fields[f"{kind}.attention.head_count"],
-        "num_key_value_heads": fields[f"{kind}.attention.head_count_kv"],
-        "head_dim": fields[f"{kind}.attention.key_length"],
+        "num_attention_heads": heads["attn_q"],
+        "num_key_value_heads": heads["attn_k"],
+        "head_dim": fields.get(f"{kind}.attention.key_length", width),
         "max_position_embeddings": fields[f"{kind}.context_length"],
         "rms_norm_eps": fields[f"{kind}.attention.layer_norm_rms_epsilon"],
         "rope_theta": fields[f"{kind}.rope.freq_base"],

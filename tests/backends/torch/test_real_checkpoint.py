@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import convert_model
 from conftest import repeat
 
 torch = pytest.importorskip("torch", reason="needs the extra torch: tools/setup.sh --torch")
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="needs it as a referen
 pytestmark = [pytest.mark.llama, pytest.mark.torch, pytest.mark.real, pytest.mark.slow]
 
 TOLERANCE = 1e-4  # of the largest logit
-NUM_TOKENS = repeat(256, 64)
+NUM_TOKENS = repeat(256, 32)
 INTRODUCTION = (
     "The following is a conversation between a curious child and a patient teacher, who answers "
     "every question with a short story about animals that live in the forest near the school. "
@@ -32,10 +33,8 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def smollm2(real_model, tmp_path_factory) -> Path:
-    """Return SmolLM2-135M-Instruct as transformers reads it from a GGUF file."""
-    from benchmarks.torch_backend import convert
-
-    return convert(real_model("smollm2-135m.gguf"), tmp_path_factory.mktemp("smollm2") / "smollm2")
+    """Return SmolLM2-135M-Instruct as a checkpoint."""
+    return convert_model(real_model("smollm2-135m.gguf"), tmp_path_factory.mktemp("a") / "smollm2")
 
 
 @pytest.fixture(scope="module")
