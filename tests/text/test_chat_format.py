@@ -1,5 +1,7 @@
 """The plan for the next message of a chat: how it is parsed, and its grammar."""
 
+from dataclasses import replace
+
 import pytest
 from call_texts import chat_format_of
 
@@ -17,6 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 MARKS = ["<think>", "</think>", "<tool_call>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 SPECIAL = {300 + i: mark for i, mark in enumerate(MARKS)}
 THINK, END_THINK, CALL, START, CHANNEL, MESSAGE, END = SPECIAL
+CLOSING = (*b"\n", END_THINK, *b"\n\n")
 
 
 class Vocabulary(FakeVocabulary):
@@ -38,10 +41,10 @@ class Vocabulary(FakeVocabulary):
         return list(text.encode())
 
 
-def read(template: str, prompt: str, chat: Chat, special=SPECIAL, **params):
+def read(template: str, prompt: str, chat: Chat, special=SPECIAL, message=(), **params):
     vocabulary = Vocabulary(template, special)
     tokens = vocabulary.tokenize(prompt, add_special=False, parse_special=True)
-    return chat_format_of(vocabulary).plan_output(tokens, chat, SamplingParams(**params))
+    return chat_format_of(vocabulary).plan_output(tokens, chat, SamplingParams(**params), message)
 
 
 def grammar(*arguments, **options) -> str:
@@ -52,7 +55,7 @@ def grammar(*arguments, **options) -> str:
 def test_plain_text_is_not_parsed() -> None:
     """There are no tools, and there is no reasoning or the prompt has closed it."""
     assert read("{{ messages }}", "a", Chat([]))[0] is None
-    assert read(THINKING, "<think>\n\n</think>\n\n", Chat([]))[0] is None
+    assert read(THINKING, "<think>\n\n</think>\n\n", Chat([]), {})[0] is None
     assert (
         read("<tool_call>{% if enable_thinking %}<think>{% endif %}", "a", Chat([], TOOLS, "none"))[
             0
@@ -60,6 +63,15 @@ def test_plain_text_is_not_parsed() -> None:
         is None
     )
     assert read(THINKING, "<think>\n\n</think>\n\n", Chat([], TOOLS))[0] is not None
+
+
+def test_plain_text_is_parsed_from_the_token_on_that_resumes_reasoning() -> None:
+    plan = read(THINKING, "<think>\n\n</think>\n\n", Chat([]))[0]
+    assert plan.opener == THINK
+    assert read(THINKING, "<think>", Chat([]))[0].opener is None
+    assert read(THINKING, "</think>", Chat([], TOOLS))[0].opener is None
+    unknown = "<tool_call>{% if enable_thinking %}<think>{% endif %}"
+    assert read(unknown, "a", Chat([]))[0] is None
 
 
 @pytest.mark.parametrize(
@@ -90,11 +102,48 @@ def test_thinking_budget_is_planned_from_the_prompt(
 ) -> None:
     _, params, _ = read(THINKING, "<think>\n" if inside else "a", chat)
     budget = ThinkingBudget(
-        num_tokens or 0, None if inside else THINK, END_THINK, (*b"\n", END_THINK, *b"\n\n"), True
+        num_tokens, (THINK,), END_THINK, CLOSING, True, inside=inside, resumes=True
     )
     assert params.thinking == (None if num_tokens is None else budget)
-    if inside is False:
+    if chat.thinking_budget is None:
         assert read(THINKING, "<think></think>", chat)[1].thinking is None
+
+
+def test_budget_covers_reasoning_that_resumes() -> None:
+    """It counts although the prompt has closed the first reasoning. Without a control token, it
+    counts only at the beginning.
+    """
+    budget = read(THINKING, "</think>", Chat([], thinking_budget=7))[1].thinking
+    assert budget == ThinkingBudget(7, (THINK,), END_THINK, CLOSING, True, resumes=True)
+    only_end = {END_THINK: "</think>"}
+    assert read(THINKING, "</think>", Chat([], thinking_budget=7), only_end)[1].thinking is None
+    budget = read(THINKING, "a", Chat([], thinking_budget=7), only_end)[1].thinking
+    assert (budget.open, budget.resumes) == ((*b"<think>",), False)
+
+
+def test_message_comes_before_the_end_of_the_reasoning() -> None:
+    """Its text is no control token, and must not end the reasoning itself."""
+    chat = Chat([], thinking_budget=0, budget_message="Time is up.")
+    assert read(THINKING, "<think>", chat, message=b"Time")[1].thinking.force == (
+        *b"Time",
+        *CLOSING,
+    )
+    budget = read(HARMONY, "<|start|>assistant", chat, message=b"Time")[1].thinking
+    assert budget.force[:6] == (*b"Time", END, START)
+    assert not budget.inside, "there is a reasoning message, with that text"
+    with pytest.raises(BadRequest) as caught:
+        read(THINKING, "<think>", replace(chat, budget_message="so</think>"))
+    assert (caught.value.param, caught.value.code) == ("reasoning_budget_message", "invalid_value")
+    assert read(THINKING, "<think>", Chat([], budget_message="Time"))[1].thinking is None
+
+
+def test_client_may_end_reasoning_without_a_budget() -> None:
+    chat = Chat([], ends_on_request=True)
+    budget = read(THINKING, "<think>", chat)[1].thinking
+    assert (budget.num_tokens, budget.ends_on_request, budget.force) == (None, True, CLOSING)
+    assert read(HARMONY, "<|start|>assistant", chat)[1].thinking.num_tokens is None
+    assert read(THINKING, "<think>", chat, special={})[1].thinking is None
+    assert read("{{ messages }}", "a", chat)[1].thinking is None
 
 
 def test_budget_ends_the_reasoning_message_in_forms_with_headers() -> None:
@@ -199,7 +248,8 @@ def test_mark_may_be_a_special_token_followed_by_text() -> None:
         template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"'
     )
     assert r"<[300]> \"thought\"" in message_grammar(bound)
-    assert params.thinking == ThinkingBudget(3, 300, 301, (301,), True)
+    opening = (300, *b"thought")
+    assert params.thinking == ThinkingBudget(3, opening, 301, (301,), True, resumes=True)
     assert plan.pieces[300] == b"<|channel>"
     assert (
         read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel

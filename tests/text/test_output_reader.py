@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 from call_texts import FAMILIES, TOOLS, pieces_of, with_thoughts
@@ -10,11 +11,12 @@ from conftest import repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.core.output import FinishReason, TokenOutput
+from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import Ended, OutputReader
+from cllm.text.tools.model_family import load_families
 from cllm.text.tools.parser import Parser
 
 PIECES = [bytes([i]) for i in range(256)]
@@ -51,6 +53,59 @@ def test_only_stop_strings_need_a_stop_command_to_the_engine():
     assert ended == [Ended("a", 1, "length", True)]
     assert read.finished
     assert read.usage.completion_tokens == 3
+
+
+OPEN, CLOSE = 256, 257
+MARKED = [*PIECES, b"<think>", b"</think>"]
+
+
+def plain_until_it_thinks(**params) -> OutputReader:
+    """Return the reader of a choice that needs a parser only from the control token OPEN on."""
+    control = {"<think>": OPEN, "</think>": CLOSE}
+    parser = partial(Parser, load_families()["think"], {}, control=control)
+    plan = OutputPlan(MARKED, parser, "", OPEN)
+    requests = [Request("a", [1, 2], SamplingParams(**params))]
+    return OutputReader(requests, [*PIECES, b"", b""], plan)
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("tokens", "texts"),
+    [
+        ((*b"a\n", OPEN, *b"hm", CLOSE, *b"\nb"), ["a\n", "hm", "\nb"]),
+        ((OPEN, *b"hm", CLOSE, *b"\nb"), ["hm", "b"]),
+        ((CLOSE, *b"a<think>b"), ["a<think>b"]),
+        ((*b"a", OPEN, *b"h", CLOSE, *b"b", OPEN, *b"m", CLOSE, *b"c"), ["a", "h", "b", "m", "c"]),
+    ],
+)
+def test_text_is_parsed_once_reasoning_resumes(tokens, texts, size):
+    read = plain_until_it_thinks()
+    outputs = [TokenOutput("a", 0, token) for token in tokens[:-1]]
+    outputs.append(TokenOutput("a", 0, tokens[-1], FinishReason.STOP))
+    groups = [outputs[i : i + size] for i in range(0, len(outputs), size)]
+    deltas = [delta for group in groups for delta in read.read(group)[0]]
+    grouped = itertools.groupby(deltas, key=lambda delta: delta.channel)
+    joined = ["".join(delta.text for delta in group) for _, group in grouped]
+    assert [text for text in joined if text] == texts
+    assert sum(delta.num_tokens for delta in deltas) == len(tokens) == read.usage.completion_tokens
+    num_thoughts = sum(tokens.count(token) for token in (*b"hm", CLOSE)) if OPEN in tokens else 0
+    assert read.usage.reasoning_tokens == num_thoughts
+    assert read.finished
+
+
+def test_held_text_and_its_logprobs_are_not_lost_when_reasoning_resumes():
+    """The stop string may still come."""
+    read = plain_until_it_thinks(stop="no", logprobs=0)
+    tokens = (*b"an", OPEN, ord("h"), CLOSE, ord("o"))
+    ends = [""] * 5 + [FinishReason.LENGTH]
+    outputs = [
+        TokenOutput("a", 0, token, end, logprobs=Logprobs(-1.0, []))
+        for token, end in zip(tokens, ends, strict=True)
+    ]
+    deltas = [delta for one in outputs for delta in read.read([one])[0]]
+    assert [delta.text for delta in deltas if delta.text] == ["a", "n", "h", "o"]
+    told = [one.token for delta in deltas for one in delta.logprobs]
+    assert told == [*b"ano"]
 
 
 @pytest.mark.parametrize("failure", ["error", "grammar", "timeout"])

@@ -31,18 +31,21 @@ OPENAI = ("openai",)
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """A limit on reasoning: after ``num_tokens`` of it, the tokens ``force`` are written instead of
-    sampled ones.
+    sampled ones. With None, only the client can end it, which it may if it ``ends_on_request``.
 
-    The token ``open`` starts the reasoning if it is among the first tokens of the output. If it is
-    None, the output starts inside the reasoning. The token ``close`` ends the reasoning; with
-    ``closes_once``, it is not sampled again after ``force``.
+    The tokens ``open`` begin reasoning at the beginning of the output or, if it ``resumes``,
+    anywhere. With ``inside``, the output begins in the middle of reasoning. The token ``close``
+    ends reasoning; with ``closes_once``, it is not sampled again after ``force``.
     """
 
-    num_tokens: int
-    open: int | None
+    num_tokens: int | None
+    open: tuple[int, ...]
     close: int
     force: tuple[int, ...]
     closes_once: bool = False
+    inside: bool = False
+    resumes: bool = False
+    ends_on_request: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

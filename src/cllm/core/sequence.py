@@ -18,6 +18,7 @@ from cllm.core.output import (
     TokenOutput,
 )
 from cllm.core.request import Adapters, Request, SequenceProgress
+from cllm.core.thinking import Thinking
 
 BOUNDARY_DISTANCE = 4096  # tokens between boundaries within long messages
 MAX_PROMPT_END = 64  # tokens after the last boundary that are rather computed again
@@ -99,6 +100,7 @@ class Sequence:
         "seed",
         "seq_id",
         "status",
+        "thinking",
         "token_counts",
         "tokens",
         "wait_reason",
@@ -144,6 +146,8 @@ class Sequence:
         scores = request.params.prompt_logprobs is not None and index == 0
         self.num_pending_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
+        budget = request.params.thinking
+        self.thinking = None if budget is None else Thinking(budget)
         # by position, for the positions that may be sampled again; see sampling/extensions.py
         self.mirostat_mu: dict[int, float] = {}
         self.limit = context_length
@@ -250,8 +254,15 @@ class Sequence:
         self.tokens.append(token)
         if self.matcher is not None:
             self.matcher.consume(token)
+        if self.thinking is not None:
+            self.thinking.advance(token)
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
+
+    def end_reasoning(self) -> None:
+        """End the reasoning with the next tokens, or as soon as any begins."""
+        if self.thinking is not None:
+            self.thinking.end(self.tokens[self.num_prompt_tokens :])
 
     def finish_after(
         self, token: int, end_tokens: Collection[int]

@@ -29,7 +29,6 @@ from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import find_top_tokens
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import derive_seed, uniform
-from cllm.sampling.thinking import find_forced_token, is_closed
 from cllm.sampling.top_k import Ids, LogitRow, check_finite, top_k
 
 Rows = npt.NDArray[np.float32] | list[LogitRow]
@@ -144,11 +143,13 @@ class Sampler:
         self, row: LogitRow, seq: Sequence, position: int, draft: tuple[int, ...]
     ) -> int:
         params = seq.request.params
-        if params.thinking is not None:
-            if (token := find_forced_token(seq, params.thinking, position, draft)) is not None:
+        if (thinking := seq.thinking) is not None:
+            if position > seq.num_tokens:
+                thinking = thinking.after(draft[: position - seq.num_tokens])
+            if (token := thinking.forced) is not None:
                 return token
-            if is_closed(seq, params.thinking, position, draft):
-                row[params.thinking.close] = -np.inf
+            if forbidden := thinking.forbidden:
+                row[forbidden] = -np.inf
         if params.has_penalties:
             penalize(row, seq)
         if params.uses_dry:

@@ -50,8 +50,10 @@ class Chat:
     ``tool_choice`` is auto, none or required (at least one call, and nothing else). Only the tools
     named in ``allowed_tools`` may be called; () means all. To force a call of one function, set
     "required" and its name. None as ``thinking`` leaves it to the template; a template without such
-    a switch ignores it. After ``thinking_budget`` tokens the model is made to end its reasoning.
-    ``effort`` is a level that sets both. ``variables`` are further variables of the template.
+    a switch ignores it. After ``thinking_budget`` tokens of reasoning, the model is made to end it.
+    ``effort`` is a level that sets both. If ``ends_on_request``, the client may end the reasoning
+    earlier. The reasoning that is ended in one of these ways ends with ``budget_message``.
+    ``variables`` are further variables of the template.
     ``continued`` is the field of the last message, an assistant's, that the answer continues; "" if
     the answer is a new message.
     """
@@ -64,6 +66,8 @@ class Chat:
     thinking: bool | None = None
     thinking_budget: int | None = None
     effort: Effort | None = None
+    ends_on_request: bool = False
+    budget_message: str = ""
     variables: dict[str, Any] = field(default_factory=dict)
     continued: Literal["", "content", "reasoning_content"] = ""
 

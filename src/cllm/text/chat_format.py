@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product
@@ -38,11 +38,15 @@ EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high", Effort.MAX: "high"}
 class OutputPlan:
     """How to read a message: the bytes of each token id, marks included, and a function that
     creates a parser. Plans with equal ``name`` end equal texts at the same place.
+
+    If the message is expected to be plain text, the parser is needed only from the token ``opener``
+    on, which opens reasoning.
     """
 
     pieces: Pieces
     parser: Callable[[], Parser]
     name: str
+    opener: int | None = None
 
 
 class MessagePlan(NamedTuple):
@@ -123,6 +127,12 @@ class ChatFormat:
     @cached_property
     def _control_in_marks(self) -> dict[str, int]:
         return self._special_tokens_in([*self.family.marks])
+
+    @property
+    def _opener(self) -> int | None:
+        """The control token that opens reasoning; None if that is no control token."""
+        reasoning = self.family.reasoning
+        return self._control_in_marks.get(reasoning.open) if reasoning else None
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -233,8 +243,11 @@ class ChatFormat:
         why = "the reasoning of this model cannot be continued"
         raise BadRequest(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
 
-    def plan_output(self, prompt: list[int], chat: Chat, params: SamplingParams) -> MessagePlan:
-        """Return the plan of the message that follows ``prompt``.
+    def plan_output(
+        self, prompt: list[int], chat: Chat, params: SamplingParams, message: Sequence[int] = ()
+    ) -> MessagePlan:
+        """Return the plan of the message that follows ``prompt``. ``message`` has the tokens of
+        ``chat.budget_message``.
 
         Raises BadRequest for calls that cannot be forced, and for a budget of reasoning that cannot
         be enforced.
@@ -271,9 +284,13 @@ class ChatFormat:
                 inside=inside,
                 begun=begun,
             )
-        if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
+        is_plain = not (may_call or inside or thinks or family.header)
+        opener = self._opener if family.reasoning else None
+        is_limited = chat.thinking_budget is not None or chat.ends_on_request
+        if inside or thinks or (opener is not None and is_limited):
+            budget = self._budget(chat, message, inside=inside)
             params = params.replace_unchecked(thinking=budget)
-        if not (may_call or inside or thinks or family.header):
+        if is_plain and opener is None:
             return MessagePlan(None, params, bound)
         parser = partial(
             Parser,
@@ -285,7 +302,8 @@ class ChatFormat:
             control=self._control_in_marks,
         )
         name = repr((inside, chat.continued, chat.max_calls, [*tools]))
-        return MessagePlan(OutputPlan(self._pieces, parser, name), params, bound)
+        plan = OutputPlan(self._pieces, parser, name, opener if is_plain else None)
+        return MessagePlan(plan, params, bound)
 
     def _check_tool_choice(self, chat: Chat) -> None:
         """Raise BadRequest for calls that cannot be forced."""
@@ -320,38 +338,52 @@ class ChatFormat:
             reasoning.close
         ) and reasoning.close in self._template
 
-    def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
+    def _budget(self, chat: Chat, message: Sequence[int], *, inside: bool) -> ThinkingBudget | None:
         """Return the limit of reasoning; None means no limit.
 
-        Raises BadRequest if a budget was requested, but the mark that ends reasoning is not one
-        token.
+        Raises BadRequest for a message that contains the mark that ends reasoning. So it does if a
+        budget was requested, but that mark is not one token.
         """
         limit = chat.thinking_budget
         if limit is None and (chat.thinking is False or chat.effort == Effort.NONE):
             limit = 0
         if limit is None and chat.effort and "reasoning_effort" not in self._template:
             limit = BUDGETS.get(chat.effort)
-        if limit is None:
+        if limit is None and not chat.ends_on_request:
             return None
+        is_off = limit == 0 and not message
         opening, closing, force = self._ends_of_reasoning(
-            may_call=bool(chat.callable_tools), is_off=not limit
+            may_call=bool(chat.callable_tools), is_off=is_off
         )
-        begin = None if inside or self.family.header else self._tokens(opening)[0]
         close = self._tokens(closing)
-        if len(close) == 1:
-            closes_once = self.family.header is None
-            return (
-                ThinkingBudget(limit, begin, close[0], self._tokens(force), closes_once)
-                if force
-                else None
+        if len(close) != 1:
+            if chat.thinking_budget is None:
+                return None
+            why = f"cannot be enforced: this model has no token for {closing}"
+            raise BadRequest(
+                f"A reasoning budget {why}.",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
             )
-        if chat.thinking_budget is None:
+        if closing in chat.budget_message:
+            why = f"it must not contain {closing}, which ends the reasoning"
+            raise BadRequest(
+                f"Invalid 'reasoning_budget_message': {why}.",
+                param="reasoning_budget_message",
+                code="invalid_value",
+            )
+        if not force:
             return None
-        why = f"cannot be enforced: this model has no token for {closing}"
-        raise BadRequest(
-            f"A reasoning budget {why}.",
-            param="thinking_token_budget",
-            code="unsupported_parameter",
+        header, reasoning = self.family.header, self.family.reasoning
+        return ThinkingBudget(
+            limit,
+            self._tokens(opening),
+            close[0],
+            (*message, *self._tokens(force)),
+            closes_once=header is None,
+            inside=inside or (header is not None and is_off),
+            resumes=reasoning is None or reasoning.anywhere or self._opener is not None,
+            ends_on_request=chat.ends_on_request,
         )
 
     @cached_property
@@ -365,7 +397,7 @@ class ChatFormat:
 
     def _ends_of_reasoning(self, *, may_call: bool, is_off: bool) -> tuple[str, str, str]:
         """Return the marks that begin and end reasoning, and the text that ends it when the limit
-        is reached. If ``is_off``, the limit is 0.
+        is reached. If ``is_off``, there is no reasoning at all.
         """
         header, reasoning = self.family.header, self.family.reasoning
         if header is None:
@@ -373,9 +405,10 @@ class ChatFormat:
             # spelled as models write them
             blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")
             return reasoning.open, reasoning.close, reasoning.close.join(blanks)
-        # with a limit of 0 there is no reasoning message to end
+        # without a reasoning message, there is none to end
         end = "" if is_off else header.end[0] + header.open[0] + "assistant"
-        return header.open[1], header.end[0], end + ("" if may_call else header.final)
+        opening = f"{header.open[1]}analysis{header.close}"
+        return opening, header.end[0], end + ("" if may_call else header.final)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokens_of(text)) if text else ()

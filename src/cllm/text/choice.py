@@ -65,6 +65,16 @@ class Choice:
             )
         return text, self.finish
 
+    def begin_parsing(self, pieces: Pieces, parser: Parser) -> None:
+        """Use ``parser`` from now on. ``pieces`` has the bytes of each token id, marks included. An
+        incomplete character at the end of the text so far is dropped.
+        """
+        self.parser, self._detokenizer = parser, Detokenizer(pieces)
+        if self.num_tokens:
+            parser.note_text()
+        if self._alignment is not None:
+            self._pending_logprobs = self._alignment.shown("", is_all=True)
+
     def parts(self, output: TokenOutput) -> list[OutputPart]:
         """Return the parts that ``output`` adds or continues.
 
@@ -77,7 +87,9 @@ class Choice:
             return []
         self.num_tokens += 1
         text = self._detokenizer.feed(output.token) if output.is_text else ""
-        parts = self.parser.feed(text)
+        is_control = output.token in self.parser.control_ids
+        is_thought = is_control or self.parser.channel == Channel.REASONING
+        parts = self.parser.feed(text, is_control=is_control)
         if output.finish:
             is_cut = output.finish == FinishReason.LENGTH
             parts += self.parser.flush(self._detokenizer.flush(), is_cut=is_cut)
@@ -87,17 +99,18 @@ class Choice:
         if self._stops:
             parts = self._cut_at_stop(parts)
         if output.logprobs is not None:
-            self._attach_logprobs(TokenLogprob(output.token, 0, output.logprobs), parts)
+            if not is_thought:
+                self._pending_logprobs.append(TokenLogprob(output.token, 0, output.logprobs))
+            self._attach_logprobs(parts)
         if self.parser.num_calls and self.finish == FinishReason.STOP:
             self.finish = TOOL_CALLS
         return parts
 
-    def _attach_logprobs(self, token: TokenLogprob, parts: list[OutputPart]) -> None:
-        """Report tokens with the next text part.
+    def _attach_logprobs(self, parts: list[OutputPart]) -> None:
+        """Report pending tokens with the next text part.
 
         Tokens of reasoning, calls and marks are not reported.
         """
-        self._pending_logprobs.append(token)
         self.token_logprobs = []
         for part in parts:
             if part.channel == Channel.TEXT and part.text:

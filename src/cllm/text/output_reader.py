@@ -81,12 +81,15 @@ class OutputReader:
         """``pieces`` has the bytes of each token id. ``plan`` says how to parse a message."""
         params = requests[0].params
         self._n = params.n
+        self._plan = plan
+        self._opener = plan.opener if plan else None
+        at_once = plan if self._opener is None else None
         self._choices = {
             (request.request_id, j): Choice(
                 i * params.n + j,
-                plan.pieces if plan else pieces,
+                at_once.pieces if at_once else pieces,
                 params,
-                plan.parser() if plan else None,
+                at_once.parser() if at_once else None,
             )
             for i, request in enumerate(requests)
             for j in range(params.n)
@@ -135,6 +138,8 @@ class OutputReader:
             count = int(output.token >= 0)
             usage.cached_tokens += output.num_cached_tokens
             usage.completion_tokens += count
+            if output.token == self._opener and self._plan and not choice.parser:
+                choice.begin_parsing(self._plan.pieces, self._plan.parser())
             if choice.parser:
                 finish = self._parse(choice, output, parsed)
             else:

@@ -142,7 +142,9 @@ def test_cut_text_keeps_what_a_control_token_cannot_complete(name, tools, size):
     for mark in family.marks:
         for length in range(1, len(mark)):
             text = f"{begin}if a {mark[:length]}".encode()
-            said = read(family, text, tools=tools, size=size, control=family.marks)[0]
+            said = read(
+                family, text, tools=tools, size=size, control=dict.fromkeys(family.marks, 0)
+            )[0]
             assert said == f"if a {mark[:length]}", mark
 
 
@@ -154,7 +156,7 @@ def test_cut_mark_of_a_control_token_and_letters_is_not_shown():
         (b"if a <|channel>", "if a"),
         (b"if a <|channel>tho", "if a"),
     ]:
-        said = read(family, begun, control={"<|channel>", "<|tool_call>", "<channel|>"})[0]
+        said = read(family, begun, control={"<|channel>": 1, "<|tool_call>": 2, "<channel|>": 3})[0]
         assert said.rstrip() == shown
 
 

@@ -335,6 +335,70 @@ def test_marks_in_another_channel_are_not_special() -> None:
     ]
 
 
+THINKS = load_families()["think"]
+MARK_IDS = {"<think>": 1, "</think>": 2}
+
+
+def read_tokens(*tokens: str | int, control=MARK_IDS, **options) -> str:
+    """Return the text of ``tokens``, of which ids are control tokens, with reasoning in brackets."""
+    parser = Parser(THINKS, {}, control=control, **options)
+    names = {token: text for text, token in MARK_IDS.items()}
+    parts = [
+        part
+        for token in tokens
+        for part in parser.feed(names.get(token, token), is_control=token in parser.control_ids)
+    ]
+    grouped = itertools.groupby(parts + parser.flush(), key=lambda part: part.channel)
+    texts = ((channel, "".join(part.text for part in group)) for channel, group in grouped)
+    return "".join(f"[{text}]" if channel == Channel.REASONING else text for channel, text in texts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        # the text is what remains without the reasoning
+        ((1, "a", 2, "\n\n", "b ", 1, "c", 2, "d"), "[a]b[c] d"),
+        ((1, "a", 2, "b\n", 1, "\nc\n", 2, "\n", "\n", "d"), "[a]b[c]\n\n\nd"),
+        ((1, "a", 2, "b", 1, "c"), "[a]b[c]"),
+        ((1, "a", 2, "b", 1, "c", 2, " \n"), "[a]b[c]"),
+        ((1, "a", 2, "b", 1, "c", 2, "\n", 1, "d", 2, "e"), "[a]b[cd]\ne"),
+        # in other tokens it is only mentioned
+        (("see\n", "<th", "ink>"), "see\n<think>"),
+        (("see <thi", 1, "a", 2, "b"), "see <thi[a]b"),
+        # there is nothing to end
+        (("a", 2, "\nb"), "ab"),
+        (("a </think> b",), "a </think> b"),
+    ],
+)
+def test_control_token_resumes_reasoning(tokens, expected) -> None:
+    assert read_tokens(*tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x\n<think>a</think>\ny", "x[a]\n\ny"),
+        ("x\n  <think>a</think>y", "x[a]\n  y"),
+        ("x <think>a</think>", "x <think>a</think>"),
+        ("x\n```\n<think>a\n```\ny", "x\n```\n<think>a\n```\ny"),
+        ("x\n~~~ py\n<think>a", "x\n~~~ py\n<think>a"),
+        ("```\nx\n```\n<think>a", "```\nx\n```[a]"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [list, lambda text: [text]])
+def test_mark_of_ordinary_tokens_resumes_reasoning_at_the_beginning_of_a_line(
+    chunk, text, expected
+) -> None:
+    """Outside of code blocks."""
+    assert read_tokens(*chunk(text), control={}) == expected
+
+
+def test_call_may_follow_reasoning_that_has_resumed() -> None:
+    call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
+    parts = read(with_thoughts("hermes"), ["a\n<think>b</think>\n" + call])
+    assert [part[0] for part in parts] == [Channel.TEXT, Channel.REASONING, Channel.CALL]
+
+
 def test_parser_is_done_after_the_maximum_number_of_calls() -> None:
     call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
     parser = Parser(load_families()["hermes"], TOOLS, max_calls=1)

@@ -10,18 +10,21 @@ import contextlib
 import enum
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from cllm.text.tools.argument_readers import ArgumentReader, Bare, Keywords, Object, Pairs
+from cllm.text.tools.cut_calls import is_begun, may_begin_call
+from cllm.text.tools.lines import Lines
 from cllm.text.tools.model_family import (
     MAX_HEAD,
     Calls,
     Marks,
     ModelFamily,
+    Reasoning,
     compile_head,
     compile_marks,
     one_of_texts,
@@ -35,12 +38,9 @@ BARE_BEGUN = re.compile(r'(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[a-z]{0,8})?)?')
 PYTHON = re.compile(r"\[\s{0,64}[A-Za-z_][\w.-]{0,255}\(")
 PYTHON_BEGUN = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.-]{0,255})?")
 STRING = re.compile(r'"[^"]*"')
-# The beginning of the head of a call in JSON, without white space.
-HEAD_KEYS = ("id", "type", "function", "name")  # keys with which a head in JSON may begin
-HEAD_BEGUN = re.compile(r'\[?(?:\{(?:"(?P<key>[^"]*)(?P<closed>"?).*)?)?', re.DOTALL)
-HEAD_NAME = re.compile(r'"name":"([^"]*)("?)')
 
 NO_CALLS = Calls(write="")
+NO_CONTROL: Mapping[str, int] = {}
 
 
 class Channel(enum.StrEnum):
@@ -67,9 +67,13 @@ class Parser:
     White space around reasoning and calls is dropped; everything else is returned.
 
     Text that merely resembles a call is returned as text, and so is a call of a function that is
-    not declared. A call whose text ends early has the arguments received so far. Reasoning is
-    recognised before any text, or between calls. Calls within it are ignored, except in families
-    that forget to close their reasoning.
+    not declared. A call whose text ends early has the arguments received so far. Calls within
+    reasoning are ignored, except in families that forget to close their reasoning.
+
+    Reasoning is recognised before any text and between calls. It may resume after text, which may
+    also mention its mark. If the mark is one control token, that token resumes reasoning, but the
+    same text in other tokens does not. Otherwise, the mark resumes it at the beginning of a line,
+    outside of code blocks, and is text elsewhere. What remains is the text without this reasoning.
     """
 
     def __init__(
@@ -80,13 +84,13 @@ class Parser:
         inside: bool = False,
         begun: bool = False,
         max_calls: int | None = None,
-        control: Collection[str] = (),
+        control: Mapping[str, int] = NO_CONTROL,
     ) -> None:
         """``tools`` has the argument schemas of the functions that may be called; if {}, calls are
         text. If ``inside``, the text begins in the middle of reasoning; if ``begun``, it continues
         reasoning or text from the prompt. After ``max_calls`` calls the parser is ``done`` and
-        drops the rest. ``control`` has the texts of control tokens, which the model never writes in
-        parts.
+        drops the rest. ``control`` has the ids of control tokens by their texts, which the model
+        never writes in parts.
         """
         self._reasoning = family.reasoning
         self._header = family.header
@@ -101,6 +105,8 @@ class Parser:
         self._is_cut = False
         self._is_fresh = inside and not begun  # drop white space until other text arrives
         self._has_text = begun and not inside  # any text since the beginning or the last call
+        self._joint: str | None = None  # white space around reasoning that has resumed after text
+        self._lines: Lines | None = None  # of text, if reasoning may resume at their beginning
         self._opener = ""
         self._num_seen = 0  # characters of a head that are already searched
         self._reader: ArgumentReader = Object()
@@ -121,21 +127,36 @@ class Parser:
             ends = (family.reasoning.close,)
             if self._calls.ends_reasoning:
                 ends += self._calls.open + self._calls.skip
+        reasoning = family.reasoning
+        marks = {reasoning.open, reasoning.close} if reasoning else set()
+        self._controls = marks & control.keys()  # marks of reasoning that are one control token
+        self.control_ids = {control[mark] for mark in self._controls}
+        self._is_control = False  # whether the text that is fed is such a token
+        if reasoning and reasoning.open not in self._controls:
+            self._lines = Lines()
+        openers += [mark for mark in self._controls if mark not in openers]
         self._openers, self._ends = (
             compile_marks(marks, frozenset(control)) for marks in (tuple(openers), ends)
         )
         if inside:
             self.channel, self._state = Channel.REASONING, self._in_region
 
-    def feed(self, text: str) -> list[OutputPart]:
-        """Return the parts that ``text`` adds or continues."""
+    def feed(self, text: str, *, is_control: bool = False) -> list[OutputPart]:
+        """Return the parts that ``text`` adds or continues. ``is_control`` says that it is one of
+        the tokens ``control_ids``.
+        """
         self._parts = []
         if self.done:
             return self._parts
         self._buffer += text
+        self._is_control = is_control
         while not self.done and self._state():
             pass
         return self._parts
+
+    def note_text(self) -> None:
+        """Note that there is text before what will be fed."""
+        self._has_text = True
 
     def flush(self, tail: str = "", *, is_cut: bool = False) -> list[OutputPart]:
         """Return the parts still held back, at the end of the text.
@@ -180,10 +201,15 @@ class Parser:
         if mark in self._calls.open:
             return self._begin_head(mark)
         if self._reasoning and mark == self._reasoning.open:
-            if self._has_text and not self._reasoning.anywhere:
-                self._emit_text(mark)
-            else:
+            if not self._has_text:
                 self._begin_region(Channel.REASONING)
+            elif self._may_resume(self._reasoning):
+                self._joint = self._space
+                self._begin_region(Channel.REASONING)
+            else:
+                self._emit_text(mark)
+        elif mark in self._controls and not self._is_control:
+            self._emit_text(mark)
         elif self._header and mark in self._header.open:
             self._opener, self._state = mark, self._in_header
         else:
@@ -283,6 +309,12 @@ class Parser:
         self._begin_text()
         return bool(self._buffer)
 
+    def _may_resume(self, reasoning: Reasoning) -> bool:
+        """Whether the mark that opens reasoning, which comes next, resumes it after text."""
+        if reasoning.anywhere or self._lines is None:
+            return reasoning.anywhere or self._is_control
+        return "\n" in self._space and self._lines.is_outside_code
+
     # --- transitions -----------------------------------------------------------------------------
 
     def _begin_text(self) -> None:
@@ -348,7 +380,7 @@ class Parser:
         return self._end_call()
 
     def _begin_call(self, name: str) -> None:
-        self._space = ""
+        self._space, self._joint = "", None
         self.channel = Channel.CALL
         self._parts.append(OutputPart(Channel.CALL, "", self.num_calls, name))
         self.num_calls += 1
@@ -392,8 +424,8 @@ class Parser:
 
     @property
     def _may_begin_mark(self) -> bool:
-        """Whether a mark can follow here. Without tools, only reasoning has marks, and it comes
-        before text.
+        """Whether a mark can follow here. Without tools, only reasoning has marks, and it rarely
+        resumes after text.
         """
         is_only_text = self.channel == Channel.TEXT and self._has_text and not self._header
         is_anywhere = self._reasoning is not None and self._reasoning.anywhere
@@ -402,10 +434,16 @@ class Parser:
     def _emit_text(self, text: str) -> None:
         """Emit ``text``, but hold back white space at its end, which may precede a mark."""
         if self._is_fresh:
-            text = text.lstrip()
+            bare = text.lstrip()
+            if self._joint is not None and self.channel == Channel.TEXT:
+                self._joint = (self._joint + text[: len(text) - len(bare)])[:MAX_SPACE]
+                bare = self._joint + bare if bare else ""
+            text = bare
         if not text:
             return
         self._is_fresh = False
+        if self.channel == Channel.TEXT:
+            self._joint = None
         text = self._space + text
         certain = max(len(text.rstrip()), len(text) - MAX_SPACE)
         self._space = text[certain:]
@@ -416,6 +454,8 @@ class Parser:
             self._emit(text[:certain])
 
     def _emit(self, text: str) -> None:
+        if self._lines is not None and self.channel == Channel.TEXT:
+            self._lines.add(text)
         call = self.num_calls - 1 if self.channel == Channel.CALL else 0
         last = self._parts[-1] if self._parts else None
         if last and last.channel == self.channel and last.call == call:
@@ -440,44 +480,3 @@ def compile_head_ends(calls: Calls) -> re.Pattern[str]:
 def long_closes(calls: Calls) -> tuple[str, ...]:
     """Return the marks that only end calls; brackets and fences also occur in heads."""
     return tuple(mark for mark in calls.close if len(mark) > 3)
-
-
-def may_begin_call(head: str, opener: str, calls: Calls, names: Collection[str]) -> bool:
-    """Whether ``head``, the text after the mark ``opener``, can become a call of one of ``names``.
-
-    It is compared with how the family writes calls, without white space.
-    """
-    text = "".join(head.split())
-    whole = calls.begin + calls.write
-    lead = calls.write  # after a separator
-    if not opener or (opener in calls.open and opener in whole):
-        lead = whole.partition(opener)[2] if opener else whole
-    lead = "".join(lead.partition("$")[0].split())
-    if text.startswith(("{", "[{")) or (text in ("", "[") and "json" in calls.head):
-        return may_begin_object(text, calls, names)
-    variants = {"", lead, lead.removeprefix("[")}
-    return any(
-        is_begun(text.removeprefix("[") if lead.startswith("[") else text, variant + name)
-        for variant in variants
-        for name in names
-    )
-
-
-def may_begin_object(text: str, calls: Calls, names: Collection[str]) -> bool:
-    match = HEAD_BEGUN.fullmatch(text)
-    if match is None or "json" not in calls.head:
-        return match is not None
-    key, is_closed = match["key"], match["closed"]
-    if key is not None and not any(
-        known == key if is_closed else known.startswith(key) for known in HEAD_KEYS
-    ):
-        return False
-    name = HEAD_NAME.search(text)
-    return name is None or any(
-        known == name[1] if name[2] else known.startswith(name[1]) for known in names
-    )
-
-
-def is_begun(text: str, word: str) -> bool:
-    """Whether one of two texts begins with the other."""
-    return text.startswith(word) or word.startswith(text)
