@@ -123,6 +123,7 @@ HINTS = {
     ("--reasoning-format", "--reasoning-parser", "--enable-reasoning"): FOUND,
     ("--tool-call-parser", "--enable-auto-tool-choice", "--chat_format", "--chat-format"): FOUND,
     ("--reasoning-budget",): "Requests set it: thinking_token_budget, or thinking.budget_tokens.",
+    ("--reasoning-budget-message",): "Requests set it: reasoning_budget_message.",
     ("-to", "--timeout"): "Use --scheduler.request-timeout.",
     ("--max-num-queued-reqs",): "Use --scheduler.max-queue-requests.",
     ("--metrics",): "GET /metrics is always served; --server.open-metrics needs no key.",

@@ -127,8 +127,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
 
     ``num_rows`` counts decoding rows. Of the ``num_cache_queries`` prompt tokens of admitted
     sequences, the cache had those of the three hits: in cells, in RAM and on disk. The times of the
-    stages of all steps are wall time. Running sequences do without ``num_cells_shared`` cells,
-    because they share others.
+    stages of all steps are wall time. ``num_thoughts_ended`` counts finished sequences whose
+    reasoning was ended by its budget or on request. Running sequences do without
+    ``num_cells_shared`` cells, because they share others.
     """
 
     num_running: int = 0
@@ -167,6 +168,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_cells_shared: int = 0
     num_ram_tokens: int = 0
     num_disk_tokens: int = 0
+    num_thoughts_ended: int = 0
 
     def add_totals(self, earlier: Stats) -> Stats:
         """Return these stats with the TOTALS of ``earlier`` added."""
@@ -226,5 +228,6 @@ TOTALS = (
     "num_cell_hits",
     "num_ram_hits",
     "num_disk_hits",
+    "num_thoughts_ended",
     *STAGES,
 )

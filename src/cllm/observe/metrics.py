@@ -113,6 +113,10 @@ COUNTERS = {
         "disk_cache_failures",
         "prefixes that could not be written to the folder kv.disk_cache or read from it",
     ),
+    "num_thoughts_ended": (
+        "reasoning_ended",
+        "finished sequences whose reasoning was ended by its budget or on request",
+    ),
     "num_rows": ("decode_rows", "rows of sequences that decode, one for each in each step"),
     "num_cache_queries": (
         "prefix_cache_queries",

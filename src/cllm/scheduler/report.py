@@ -123,6 +123,7 @@ def collect_stats(scheduler: Scheduler) -> Stats:
         num_disk_failures=counts.num_disk_failures,
         num_rows=counts.num_rows,
         num_cache_queries=counts.num_cache_queries,
+        num_thoughts_ended=counts.num_thoughts_ended,
         num_cell_hits=counts.num_hits["cells"],
         num_ram_hits=counts.num_hits["ram"],
         num_disk_hits=counts.num_hits["disk"],

@@ -470,6 +470,8 @@ class Scheduler:
         if finish:
             self.sequences.length_estimates.record_finish(seq)
             self.sequences.finish(seq)
+            if seq.thinking is not None:
+                self.statistics.num_thoughts_ended += seq.thinking.is_over
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         name, mu = seq.request.request_id, seq.find_mu(seq.num_tokens) if seq.mirostat_mu else None

@@ -42,6 +42,7 @@ class Statistics:
         self.num_disk_failures = 0
         self.num_rows = 0
         self.num_cache_queries = 0
+        self.num_thoughts_ended = 0
         self.num_hits = {"cells": 0, "ram": 0, "disk": 0}  # tokens, by where they were
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
 

@@ -177,15 +177,18 @@ class Service:
         Its deltas use all channels.
 
         ``answer`` constrains the text of the message, not its reasoning. Raises BadRequest (param
-        tool_choice or tools) for a choice of tools that cannot be enforced, and what ``encode``
-        raises.
+        tool_choice or tools) for a choice of tools that cannot be enforced, and what ``encode`` and
+        ``ChatFormat.plan_output`` raise.
         """
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt, boundaries = await self.encode_chat(chat, scheduling, param)
         await self._tokenize_marks(scheduling)
         chat_format = self.texts.chat_formats.of(chat)
         begun = chat_format.split_begun(chat)
-        plan = chat_format.plan_output(prompt, begun, params)
+        message: list[int] = []
+        if text := chat.budget_message:
+            [message] = await self.tokenize([Segment(text)], scheduling=scheduling)
+        plan = chat_format.plan_output(prompt, begun, params, message)
         params, unenforced = plan.params, answer.unenforced
         if plan.constraint is not None:
             with scheduling.timing("grammar"):

@@ -40,6 +40,7 @@ MAX_PROMPTS = 128
 MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
+MAX_BUDGET_MESSAGE = 4096  # characters
 TOKEN_ID = re.compile(r"[+-]?\d+", re.ASCII)
 LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
 
@@ -223,7 +224,45 @@ class GenerationBody(SchedulingBody, ConstrainedBody):
         return BadRequest(f"'{field}' {why}.", param=field, code="unsupported_parameter")
 
 
-class ChatBody(GenerationBody):
+class ReasoningBody(Body):
+    """Fields that limit the reasoning in the answer, by vLLM's name and by those of llama-server.
+    The first budget that is given counts.
+    """
+
+    thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = Field(
+        default=None,
+        description="The most tokens of reasoning in the answer; after them, it is made to end.",
+    )
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=LARGEST)] | None = Field(
+        default=None,
+        description="llama-server's name of thinking_token_budget; -1 means no limit.",
+    )
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, le=LARGEST)] | None = Field(
+        default=None, description="The same."
+    )
+    reasoning_budget_message: Annotated[str, Field(max_length=MAX_BUDGET_MESSAGE)] | None = Field(
+        default=None,
+        description="Text at the end of reasoning that its budget or the client has ended.",
+    )
+    reasoning_control: bool | None = Field(
+        default=False,
+        description="Let POST /v1/chat/completions/control end the reasoning. The request then "
+        "shares its computation with no other one.",
+    )
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The number of tokens that reasoning may take; None means no limit."""
+        given = (
+            self.thinking_token_budget,
+            self.reasoning_budget_tokens,
+            self.thinking_budget_tokens,
+        )
+        budget = next((budget for budget in given if budget is not None), None)
+        return None if budget == -1 else budget
+
+
+class ChatBody(GenerationBody, ReasoningBody):
     model_config = example(
         messages=[{"role": "user", "content": "What is 27 plus 45?"}],
         temperature=0,
@@ -257,7 +296,6 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -300,8 +338,10 @@ class ChatBody(GenerationBody):
             tool_choice=mode,
             allowed_tools=allowed,
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            thinking_budget=self.thinking_token_budget,
+            thinking_budget=self.thinking_budget,
             effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
+            ends_on_request=bool(self.reasoning_control),
+            budget_message=self.reasoning_budget_message or "",
             variables=drop_nulls(self.chat_template_kwargs),
         )
         return continue_chat(chat) if self.continue_final_message else chat

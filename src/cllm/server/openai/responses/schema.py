@@ -14,7 +14,13 @@ from cllm.server.body import Body, example, first_fault, rename_parameters
 from cllm.server.openai.conversation import MAX_TOOLS, ReasoningEffort
 from cllm.server.openai.responses.items import Identifier, Item, MessageItem, make_messages
 from cllm.server.openai.responses.tools import ResponseTool, Toolset
-from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
+from cllm.server.openai.schema import (
+    ChatBody,
+    GenerationBody,
+    Limit,
+    Metadata,
+    ReasoningBody,
+)
 
 MAX_ITEMS = 10_000
 # Maps the names of a chat's parameters to their names in this dialect, for errors.
@@ -107,7 +113,7 @@ class ResponseStreamOptions(Body):
     ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "events are not padded"}
 
 
-class ResponseBody(GenerationBody):
+class ResponseBody(GenerationBody, ReasoningBody):
     model_config = example(input="What is 27 plus 45?", temperature=0)
     ignored: ClassVar[Mapping[str, str]] = {
         "service_tier": "there is one service tier; use priority",
@@ -191,7 +197,8 @@ class ResponseBody(GenerationBody):
         Raises BadRequest with the names of a chat's parameters.
         """
         own = {*ResponseBody.__annotations__, "max_tokens"}
-        shared = (set(GenerationBody.model_fields) - own) & self.model_fields_set
+        of_chat = {*GenerationBody.model_fields, *ReasoningBody.model_fields}
+        shared = (of_chat - own) & self.model_fields_set
         values = self.model_dump(include=shared, by_alias=True)
         values["messages"] = make_messages(items, self.instructions)
         toolset = self.toolset()
