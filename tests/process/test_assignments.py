@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cllm.core.request import EmbeddingRequest
-from cllm.engine.commands import Abort
+from cllm.engine.commands import Abort, SetYielding
 from cllm.process.assignments import BLOCK, SAMPLED_AFTER, Assignments, describe, name_blocks
 
 # the beginning of a prompt; so long that few requests do not pay for a copy
@@ -80,10 +80,13 @@ def test_caller_may_name_the_engines():
 def test_engine_of_a_request_is_known_until_its_end():
     assignments, members = make(2)
     member = assign(assignments, "a")
-    assert assignments.find("a") is assignments.find_ready("a") is member
+    assert assignments.find("a") is member
+    assignments.tell("a", SetYielding("a", True))
+    assert member.take_sent()[-1:] == [SetYielding("a", True)]
     member.die()
     assert assignments.find("a") is member
-    assert assignments.find_ready("a") is None
+    assignments.tell("a", SetYielding("a", False))
+    assert member.take_sent() == []
     assert assignments.list_ready() == [members[1 - member.number]]
     assignments.remove("a")
     assert assignments.find("a") is None

@@ -5,8 +5,9 @@ import time
 import pytest
 
 from cllm.core.output import Stats, TokenOutput
-from cllm.core.params import SamplingParams
+from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.request import Priority, Request
+from cllm.engine.commands import EndReasoning, SetYielding
 from cllm.errors import EngineError
 from cllm.process.backlog import Backlog, QueueFull, QueueLimits, QueuePosition
 from cllm.process.in_flight import InFlightRequests
@@ -301,14 +302,35 @@ def test_request_yields_while_none_of_its_clients_reads():
     assert told(harness, first) == []
     assert harness.in_flight.leave(second) == []
     assert told(harness, second) == [("a", True)]
-    assert harness.in_flight.yields("a")
+    assert harness.in_flight.make_commands("a")[1:] == [SetYielding("a", True)]
     third = harness.ask("c")
     assert told(harness, third) == [("a", False)]
     assert harness.in_flight.leave(first) == []
     assert told(harness, first) == []
     assert harness.in_flight.leave(third) == ["a"]
-    assert not harness.in_flight.yields("a")
+    assert harness.in_flight.make_commands("a") == []
     assert harness.is_empty()
+
+
+@pytest.mark.parametrize("ends_on_request", [False, True])
+def test_request_whose_client_may_end_the_reasoning_is_computed_by_itself(ends_on_request):
+    harness = Harness(results=4)
+    budget = ThinkingBudget(9, (7,), 8, (8,), ends_on_request=ends_on_request)
+    harness.ask("a", thinking=budget)
+    harness.ask("b", thinking=budget)
+    assert harness.computed == (["a", "b"] if ends_on_request else ["a"])
+    harness.emit("a", 10, finish="stop")
+    harness.ask("c", thinking=budget)
+    assert harness.computed == (["a", "b", "c"] if ends_on_request else ["a"])
+
+
+def test_next_engine_is_told_that_the_reasoning_is_to_end():
+    harness = Harness()
+    harness.ask("a")
+    assert len(harness.in_flight.make_commands("a")) == 1
+    harness.in_flight.end_reasoning("a")
+    harness.in_flight.end_reasoning("unknown")
+    assert harness.in_flight.make_commands("a")[1:] == [EndReasoning("a")]
 
 
 @pytest.mark.slow

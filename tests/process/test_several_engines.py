@@ -14,7 +14,7 @@ from conftest import PATIENCE, repeat
 
 from cllm.backends.params import SingleGpu
 from cllm.core.output import Stats, combine_stats
-from cllm.core.params import SamplingParams
+from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.core.segments import Segment
 from cllm.engine.commands import InjectedFault
@@ -275,6 +275,35 @@ def test_requests_that_move_are_delivered_once():
         assert answers == [count_on(i, 60) for i in range(12)]
         assert not pool._balancer._moves
         assert first.num_seqs == second.num_seqs == [0, 0, 0]
+
+    run(test, 2)
+
+
+@pytest.mark.parametrize("num_after", [0, 1, 2, 5])
+def test_next_engine_ends_the_reasoning(num_after):
+    """The first one is killed when it was asked to, or has written a part of the forced tokens."""
+    force = (200, 201, 202, 203, 100)
+    budget = ThinkingBudget(None, (7,), 203, force, inside=True, ends_on_request=True)
+
+    async def test(pool):
+        stream = ask(pool, "a", [1], count=100, thinking=budget)
+        tokens = []
+
+        async def read_more(count):
+            while len(tokens) < count:
+                await stream.arrival()
+                tokens.extend(output.token for output in stream.take())
+
+        await read_more(20)
+        pool.end_reasoning("a")
+        while num_after and 200 not in tokens:
+            await read_more(len(tokens) + 1)
+        await read_more(len(tokens) + num_after)
+        os.kill(pool._assignments.find("a").supervisor.pid, signal.SIGKILL)
+        tokens += await read(pool, stream)
+        assert tokens.count(200) == 1
+        same = msgspec.structs.replace(budget, num_tokens=tokens.index(200))
+        assert tokens == await read(pool, ask(pool, "b", [1], count=100, thinking=same))
 
     run(test, 2)
 

@@ -72,6 +72,7 @@ BODIES: dict[str, list[Any]] = {
     ],
     "/detokenize": [{"tokens": [97]}],
     "/apply-template": [{"messages": MESSAGES}],
+    "/v1/chat/completions/control": [{"id": "a", "action": "reasoning_end"}],
     "/completion": [{"prompt": "a", "n_predict": 1}],
     "/lora-adapters": [[]],
     "/models/load": [NAME],
@@ -90,10 +91,11 @@ QUERIES = {
     "/v1/models/{name}": ["/v1/models/fake"],
     "/health": ["/health", "/health?level=full"],
 }
-# Requests to these fail: the model of this test cannot fill in, responses cannot be cancelled, and
-# this application has no address to which a load run could be sent.
+# Requests to these fail: the model of this test cannot fill in, responses cannot be cancelled, no
+# answer is being generated, and this application has no address to which a load run could be sent.
 FAILING = {
     ("post", "/infill"),
+    ("post", "/v1/chat/completions/control"),
     ("post", "/v1/responses/{response_id}/cancel"),
     ("post", "/bench/run"),
 }

@@ -47,6 +47,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return seq.request.request_id == self.request_id and self.index in (None, seq.index)
 
 
+class EndReasoning(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Let a request's sequences end their reasoning now, or as soon as they begin it. Sequences
+    without a ThinkingBudget, and unknown requests, are ignored.
+    """
+
+    request_id: str
+
+
 FaultKind = Literal["crash", "kill", "hang", "slow", "raise", "memory"]
 
 
@@ -160,6 +168,7 @@ Command = (
     | Resume
     | Embed
     | Abort
+    | EndReasoning
     | Withdraw
     | LoadAdapter
     | AddPrefix

@@ -23,6 +23,7 @@ from cllm.engine.commands import (
     Close,
     Command,
     Embed,
+    EndReasoning,
     Explain,
     Explained,
     LoadAdapter,
@@ -148,6 +149,8 @@ class Engine:
                         self._weights.update(weights)
                     case SetYielding(request_id, yields):
                         self.scheduler.sequences.set_yielding(request_id, yields=yields)
+                    case EndReasoning(request_id):
+                        self.end_reasoning(request_id)
                     case Add() | Resume() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()
@@ -234,6 +237,12 @@ class Engine:
                     if progress is not None:
                         seq.resume(progress)
                     outputs += add(seq, self.clock())
+
+    def end_reasoning(self, request_id: str) -> None:
+        """See EndReasoning."""
+        held = self._grammars.list_held(request_id)
+        for seq in [*held, *self.scheduler.sequences.list_all(request_id)]:
+            seq.end_reasoning()
 
     def _load_adapter(self, name: str, path: str) -> str:
         """Load an adapter. Return why it cannot be loaded, or ""."""

@@ -97,6 +97,15 @@ class Grammars(SideJob):
             self._held[key] = remaining
         return ended
 
+    def list_held(self, request_id: str) -> list[Sequence]:
+        """Return the sequences of a request that wait for a grammar."""
+        return [
+            seq
+            for held in self._held.values()
+            for _, seq in held
+            if seq.request.request_id == request_id
+        ]
+
     def has_work(self) -> bool:
         return bool(self._held)
 

@@ -6,7 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from cllm.core.request import EmbeddingRequest, Request
+from cllm.engine.commands import Command
 from cllm.process.member import AssignedRequest, Member
+from cllm.process.messages import frame
 from cllm.routing.router import Candidate, Router, RoutingRequest
 
 # Engines are compared by the blocks of a prompt that they have received before. A block has BLOCK
@@ -59,10 +61,11 @@ class Assignments:
         """Return the engine of a request that has not ended."""
         return next((one for one in self._members if request_id in one.bookings), None)
 
-    def find_ready(self, request_id: str) -> Member | None:
-        """Return the engine of a request if it has received the request and is ready, else None."""
+    def tell(self, request_id: str, command: Command) -> None:
+        """Send a command about a request to its engine, if it has received the request."""
         member = self.find(request_id)
-        return member if member is not None and member.has(request_id) else None
+        if member is not None and member.has(request_id):
+            member.write(frame(command))
 
     def remove(self, request_id: str, *, abort: bool = False) -> None:
         """Forget a request that has ended. With ``abort``, the engine ends it first."""

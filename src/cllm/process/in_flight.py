@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from cllm.core.output import FAILURES, NO_TOKEN, FinishReason, TokenOutput
 from cllm.core.request import Priority, Request, SequenceProgress
-from cllm.engine.commands import Add, Resume
+from cllm.engine.commands import Add, Command, EndReasoning, Resume, SetYielding
 from cllm.errors import CLLMError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
 from cllm.process.in_flight_request import InFlightRequest, OutputStream
@@ -77,6 +77,16 @@ class InFlightRequests:
         ended = entry.unfinished & entry.stopped
         self.put([make_end(request_id, index) for index in sorted(ended)])
         return entry.make_command() if entry.unfinished else None
+
+    def make_commands(self, request_id: str) -> list[Command]:
+        """Return the command of ``make_command``, and those that say what the request's clients
+        have asked for meanwhile. If the request has ended, there are none.
+        """
+        first, entry = self.make_command(request_id), self._by_id.get(request_id)
+        if first is None or entry is None:
+            return []
+        more: list[Command] = [SetYielding(request_id, True)] if entry.yields else []
+        return [first, *more, *([EndReasoning(request_id)] if entry.ends_reasoning else [])]
 
     def submit(
         self, requests: list[Request], claim: Claim = NO_CLAIM, begun: Begun | None = None
@@ -263,10 +273,10 @@ class InFlightRequests:
                 changed.append((name, entry.yields))
         return changed
 
-    def yields(self, request_id: str) -> bool:
-        """Return whether a request yields to others."""
-        entry = self._by_id.get(request_id)
-        return entry is not None and entry.yields
+    def end_reasoning(self, request_id: str) -> None:
+        """Note that the client of a request has asked for the end of its reasoning."""
+        if (entry := self._by_id.get(request_id)) is not None:
+            entry.ends_reasoning = True
 
     def estimate_turn(self, request_id: str) -> tuple[bool, int, int]:
         """Return a sort key: how soon the request would get its next token if it ran alone."""

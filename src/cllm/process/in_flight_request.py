@@ -38,6 +38,11 @@ class OutputStream:
         self._error: CLLMError | None = None
         self._listener: Callable[[], None] | None = None
 
+    @property
+    def ends_reasoning(self) -> bool:
+        """Whether the client has asked for the end of the reasoning."""
+        return any(entry.ends_reasoning for entry in self.in_flight.values())
+
     def put(self, output: TokenOutput) -> None:
         """Add ``output``. The caller must then call ``wake``."""
         self._outputs.append(output)
@@ -107,6 +112,7 @@ class InFlightRequest:
         self.readers: dict[OutputStream, list[str]] = {}  # with their ids for the request
         self.unread: set[OutputStream] = set()  # readers whose clients do not read
         self.yields = False  # what the engine was told last
+        self.ends_reasoning = False  # whether the client has asked for the end of the reasoning
         self.times: dict[int, SequenceTimes] = {}  # of its sequences, once they have a token
         self.engine = 0  # the number of the engine that computed it last
         self.num_retries = 0  # engines that ended while they had it

@@ -21,6 +21,7 @@ from cllm.engine.commands import (
     AddPrefix,
     Command,
     Embed,
+    EndReasoning,
     InjectedFault,
     LoadAdapter,
     SetFaults,
@@ -164,9 +165,7 @@ class Pool:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of requests that have not been answered completely, including those for
-        embeddings.
-        """
+        """The number of unfinished requests, including those for embeddings."""
         return len(self._in_flight) + len(self._embeddings)
 
     @property
@@ -270,11 +269,8 @@ class Pool:
 
     def make_commands(self, request_id: str) -> list[Command]:
         """See Owner."""
-        makers = self._in_flight.make_command, self._embeddings.make_command
-        commands: list[Command] = [one for make in makers if (one := make(request_id))]
-        if commands and self._in_flight.yields(request_id):
-            commands.append(SetYielding(request_id, True))
-        return commands
+        embed = self._embeddings.make_command(request_id)
+        return [embed] if embed else self._in_flight.make_commands(request_id)
 
     def has_texts(self, member: Member) -> bool:
         """See Owner."""
@@ -397,8 +393,13 @@ class Pool:
         more tokens.
         """
         engine_id = self._in_flight.stop(stream, request_id, index)
-        if engine_id is not None and (member := self._assignments.find_ready(engine_id)):
-            member.write(frame(Abort(engine_id, index)))
+        if engine_id is not None:
+            self._assignments.tell(engine_id, Abort(engine_id, index))
+
+    def end_reasoning(self, request_id: str) -> None:
+        """Let the sequences of a request end their reasoning, also in later engines."""
+        self._in_flight.end_reasoning(request_id)
+        self._assignments.tell(request_id, EndReasoning(request_id))
 
     def set_yielding(self, stream: OutputStream, *, yields: bool) -> None:
         """Let a stream's requests yield their places to all others while its client does not
@@ -410,8 +411,7 @@ class Pool:
     def _send_yielding(self, stream: OutputStream) -> None:
         """Tell the engine which requests of ``stream`` yield to others now, or no longer."""
         for request_id, yields in self._in_flight.take_yielding(stream):
-            if member := self._assignments.find_ready(request_id):
-                member.write(frame(SetYielding(request_id, yields)))
+            self._assignments.tell(request_id, SetYielding(request_id, yields))
 
     def close_stream(self, stream: OutputStream) -> None:
         """Forget the stream's requests.

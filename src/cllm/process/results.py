@@ -20,10 +20,12 @@ _decoder = msgspec.msgpack.Decoder(list[TokenOutput])
 
 def digest(request: Request) -> bytes | None:
     """Return a key that is equal for requests that must have the same answer, or None if the answer
-    is random.
+    is random, or depends on when the client ends the reasoning.
     """
-    params = request.params
+    params, budget = request.params, request.params.thinking
     if not params.is_greedy and params.seed is None:
+        return None
+    if budget is not None and budget.ends_on_request:
         return None
     if params.is_greedy:  # these parameters do not affect a greedy choice
         params = params.replace_unchecked(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)

@@ -142,6 +142,10 @@ class Sequences:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.deferred)
 
+    def list_all(self, request_id: str) -> list[Sequence]:
+        """Return the unfinished sequences of a request."""
+        return [*self._requests.get(request_id, {}).values()]
+
     def set_yielding(self, request_id: str, *, yields: bool) -> None:
         """Let the sequences of a request yield their places to all others, or no longer.
 
@@ -153,7 +157,7 @@ class Sequences:
                 self._yielding.intersection_update(self._requests)
         else:
             self._yielding.discard(request_id)
-        for seq in self._requests.get(request_id, {}).values():
+        for seq in self.list_all(request_id):
             priority = self._choose_priority(seq)
             if seq in self.waiting:
                 self.waiting.move(seq, priority)
@@ -330,7 +334,7 @@ class Sequences:
 
     def withdraw(self, request_id: str) -> bool:
         """Forget a request of which no sequence has begun. Return False if there is none."""
-        seqs = [*self._requests.get(request_id, {}).values()]
+        seqs = self.list_all(request_id)
         waits = all(seq in self.waiting and seq.status is Status.WAITING for seq in seqs)
         if not seqs or not waits:
             return False

@@ -20,7 +20,7 @@ from cllm.server.bench import routes as bench
 from cllm.server.cluster import routes as cluster
 from cllm.server.http import paths
 from cllm.server.live import routes as live
-from cllm.server.llama_server import adapters, model_events, tokens
+from cllm.server.llama_server import adapters, control, model_events, tokens
 from cllm.server.llama_server import routes as llama_server
 from cllm.server.native import benchmark, faults, rerank, streams, texts, tracing, usage
 from cllm.server.native import routes as native
@@ -53,6 +53,7 @@ ROUTERS = (
     tokens.router,
     model_events.router,
     llama_server.router,
+    control.router,
     adapters.router,
     adapters.vllm_router,
     native.router,

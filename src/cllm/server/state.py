@@ -17,6 +17,7 @@ from cllm.server.access import Access, expand
 from cllm.server.bench.runs import LoadRuns
 from cllm.server.cluster.hand_over import HandOver
 from cllm.server.cluster.lease import ReplicaIdentity
+from cllm.server.ended_answers import EndedAnswers
 from cllm.server.http.resumption import KeptStreams
 from cllm.server.live.last_minute import LastMinute
 from cllm.server.live.watching import LiveView
@@ -36,9 +37,9 @@ class ServerState:
     ``batches`` is None if the settings have no folder for them. ``skipped`` has the types of
     skipped parts that have been logged. ``identity`` and ``hand_over`` are for clusters. Clients
     can resume ``streams``. ``request_log`` gets the requests that have ended, and ``last_minute``
-    notes their latencies; ``recent`` judges them. An administrator can put load on the server with
-    ``load_runs``. ``alone`` has the work in progress of which there
-    is one at a time.
+    notes their latencies; ``recent`` judges them, and ``ended`` has the ids of their answers. An
+    administrator can put load on the server with ``load_runs``. ``alone`` has the work in progress
+    of which there is one at a time.
     """
 
     registry: Registry
@@ -55,6 +56,7 @@ class ServerState:
     request_log: RequestLog = field(init=False)
     streams: KeptStreams = field(default_factory=KeptStreams)
     recent: RecentRequests = field(default_factory=RecentRequests)
+    ended: EndedAnswers = field(default_factory=EndedAnswers)
     last_minute: LastMinute = field(default_factory=LastMinute)
     live: LiveView = field(init=False)
     load_runs: LoadRuns = field(init=False)
@@ -63,7 +65,7 @@ class ServerState:
         self.identity = ReplicaIdentity(self.settings.storage.folder)
         self.hand_over = HandOver(self.settings, self.access.cluster_key)
         self.request_log = RequestLog(self.settings.log, self.registry.metrics)
-        self.request_log.listeners += [self.last_minute.note, self.recent.note]
+        self.request_log.listeners += [self.last_minute.note, self.recent.note, self.ended.note]
         self.live = LiveView(self.registry, self.last_minute, self.settings.server)
         certificate = expand(self.settings.server.tls_certificate)
         self.load_runs = LoadRuns(self.settings, self.registry, self.access, certificate)

@@ -335,6 +335,8 @@ class Answer:
                 return None
             if self._progress is not None:
                 self._progress.add(outputs)
+                if self._stream.ends_reasoning:
+                    self._progress.end_reasoning()
             now, before = time.monotonic(), self.generation.usage.completion_tokens
             deltas = self._read(outputs)
             if (steps := self.record.steps) is not None:

@@ -26,6 +26,9 @@ MAX_PROGRESS_BYTES = 16_000_000  # of one stream; one that has more cannot be co
 # what the id of an answer's rest has more than that of the answer, in the name of a sequence
 AGAIN = re.compile(r"-again[0-9a-f]{8}(?=-\d+\.\d+\b)")
 
+# the id of a request to engines, for one of the prompts of an answer
+PART = re.compile(r"(?P<answer>.*?)(?:-again[0-9a-f]{8})?-\d+")
+
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """What another server needs to make the request of a stream again.
@@ -81,12 +84,14 @@ class Delivery(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """The progress of one frame: what was read together. The first frame of a stream has the
-    ``origin``, and the last one the ``ending``.
+    ``origin``, and the last one the ``ending``. One frame ``ends_reasoning`` if the client has
+    asked for that.
     """
 
     outputs: list[Delivery] = []
     origin: Origin | None = None
     ending: Ending | None = None
+    ends_reasoning: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -104,6 +109,7 @@ class ProgressRecorder:
         self._origin: Origin | None = origin
         self._usage = usage
         self._outputs: list[Sequence[object]] = []
+        self._ends_reasoning: bool | None = None  # None until it was asked for
         self.error: Exception | None = None  # with which the stream ends
 
     def add(self, outputs: Sequence[TokenOutput]) -> None:
@@ -126,13 +132,23 @@ class ProgressRecorder:
             )
             self._outputs.append(head if rest == PLAIN else head + rest)
 
+    def end_reasoning(self) -> None:
+        """Note that the client has asked for the end of the reasoning. May be called again."""
+        if self._ends_reasoning is None:
+            self._ends_reasoning = True
+
     def take(self, *, is_last: bool) -> bytes:
         """Return the encoded Progress since the last call."""
         outputs, self._outputs = self._outputs, []
-        if not is_last and self._origin is None:
+        ends_reasoning = bool(outputs and self._ends_reasoning)
+        if not (is_last or self._origin or ends_reasoning):
             return _encoder.encode((outputs,))
         origin, self._origin = self._origin, None
-        return _encoder.encode((outputs, origin, self._make_ending() if is_last else None))
+        ending = self._make_ending() if is_last else None
+        if not ends_reasoning:
+            return _encoder.encode((outputs, origin, ending))
+        self._ends_reasoning = False
+        return _encoder.encode((outputs, origin, ending, True))
 
     def _make_ending(self) -> Ending:
         usage, error = self._usage, self.error
@@ -166,6 +182,7 @@ class Delivered:
         if not frames or frames[0].origin is None:
             raise cannot_continue("its progress has no beginning")
         self.origin = frames[0].origin
+        self.ends_reasoning = any(frame.ends_reasoning for frame in frames)
         self._frames = frames
 
     def restore(self, requests: Sequence[Request], inputs: bytes) -> list[Request]:
@@ -275,3 +292,9 @@ def find_first_name(text: str) -> str:
     server that has begun the answer.
     """
     return AGAIN.sub("", text)
+
+
+def find_answer_id(request_id: str) -> str:
+    """Return the id of the answer for which a request with this id was sent to the engines."""
+    found = PART.fullmatch(request_id)
+    return found["answer"] if found else ""

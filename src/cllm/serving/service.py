@@ -433,6 +433,9 @@ class Service:
                 for request in requests:
                     self.recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
             raise
+        if delivered is not None and delivered.ends_reasoning:
+            for request in requests:
+                self.engine.end_reasoning(request.request_id)
         generation.model, generation.adapters = self.model_name, self.adapter_use.contents
         usage.cached_tokens += stream.num_reused_tokens
         self.metrics.count_request(usage.prompt_tokens, stream.num_shared, stream.num_recalled)

@@ -28,6 +28,7 @@ PRIVATE = (
     "/live/events",
     "/debug/trace",
 )
+CONTROL_PATH = "/v1/chat/completions/control"
 BENCH = "/bench/"  # all paths that begin with it are the operator's too
 
 
