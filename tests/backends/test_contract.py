@@ -66,7 +66,7 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
             "max_num_batched_tokens": BATCH,
         }
         if layout == "hybrid":
-            return FakeBackend(can_trim=False, checkpoint_bytes=8, **sizes)
+            return FakeBackend(max_taken_back=BATCH, checkpoint_bytes=8, **sizes)
         if name == "fake":
             return FakeBackend(layout=layout, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
@@ -161,7 +161,7 @@ class Caller:
 
     def whole(self, num_tokens: int, part: int) -> None:
         """Skip the test if it needs part of a state that the backend cannot trim."""
-        if 0 < part < num_tokens and not self.backend.info.can_trim:
+        if 0 < part < num_tokens and self.backend.info.max_taken_back is not None:
             pytest.skip("its state is kept or lost as a whole")
 
     def trim(self, seq_id: int, keep: int) -> None:
@@ -233,7 +233,9 @@ def test_info_has_the_requested_sizes(kind, backend):
     assert info.layout == (named if named in LAYOUTS else "partitioned")
     assert (info.num_spare_ids > 0) == (info.layout == "unified")
     assert bool(info.checkpoint_bytes) == (named in ("hybrid", *HYBRIDS))
-    assert info.can_trim == (named != "mamba" and not info.checkpoint_bytes)
+    has_recurrent_state = named == "mamba" or info.checkpoint_bytes > 0
+    limit = BATCH if named == "hybrid" else 0
+    assert info.max_taken_back == (limit if has_recurrent_state else None)
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 
@@ -621,7 +623,7 @@ def test_snapshot_is_loaded_by_another_backend_with_the_same_fingerprint(
     kind, backend, make_backend, caller
 ):
     """Its bytes are the same there."""
-    part = TEXTS[0][: 7 if backend.info.can_trim else None]
+    part = TEXTS[0][: 7 if backend.info.max_taken_back is None else None]
     expected = alone(backend, [*part, 9])
     other = make_backend(kind)
     assert other.info.fingerprint == backend.info.fingerprint != ""
@@ -767,7 +769,10 @@ def use_negative_token(caller: Caller) -> None:
 
 
 def exceed_num_cells(caller: Caller) -> None:
-    if caller.backend.info.state_bytes_per_token == 0 and not caller.backend.info.can_trim:
+    if (
+        caller.backend.info.state_bytes_per_token == 0
+        and caller.backend.info.max_taken_back is not None
+    ):
         pytest.skip("a state that does not grow has no cells")
     for at in range(NUM_SEQS * CONTEXT // BATCH):
         caller.forward(caller.row(at % NUM_SEQS, [3] * BATCH))

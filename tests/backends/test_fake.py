@@ -100,10 +100,10 @@ def test_operations_are_checked(operation, complaint):
     "operation", [Trim(0, 4), Copy(0, 1, 4), Load(0, 1, 4)], ids=["trim", "copy", "load"]
 )
 def test_untrimmable_state_is_kept_or_lost_as_a_whole(operation: Operation):
-    """With can_trim=False the fake behaves like a recurrent model: it can copy a whole state, but
+    """With max_taken_back 0, the fake behaves like a recurrent model: it can copy a whole state, but
     no part of one.
     """
-    backend = FakeBackend(can_trim=False)
+    backend = FakeBackend(max_taken_back=0)
     backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1)], [Trim(0, 0)]))
     backend.forward(Batch([], [Save(0, 0)]))
     with pytest.raises(EngineError):
@@ -114,6 +114,23 @@ def test_untrimmable_state_is_kept_or_lost_as_a_whole(operation: Operation):
         *[Row(sequence([1] * 6, seq_id), 5, 1, 1) for seq_id in (1, 2)],
     ]
     assert backend.forward(Batch(rows, [])).argmax(1).tolist() == [10, 2, 2]
+
+
+def test_only_tokens_of_the_last_row_are_taken_back():
+    """At most max_taken_back of them, and once."""
+    backend = FakeBackend(max_taken_back=2)
+    seq = sequence([1] * 9)
+    backend.forward(Batch([Row(seq, 0, 1, 1)], []))
+    backend.forward(Batch([Row(seq, 1, 1, 3, (7, 8))], []))
+    backend.forward(Batch([Row(seq, 2, 1, 3, (7, 8))], [Trim(0, 2)]))
+    backend.forward(Batch([], [Trim(0, 4)]))
+    with pytest.raises(EngineError, match="cannot be trimmed to 3"):
+        backend.forward(Batch([], [Trim(0, 3)]))
+    with pytest.raises(EngineError, match="too many draft tokens"):
+        backend.forward(Batch([Row(seq, 4, 1, 4, (7, 8, 9))], []))
+    backend.forward(Batch([Row(seq, 4, 1, 2, (7,))], []))
+    with pytest.raises(EngineError, match="cannot be trimmed to 4"):
+        backend.forward(Batch([], [Trim(0, 4)]))
 
 
 def test_vocabulary_has_a_token_for_each_byte():

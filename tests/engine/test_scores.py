@@ -114,7 +114,7 @@ def test_prompt_is_scored_once_for_several_sequences(fake_engine):
         min_size=1,
         max_size=8,
     ),
-    st.sampled_from([{}, {"num_cells": 72}, {"can_trim": False}]),
+    st.sampled_from([{}, {"num_cells": 72}, {"max_taken_back": 0}]),
     st.integers(4, 20),
 )
 def test_prompt_logprobs_are_complete_when_sequences_are_parked(

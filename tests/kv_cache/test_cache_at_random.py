@@ -64,7 +64,7 @@ class CacheMachine(RuleBasedStateMachine):
             num_cells=self.num_cells,
             layout=type(self.layout).__name__.lower(),
             num_spare_ids=self.layout.num_spare_ids,
-            can_trim=self.can_trim,
+            max_taken_back=None if self.can_trim else 0,
         )
         self.operations: list[Operation] = []
         self.rows: dict[int, Row] = {}

@@ -99,7 +99,7 @@ def engine(fake_engine):
         max_num_seqs=3,
         context_length=600,
         length=600,
-        can_trim=False,
+        max_taken_back=0,
         checkpoint_bytes=10,
         engine_ram_cache_bytes=5000,
     )
@@ -151,7 +151,7 @@ def test_evicted_prefixes_are_bases_in_ram(engine):
 
 def test_checkpoints_without_keys_and_values_are_useless(fake_engine):
     """Nothing keeps evicted prefixes."""
-    engine = fake_engine(max_num_seqs=1, context_length=600, can_trim=False, checkpoint_bytes=10)
+    engine = fake_engine(max_num_seqs=1, context_length=600, max_taken_back=0, checkpoint_bytes=10)
     run(engine, "a", [*[1] * 120, 200], (120,))
     run(engine, "b", [*[2] * 120, 200], (120,))
     assert run(engine, "c", [*[1] * 120, 200, 99, 200], (122,)) == 0
@@ -172,7 +172,7 @@ def test_sequence_that_runs_is_a_base(engine):
 
 def test_long_prompts_are_saved_at_regular_distances(fake_engine, monkeypatch):
     monkeypatch.setattr("cllm.core.sequence.BOUNDARY_DISTANCE", 100)
-    engine = fake_engine(max_num_seqs=2, can_trim=False, checkpoint_bytes=10)
+    engine = fake_engine(max_num_seqs=2, max_taken_back=0, checkpoint_bytes=10)
     run(engine, "a", [9] * 450)
     assert run(engine, "b", [*[9] * 350, *range(20)]) == 300
 

@@ -467,7 +467,7 @@ def test_recurrent_state_is_shared_through_checkpoints(fake_engine):
         context_length=200,
         max_num_seqs=4,
         max_num_batched_tokens=200,
-        can_trim=False,
+        max_taken_back=0,
         engine_ram_cache_bytes=1000,
     )
     prefix = list(range(20, 100))

@@ -44,6 +44,27 @@ def test_accepted_draft_tokens_save_steps(fake_engine):
     assert on.kv_cache.cells.num_held == 0
 
 
+def test_only_neighbours_get_drafts_together(fake_engine):
+    """A model that takes back only some tokens computes rows with draft tokens only side by side.
+    The sequence that lost its neighbour is computed without.
+    """
+    engine = fake_engine(
+        costs=CHEAP_ROWS, length=200, engine_speculation="prompt_lookup", max_taken_back=4
+    )
+    for i in range(4):
+        engine.add(str(i), REPEATING, max_tokens=5 if i == 1 else 150, ignore_eos=True)
+    engine.finish()
+    assert [len(engine.tokens(str(i))) for i in range(4)] == [150, 5, 150, 150]
+    rows = [row for batch in engine.backend.batches for row in batch.rows if row.draft]
+    assert max(len(row.draft) for row in rows) == 4
+    with_draft = {
+        tuple(row.seq.name for row in batch.rows if row.draft) for batch in engine.backend.batches
+    }
+    assert ("2.0", "3.0") in with_draft
+    assert ("0.0", "1.0", "2.0", "3.0") in with_draft
+    assert not any("0.0" in names and "1.0" not in names and len(names) > 1 for names in with_draft)
+
+
 @pytest.mark.parametrize(
     "params", [{"temperature": 3.0, "seed": 5}, {"temperature": 1.0, "seed": 6, "top_k": 3}, {}]
 )

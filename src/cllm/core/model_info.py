@@ -11,9 +11,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
     A sequence has at most ``context_length`` tokens, and the KV cache ``num_cells``. With the
     ``layout`` "paged", sequences can share cells, and each has a stream of its own, whose memory is
     taken page by page. With "unified", all sequences share one pool and can share cells. With
-    "partitioned", each has its own cells. If the model ``can_trim``, a sequence can free some of
-    its last cells; recurrent state is kept or lost as a whole. If it is saved without the keys and
-    values of a hybrid, it takes ``checkpoint_bytes``; 0 if that is not possible.
+    "partitioned", each has its own cells.
+
+    A sequence can free any number of its last cells if ``max_taken_back`` is None. Otherwise (with
+    recurrent state) its tokens are kept or lost as a whole. Only the next batch can free tokens of
+    the last row: up to ``max_taken_back``, but not all, and once. From the first to the last row
+    with draft tokens in a batch, seq_ids are then consecutive. If a recurrent state is saved
+    without the keys and values of a hybrid, it takes ``checkpoint_bytes``; 0 if that is not
+    possible.
 
     ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
     ``kv_bytes_per_token`` (0 if unknown) and ``model_bytes`` are sizes in bytes. A saved state of n
@@ -44,7 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_cells: int
     layout: str
     end_tokens: list[int]
-    can_trim: bool = True
+    max_taken_back: int | None = None
     checkpoint_bytes: int = 0
     num_spare_ids: int = 0
     model_bytes: int = 0
@@ -67,4 +72,4 @@ class ModelInfo(msgspec.Struct, frozen=True):
     @property
     def needs_checkpoints(self) -> bool:
         """Whether a prefix can be reused only where its state was saved."""
-        return not self.can_trim
+        return self.max_taken_back is not None

@@ -167,21 +167,21 @@ def build_engine(
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:
-    """Return the speculation, or None if it is off or the model cannot undo rejected draft
+    """Return the speculation, or None if it is off or the model cannot take back rejected draft
     tokens.
     """
-    if params.speculation == "off" or not info.can_trim:
+    if params.speculation == "off" or info.max_taken_back == 0:
         return None
     drafter = (
         build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
     )
-    return Speculation(drafter, params.max_draft_tokens, info.max_num_samples)
+    return Speculation(drafter, params.max_draft_tokens, info.max_num_samples, info.max_taken_back)
 
 
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     """Load the draft model.
 
-    Raises StartupError if it cannot be loaded, has another vocabulary, or cannot undo rejected
+    Raises StartupError if it cannot be loaded, has another vocabulary, or cannot take back rejected
     draft tokens.
     """
     if not params.draft_path:
@@ -213,9 +213,9 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         raise StartupError(
             f"model.draft_path: {params.draft_path} must have the same vocabulary as the model"
         )
-    if not backend.info.can_trim:
+    if backend.info.max_taken_back is not None:
         raise StartupError(
-            f"model.draft_path: {params.draft_path} cannot undo rejected draft tokens "
+            f"model.draft_path: {params.draft_path} cannot take back rejected draft tokens "
             f"(recurrent state)"
         )
     return DraftModel(backend)

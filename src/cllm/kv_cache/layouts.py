@@ -119,5 +119,5 @@ LAYOUTS: dict[str, type[Partitioned | Unified]] = {
 
 
 def make_layout(info: ModelInfo) -> Layout:
-    state = Trimmable() if info.can_trim else Recurrent()
+    state = Recurrent() if info.needs_checkpoints else Trimmable()
     return LAYOUTS[info.layout](state, info.num_spare_ids)

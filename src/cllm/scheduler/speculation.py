@@ -62,10 +62,21 @@ class Speculation:
     sequences, or when few drafts are accepted.
     """
 
-    def __init__(self, drafter: Drafter, max_draft_tokens: int, max_samples: int) -> None:
-        """A step has at most ``max_samples`` rows of logits."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_draft_tokens: int,
+        max_samples: int,
+        max_taken_back: int | None = None,
+    ) -> None:
+        """A step has at most ``max_samples`` rows of logits. See ModelInfo for
+        ``max_taken_back``.
+        """
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
+        self._drafts_together = max_taken_back is not None
+        if max_taken_back is not None:
+            self._max_draft_tokens = min(max_draft_tokens, max_taken_back)
         self._max_samples = max_samples
         self._rates: dict[Sequence, Rates] = {}
         self._judged: set[Sequence] = set()  # sequences whose drafts have been verified
@@ -83,9 +94,11 @@ class Speculation:
         if self._has_failed:
             return {}
         space = min(self._max_samples, max_tokens) - len(seqs)
-        prospects = self._estimate(seqs, cost, min(self._max_draft_tokens, space // len(seqs)))
+        candidates = find_neighbours(seqs) if self._drafts_together else seqs
+        max_count = min(self._max_draft_tokens, space // len(seqs))
+        prospects = self._estimate(seqs, len(candidates), cost, max_count)
         wanted: dict[Sequence, int] = {}
-        for seq in seqs:
+        for seq in candidates:
             rates = self._rates.get(seq)
             if rates is None:
                 rates = self._rates[seq] = replace(self._start)
@@ -109,9 +122,11 @@ class Speculation:
         self._following &= drafts.keys()
         return drafts
 
-    def _estimate(self, seqs: list[Sequence], cost: StepCost, max_count: int) -> Prospects:
+    def _estimate(
+        self, seqs: list[Sequence], num_candidates: int, cost: StepCost, max_count: int
+    ) -> Prospects:
         num_rows = len(seqs)
-        num_drafting = max(1, round(self._share * num_rows))
+        num_drafting = max(1, round(self._share * num_candidates))
         num_long_tokens = sum(seq.num_tokens for seq in seqs if is_long(seq.num_tokens))
         rows = [num_rows + count * num_drafting for count in range(max_count + 1)]
         return Prospects(
@@ -147,6 +162,17 @@ class Speculation:
             self._start.following = max(MIN_START, self._start.following)
         else:
             self._start.move(Rates(), FORGOTTEN)
+
+
+def find_neighbours(seqs: list[Sequence]) -> list[Sequence]:
+    """Return the most sequences with consecutive seq_ids."""
+    groups: list[list[Sequence]] = []
+    for seq in sorted(seqs, key=lambda seq: seq.seq_id):
+        if groups and seq.seq_id == groups[-1][-1].seq_id + 1:
+            groups[-1].append(seq)
+        else:
+            groups.append([seq])
+    return max(groups, key=len)
 
 
 class Prospects(NamedTuple):

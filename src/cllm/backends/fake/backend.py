@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Run
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,19 @@ import numpy as np
 
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.fake.vocabulary import END, VOCABULARY_SIZE, FakeVocabulary
-from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Swap, Trim
+from cllm.core.batch import (
+    MAX_CHUNKS,
+    Batch,
+    Chunk,
+    Copy,
+    Drop,
+    Load,
+    Operation,
+    Row,
+    Save,
+    Swap,
+    Trim,
+)
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import Adapters
 from cllm.core.sequence import Sequence
@@ -67,6 +80,18 @@ class Cell:
         self.adapters = adapters
 
 
+def check_drafts(rows: Run[Row], max_taken_back: int) -> dict[int, int]:
+    """Return how many tokens of each row can be taken back. Raises EngineError if draft tokens
+    cannot.
+    """
+    drafting = [row.seq.seq_id for row in rows if row.draft]
+    if any(len(row.draft) > max_taken_back for row in rows):
+        raise EngineError("too many draft tokens")
+    if drafting and not {*range(min(drafting), max(drafting))} <= {row.seq.seq_id for row in rows}:
+        raise EngineError("the seq_ids of rows with draft tokens are not consecutive")
+    return {row.seq.seq_id: min(max_taken_back, row.size - 1) for row in rows}
+
+
 class FakeBackend:
     """Implements the contract of backends/base.py and checks that its caller keeps it, too.
 
@@ -83,7 +108,7 @@ class FakeBackend:
         layout: str = "",
         num_cells: int | None = None,
         num_spare_ids: int = 0,
-        can_trim: bool = True,
+        max_taken_back: int | None = None,
         checkpoint_bytes: int = 0,
         length: int = 16,
         costs: Costs = NO_COSTS,
@@ -104,7 +129,7 @@ class FakeBackend:
             num_cells=num_cells or context_length * max_num_seqs,
             layout=layout or ("unified" if num_cells else "partitioned"),
             end_tokens=self.vocabulary.end_tokens,
-            can_trim=can_trim,
+            max_taken_back=max_taken_back,
             checkpoint_bytes=checkpoint_bytes,
             num_spare_ids=num_spare_ids,
             state_bytes_per_token=1,
@@ -118,6 +143,8 @@ class FakeBackend:
         self._failing = failing
         self._sleep = sleep
         self._cells: dict[int, list[Cell]] = {}
+        # the tokens that each seq_id can take back, if that is limited
+        self._takeable: dict[int, int] = {}
         self._snapshots: dict[int, bytes] = {}
         # by seq_id, the number of tokens after which it has the state of a hybrid
         self._states: dict[int, int] = {}
@@ -138,6 +165,7 @@ class FakeBackend:
         self.num_steps += 1
         for operation in batch.operations:
             self._operate(operation)
+        self._takeable = {}
         self._break()
         if not batch.rows:
             return np.zeros((0, VOCABULARY_SIZE), np.float32)
@@ -145,6 +173,8 @@ class FakeBackend:
             raise EngineError(f"a batch of {batch.num_tokens} tokens")
         if batch.num_samples > self.info.max_num_samples:
             raise EngineError(f"a batch of {batch.num_samples} samples")
+        if self.info.max_taken_back is not None:
+            self._takeable = check_drafts(batch.rows, self.info.max_taken_back)
         for row in batch.rows:
             self._store(row.seq.seq_id, row.start, row.tokens, batch.adapters)
             self._uses_adapters |= bool(batch.adapters)
@@ -192,8 +222,12 @@ class FakeBackend:
         match operation:
             case Trim(seq_id, keep):
                 cells = self._get_cells(seq_id)
-                if 0 < keep < len(cells) and not self.info.can_trim:
-                    raise EngineError(f"sequence {seq_id} cannot be trimmed")
+                if (
+                    self.info.max_taken_back is not None
+                    and 0 < keep < len(cells)
+                    and len(cells) - keep > self._takeable.pop(seq_id, 0)
+                ):
+                    raise EngineError(f"sequence {seq_id} cannot be trimmed to {keep} tokens")
                 del cells[keep:]
                 self._states[seq_id] = len(cells)
             case Copy(source, target, count):
@@ -205,6 +239,7 @@ class FakeBackend:
                 if self.info.layout == "partitioned":
                     cells = [Cell(cell.token, cell.adapters) for cell in cells]
                 self._cells[target] = cells
+                self._takeable.pop(target, None)
             case Swap(first, second):
                 if self.info.layout != "paged":
                     raise EngineError("only paged cells can be swapped")
@@ -218,6 +253,7 @@ class FakeBackend:
                     raise EngineError(f"{key} is no checkpoint of the tokens of {seq_id}")
                 del cells[count:]
                 self._states[seq_id] = count
+                self._takeable.pop(seq_id, None)
             case Save(seq_id, key):
                 cells = self._get_cells(seq_id)
                 changed = [cell.adapters for cell in cells] if self._uses_adapters else []
@@ -229,6 +265,7 @@ class FakeBackend:
                     raise EngineError(f"snapshot {key} has {len(tokens)} tokens, not {count}")
                 self._check_part(len(tokens), count)
                 self._states[seq_id] = len(tokens)
+                self._takeable.pop(seq_id, None)
                 cells = self._get_cells(seq_id)
                 cells[:] = map(Cell, tokens, changed or [()] * len(tokens))
                 if self.info.layout == "paged":
@@ -240,7 +277,7 @@ class FakeBackend:
 
     def _check_part(self, num_tokens: int, count: int) -> None:
         """Raise EngineError if only a part of ``num_tokens`` is to be reused, and cannot be."""
-        if count < num_tokens and not (self.info.can_trim or self.info.checkpoint_bytes):
+        if count < num_tokens and not self.info.checkpoint_bytes and self.info.needs_checkpoints:
             raise EngineError(f"part of a state of {num_tokens} tokens cannot be reused")
 
     def _saved(self, key: int) -> tuple[list[int], list[Adapters]]:
@@ -295,7 +332,7 @@ class FakeBackend:
             raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
             raise EngineError("a token outside the vocabulary")
-        if not self.info.can_trim and start != self._states.get(seq_id, 0):
+        if self.info.needs_checkpoints and start != self._states.get(seq_id, 0):
             raise EngineError(f"the state of sequence {seq_id} is not that after {start} tokens")
         cells += (Cell(token, adapters) for token in tokens)
         self._states[seq_id] = len(cells)

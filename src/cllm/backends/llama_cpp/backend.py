@@ -103,7 +103,7 @@ class Probed(NamedTuple):
     explained at ModelInfo.
     """
 
-    can_trim: bool
+    max_taken_back: int | None
     checkpoint_bytes: int
     state_bytes: int
     state_bytes_per_token: int
@@ -194,7 +194,7 @@ class LlamaCppBackend:
             on_gpu=on_gpu,
             row_seconds=probed.row_seconds,
             attention=self._name_attention(on_gpu=on_gpu),
-            can_trim=probed.can_trim,
+            max_taken_back=probed.max_taken_back,
             checkpoint_bytes=probed.checkpoint_bytes,
             num_spare_ids=self._cells.num_ids - sizes.max_num_seqs if generates else 0,
             generates=generates,
@@ -263,7 +263,7 @@ class LlamaCppBackend:
         self._memory = lib.llama_get_memory(self._context)
         self._logits_address = 0
         if not self._memory:
-            return Probed(True, 0, 0, 0, 0.0)
+            return Probed(None, 0, 0, 0, 0.0)
         self._cells: Cells
         if self._addresses:
             self._pages = PagedMemory(self._addresses.find_rows(), sizes.max_num_seqs)
@@ -311,10 +311,10 @@ class LlamaCppBackend:
         row_seconds = min(times)
         has_checkpoints = lib.llama_model_is_hybrid(self._model) and not self._is_windowed
         checkpoint_bytes = self._cells.measure_checkpoint() if has_checkpoints else 0
-        can_trim = bool(lib.llama_memory_seq_rm(self._memory, 0, 1, -1))
+        max_taken_back = None if lib.llama_memory_seq_rm(self._memory, 0, 1, -1) else 0
         lib.llama_memory_clear(self._memory, False)
-        self._cells.can_trim = can_trim
-        return Probed(can_trim, checkpoint_bytes, first - per_token, per_token, row_seconds)
+        self._cells.max_taken_back = max_taken_back
+        return Probed(max_taken_back, checkpoint_bytes, first - per_token, per_token, row_seconds)
 
     def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
         placement = Placement(options, self._kv_type)

@@ -23,8 +23,8 @@ SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
 class Cells:
     """The cells and the snapshots of one context.
 
-    ``num_ids`` counts the seq_ids that can hold tokens. ``can_trim`` says whether a sequence can
-    free some of its last cells, and ``plain`` whether the model's only memory is attention to all
+    ``num_ids`` counts the seq_ids that can hold tokens. ``max_taken_back`` is that of ModelInfo,
+    and ``plain`` says whether the model's only memory is attention to all
     tokens. ``form`` is that of every saved state; None if states of this model are not checked.
     """
 
@@ -34,7 +34,7 @@ class Cells:
         self._is_unified = sizes.layout == "unified"
         self._snapshots: dict[int, Bytes] = {}
         self._copied: tuple[int, Bytes] | None = None  # the source of the last copy, and its state
-        self.can_trim = True
+        self.max_taken_back: int | None = None
         self.form: Form | None = None
         if self._is_unified and plain:
             self.num_ids = max(self.num_ids, SCRATCH_ID)
@@ -139,7 +139,7 @@ class Cells:
         except EngineError:
             self.trim(seq_id, 0)
             raise
-        if self.can_trim:
+        if self.max_taken_back is None:
             self.trim(seq_id, count)
 
     def snapshot(self, key: int) -> memoryview:
