@@ -7,12 +7,15 @@ the order of summation.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import repeat
 
 from cllm.backends.base import Backend
 from cllm.backends.fake.backend import FakeBackend
@@ -31,6 +34,7 @@ BATCH = 32
 CONTEXT = 256
 NUM_CELLS = NUM_SEQS * CONTEXT
 NUM_KEYS = 4  # of snapshots
+TAKEN_BACK = 4  # tokens that recurrent models are asked to take back
 TEXTS = [
     [5, 9, 33, 7, 20, 21, 40, 3, 90, 12],
     [64, 64, 2, 77, 30, 8],
@@ -42,7 +46,8 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 LLAMA = pytest.mark.llama
 # State that cannot be trimmed, alone and beside attention, and sliding windows.
 HYBRIDS = ("lfm2", "qwen35", "qwen35_mtp", "nemotron_h")
-TINY = ("mamba", *HYBRIDS, "gemma3", "gpt-oss")
+RECURRENT = ("mamba", *HYBRIDS)
+TINY = (*RECURRENT, "gemma3", "gpt-oss")
 WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
 LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
 TORCH = pytest.param("torch unified", marks=pytest.mark.torch)
@@ -66,7 +71,7 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
             "max_num_batched_tokens": BATCH,
         }
         if layout == "hybrid":
-            return FakeBackend(max_taken_back=BATCH, checkpoint_bytes=8, **sizes)
+            return FakeBackend(max_taken_back=TAKEN_BACK, checkpoint_bytes=8, **sizes)
         if name == "fake":
             return FakeBackend(layout=layout, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
@@ -77,12 +82,15 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         from cllm.backends.llama_cpp.options import Options
 
         if layout in TINY:
-            # which they cannot have
-            path, layout = request.getfixturevalue("tiny_model")(layout), "unified"
+            path = request.getfixturevalue("tiny_model")(layout)
+            sizes["max_taken_back"] = TAKEN_BACK
+        is_recurrent = layout in RECURRENT
+        if layout in TINY:
+            layout = "unified"  # which they cannot have
         if layout == "q8_0":
             layout, sizes["kv_type"] = "partitioned", "q8_0"
         per_token = compute_kv_bytes_per_token(read_header(path), "f16")
-        if per_token and "kv_type" not in sizes:
+        if per_token and "kv_type" not in sizes and not is_recurrent:
             sizes |= {"kv_bytes_per_token": per_token, "kv_memory": NUM_CELLS * per_token}
             if layout == "paged":
                 sizes["kv_memory"] += NUM_SEQS * CONTEXT * POSITION_BYTES
@@ -132,6 +140,7 @@ class Caller:
         self.backend = backend
         self.seqs: dict[int, Sequence] = {}
         self.saved: dict[int, int] = {}  # key -> tokens
+        self.fresh: dict[int, int] = {}  # seq_id -> tokens that a recurrent model could take back
         self.operations: list[Operation] = [Trim(seq_id, 0) for seq_id in range(num_ids(backend))]
         self.operations += [Drop(key) for key in range(NUM_KEYS)]
 
@@ -166,7 +175,9 @@ class Caller:
 
     def trim(self, seq_id: int, keep: int) -> None:
         """Trim before the next batch."""
-        self.whole(len(self.seq(seq_id).tokens), keep)
+        length = len(self.seq(seq_id).tokens)
+        if length - keep > min(self.fresh.pop(seq_id, 0), self.backend.info.max_taken_back or 0):
+            self.whole(length, keep)
         del self.seq(seq_id).tokens[keep:]
         self.operations.append(Trim(seq_id, keep))
 
@@ -195,6 +206,7 @@ class Caller:
 
     def forward(self, *rows: Row) -> np.ndarray:
         operations, self.operations = self.operations, []
+        self.fresh = {row.seq.seq_id: row.size - 1 for row in rows}
         return np.array(self.backend.forward(Batch(list(rows), operations)))
 
     def fill(self, seq_id: int, count: int) -> None:
@@ -209,9 +221,13 @@ def caller(backend: Backend) -> Caller:
 
 
 def alone(backend: Backend, tokens: list[int]) -> np.ndarray:
-    """Return the logits after ``tokens``, computed in one step in an empty backend."""
+    """Return the logits after ``tokens``, computed in an empty backend, in one step if they are not
+    too many.
+    """
     caller = Caller(backend)
-    return caller.forward(caller.row(0, tokens))[0]
+    for at in range(0, len(tokens), BATCH):
+        logits = caller.forward(caller.row(0, tokens[at : at + BATCH]))
+    return logits[0]
 
 
 def assert_same(logits: np.ndarray, expected: np.ndarray) -> None:
@@ -233,9 +249,8 @@ def test_info_has_the_requested_sizes(kind, backend):
     assert info.layout == (named if named in LAYOUTS else "partitioned")
     assert (info.num_spare_ids > 0) == (info.layout == "unified")
     assert bool(info.checkpoint_bytes) == (named in ("hybrid", *HYBRIDS))
-    has_recurrent_state = named == "mamba" or info.checkpoint_bytes > 0
-    limit = BATCH if named == "hybrid" else 0
-    assert info.max_taken_back == (limit if has_recurrent_state else None)
+    limit = TAKEN_BACK if info.checkpoint_bytes else 0
+    assert info.max_taken_back == (limit if named in ("hybrid", *RECURRENT) else None)
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 
@@ -383,14 +398,83 @@ def test_rejected_draft_tokens_leave_no_trace_after_a_trim(backend, caller, num_
 
 def test_max_num_samples_can_be_used_by_one_row_or_several(backend, caller):
     count = backend.info.max_num_samples
-    logits = caller.forward(caller.row(0, [3], [3] * (count - 1)))
-    assert len(logits) == count
-    assert np.isfinite(logits).all()
+    if backend.info.max_taken_back is None:
+        logits = caller.forward(caller.row(0, [3], [3] * (count - 1)))
+        assert len(logits) == count
+        assert np.isfinite(logits).all()
     caller = Caller(backend)
-    share = count // NUM_SEQS
+    share = min(count // NUM_SEQS, 1 + (backend.info.max_taken_back or count))
     logits = caller.forward(*[caller.row(i, [3], [3] * (share - 1)) for i in range(NUM_SEQS)])
     assert len(logits) == NUM_SEQS * share
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("seed", range(repeat(6, 2)))
+def test_drafts_of_several_sequences_leave_no_trace(backend, caller, seed):
+    """Sequences with and without draft tokens come and go, are saved and loaded, and are computed
+    next to each other or with gaps. Their last logits are those of their tokens alone.
+    """
+    chance = random.Random(seed)
+    if backend.info.max_taken_back == 0:
+        pytest.skip("it cannot take back any tokens")
+
+    def choose(count: int) -> list[int]:
+        return [chance.randrange(200) for _ in range(count)]
+
+    for _ in range(80):
+        ids = [i for i in range(NUM_SEQS) if chance.random() < 0.7] or [0]
+        run = [i for i in ids if all(j in ids for j in range(i, ids[-1]))]  # with drafts
+        rows, kept = [], {}
+        for seq_id in ids:
+            length = len(caller.seq(seq_id).tokens)
+            if length and chance.random() < 0.15:
+                caller.trim(seq_id, 0)
+                length = 0
+            if length and seq_id in run:
+                draft = choose(chance.randint(0, TAKEN_BACK))
+                kept[seq_id] = length + 1 + chance.randint(0, len(draft))
+                rows.append(caller.row(seq_id, choose(1), draft))
+                caller.seq(seq_id).tokens += draft
+            else:
+                rows.append(caller.row(seq_id, choose(chance.choice([1, 1, 5]))))
+        caller.forward(*rows)
+        for seq_id, keep in kept.items():
+            if keep < len(caller.seq(seq_id).tokens):
+                caller.trim(seq_id, keep)
+        seq_id, other = chance.choice(ids), chance.randrange(NUM_SEQS)
+        if chance.random() < 0.4:
+            caller.save(seq_id, 0)
+            caller.load(0, other, caller.seq(seq_id).tokens)
+        elif chance.random() < 0.3 and other != seq_id:
+            caller.trim(other, 0)
+            caller.copy(seq_id, other, len(caller.seq(seq_id).tokens))
+    texts = {i: [*caller.seq(i).tokens, 9] for i in range(NUM_SEQS)}
+    logits = caller.forward(*(caller.row(i, [9]) for i in range(NUM_SEQS)))
+    caller.forward()
+    for got, text in zip(logits, texts.values(), strict=True):
+        assert_same(got, alone(backend, text))
+
+
+@pytest.mark.parametrize(("drafts", "others"), [(3, (0, 1)), (0, (2, 3))])
+def test_draft_is_taken_back_after_other_sequences_were_computed(backend, caller, drafts, others):
+    """They began in any order, and are not next to the one with draft tokens. llama.cpp moves the
+    recurrent states of sequences that it computes together next to each other.
+    """
+    if backend.info.max_taken_back == 0:
+        pytest.skip("it cannot take back any tokens")
+    expected = alone(backend, [*TEXTS[0], 11, 12, 20])
+    for order in permutations((drafts, *others)):
+        caller.forward()
+        for seq_id in order:
+            caller.forward(caller.row(seq_id, TEXTS[0] if seq_id == drafts else [seq_id]))
+        rows = [caller.row(seq_id, [4]) for seq_id in others]
+        rows.append(caller.row(drafts, [11], [12, 13, 14]))
+        caller.forward(*sorted(rows, key=lambda row: row.seq.seq_id))
+        caller.seq(drafts).tokens += [12, 13, 14]
+        caller.trim(drafts, len(TEXTS[0]) + 2)
+        assert_same(caller.forward(caller.row(drafts, [20]))[0], expected)
+        for seq_id in order:
+            caller.trim(seq_id, 0)
 
 
 # --- copies -------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``path`` is the model's file, or "". If ``context_length`` is None, the model and the memory
     decide. ``max_num_seqs`` is a limit; a backend may choose fewer. ``layout`` and ``kv_type`` are
-    the settings kv.layout and kv.type. ``kv_bytes_per_token`` 0 means unknown. ``options`` has all
-    fields of the backend's ``options.py``, or none for the defaults. ``adapters`` maps the names of
-    LoRA adapters to their files.
+    the settings kv.layout and kv.type. ``kv_bytes_per_token`` 0 means unknown. The backend should
+    keep what it needs for taking back ``max_taken_back`` tokens (see ModelInfo). ``options`` has
+    all fields of the backend's ``options.py``, or none for the defaults. ``adapters`` maps the
+    names of LoRA adapters to their files.
     """
 
     path: str = ""
@@ -25,6 +26,7 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: str = "f16"
     kv_memory: int = 1 << 31
     kv_bytes_per_token: int = 0
+    max_taken_back: int = 0
     options: dict[str, Any] = {}
     adapters: dict[str, str] = {}
 

@@ -110,6 +110,8 @@ def build_backend(
     on_abort: Callable[[str], None] = lambda _: None,
 ) -> Backend:
     """Load the model, see ``Loader.load``. Raises StartupError if it cannot be loaded."""
+    if params.speculation != "off":
+        params = msgspec.structs.replace(params, max_taken_back=params.max_draft_tokens)
     return import_loader(params.backend).load(params, progress, on_abort)
 
 

@@ -32,6 +32,7 @@ from cllm.backends.llama_cpp.fit import (
     USUAL_CONTEXT,
     KVSizes,
     fit,
+    fit_recurrent,
     max_samples,
     pad_context,
 )
@@ -48,7 +49,7 @@ from cllm.backends.llama_cpp.library import (
     use_own_kernels,
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
-from cllm.backends.llama_cpp.passes import Pass, plan_passes
+from cllm.backends.llama_cpp.passes import Pass, plan_passes, plan_with_drafts
 from cllm.backends.llama_cpp.placement import (
     FLASH_ATTENTION,
     Placement,
@@ -131,6 +132,9 @@ class LlamaCppBackend:
         self.vocabulary.check()
         # llama.cpp checks for other models that a sequence's positions follow each other
         self._allows_gaps = lib.llama_model_rope_type(self._model) in MULTI_ROPE
+        self._is_recurrent = bool(
+            lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
+        )
         self._adapters = LoadedAdapters(self._model, params.adapters)
         self.load_adapter = self._adapters.load
         self._context: Any = None
@@ -160,11 +164,7 @@ class LlamaCppBackend:
         # In the unified layout, llama.cpp silently gives a sequence's cells before its window to
         # other sequences.
         self._is_windowed = lib.llama_model_n_swa(self._model) > 0
-        plain = not (
-            lib.llama_model_is_recurrent(self._model)
-            or lib.llama_model_is_hybrid(self._model)
-            or self._is_windowed
-        )
+        plain = not (self._is_recurrent or self._is_windowed)
         pages = plain and not on_gpu and is_supported()
         self._params, self._options, self._plain = params, options, plain
         sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
@@ -207,7 +207,7 @@ class LlamaCppBackend:
             state_bytes_per_token=probed.state_bytes_per_token,
             checks_states=generates and self._cells.form is not None,
             fingerprint=f"{compute_fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
-            f"{'' if plain else sizes}{describe_positions(options)}",
+            f"{'' if plain else sizes[:4]}{describe_positions(options)}",
         )
 
     def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[KVSizes, Probed]:
@@ -216,11 +216,17 @@ class LlamaCppBackend:
         Raises StartupError if that fails, or if paged memory was asked for.
         """
         use_own_kernels(on=self._options.kernels == "auto")
-        if not self._params.kv_bytes_per_token:
-            self._measure_kv()
-        sizes = fit(self._params, trained, plain=self._plain, pages=pages)
+        if self._is_recurrent:
+            state_bytes = self._measure_kv().state_bytes
+            sizes = fit_recurrent(self._params, trained, state_bytes)
+        else:
+            if not self._params.kv_bytes_per_token:
+                self._measure_kv()
+            sizes = fit(self._params, trained, plain=self._plain, pages=pages)
         # on a GPU, a call with all rows is the fastest
-        self._in_passes = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
+        self._in_passes = sizes.layout == "paged" or (
+            sizes.layout == "partitioned" and (not on_gpu or sizes.num_past_states > 0)
+        )
         try:
             return sizes, self._open_context(sizes)
         except NotPaged as reason:
@@ -234,12 +240,17 @@ class LlamaCppBackend:
                 pages = False
             return self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
 
-    def _measure_kv(self) -> None:
-        """Measure the memory of a token's keys and values, if the file's header does not say it."""
-        probed = self._open_context(KVSizes(PAD, 1, PAD, "partitioned"))
+    def _measure_kv(self) -> Probed:
+        """Measure the memory of a token's keys and values, and what else only a context tells."""
+        past = self._params.max_taken_back if self._is_recurrent else 0
+        probed = self._open_context(KVSizes(PAD, 1, PAD, "partitioned", past))
         self._close_context()
-        num_bytes = max(0, probed.state_bytes_per_token - CELL)
-        self._params = msgspec.structs.replace(self._params, kv_bytes_per_token=num_bytes)
+        self._params = msgspec.structs.replace(
+            self._params,
+            kv_bytes_per_token=max(0, probed.state_bytes_per_token - CELL),
+            max_taken_back=probed.max_taken_back or 0,
+        )
+        return probed
 
     def _open_context(self, sizes: KVSizes) -> Probed:
         """Open a context of these sizes, and probe it.
@@ -311,7 +322,11 @@ class LlamaCppBackend:
         row_seconds = min(times)
         has_checkpoints = lib.llama_model_is_hybrid(self._model) and not self._is_windowed
         checkpoint_bytes = self._cells.measure_checkpoint() if has_checkpoints else 0
-        max_taken_back = None if lib.llama_memory_seq_rm(self._memory, 0, 1, -1) else 0
+        max_taken_back: int | None = 0
+        if self._is_recurrent:
+            max_taken_back = int(lib.llama_n_rs_seq(self._context))
+        elif lib.llama_memory_seq_rm(self._memory, 0, 1, -1):
+            max_taken_back = None
         lib.llama_memory_clear(self._memory, False)
         self._cells.max_taken_back = max_taken_back
         return Probed(max_taken_back, checkpoint_bytes, first - per_token, per_token, row_seconds)
@@ -357,11 +372,15 @@ class LlamaCppBackend:
     def _make_context(self, sizes: KVSizes) -> Any:
         params, options = self._params, self._options
         c_params = lib.llama_context_default_params()
-        c_params.n_ctx = sizes.num_cells
+        c_params.n_ctx = sizes.num_cells + sizes.num_past_states * sizes.max_num_seqs  # for padding
         if sizes.layout == "paged":
             c_params.n_ctx = pad_context(sizes.context_length) * sizes.max_num_seqs
         c_params.n_batch = params.max_num_batched_tokens
         c_params.n_ubatch = min(options.n_ubatch, params.max_num_batched_tokens)
+        if sizes.num_past_states:  # rows with draft tokens must be in one physical batch
+            c_params.n_ubatch = max(c_params.n_ubatch, max_samples(params, sizes))
+        # llama.cpp aborts if a physical batch cannot hold one more token than that
+        c_params.n_rs_seq = max(0, min(sizes.num_past_states, c_params.n_ubatch - 2))
         c_params.n_seq_max = sizes.max_num_seqs
         c_params.n_outputs_max = max_samples(params, sizes)
         self._threads.set(c_params)
@@ -407,13 +426,15 @@ class LlamaCppBackend:
         self._adapters.use(self._context, batch.adapters)
         if not self._in_passes:
             return self._decode(Pass(batch.rows))
-        passes = plan_passes(
-            batch.rows, self._arrays.size, self.info.context_length, pads=self._plain
-        )
+        num_tokens, context_length = self._arrays.size, self.info.context_length
+        if past := self.info.max_taken_back:
+            passes = plan_with_drafts(batch.rows, num_tokens, context_length, past)
+        else:
+            passes = plan_passes(batch.rows, num_tokens, context_length, pads=self._plain)
+            # The next pass overwrites the logits. Those of the last one need not be copied.
+            passes.sort(key=lambda each: sum(row.num_samples for row in each.rows))
         if len(passes) == 1:
             return self._decode(passes[0])
-        # The next pass overwrites the logits. Those of the last one need not be copied.
-        passes.sort(key=lambda each: sum(row.num_samples for row in each.rows))
         logits: dict[int, list[Any]] = {}
         for each in passes:
             decoded = iter(self._decode(each))
@@ -427,8 +448,9 @@ class LlamaCppBackend:
         code = self._threads.decode(self._context, self._arrays.batch)
         if rows.size:
             for row in rows.rows:
-                if row.size < rows.size:  # the padding
-                    lib.llama_memory_seq_rm(self._memory, row.seq.seq_id, row.start + row.size, -1)
+                if row.size < rows.size:
+                    length, has_draft = row.start + row.size, bool(row.draft)
+                    self._cells.free_padding(row.seq.seq_id, length, has_draft=has_draft)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
         return list(self._read_logits()[: sum(row.num_samples for row in rows.rows)])
@@ -450,6 +472,8 @@ class LlamaCppBackend:
             self._cells.check_row(row.seq.seq_id)
             if self._allows_gaps:
                 self._cells.check_start(row.seq.seq_id, row.start)
+            if self.info.max_taken_back and row.start + row.size > self.info.context_length:
+                raise EngineError(f"sequence id {row.seq.seq_id} outgrows its cells")
         if not 0 < batch.num_tokens <= self._arrays.size:
             raise EngineError(f"a batch of {batch.num_tokens} tokens, not 1 to {self._arrays.size}")
         if batch.num_samples > self.info.max_num_samples:

@@ -35,6 +35,8 @@ class Cells:
         self._snapshots: dict[int, Bytes] = {}
         self._copied: tuple[int, Bytes] | None = None  # the source of the last copy, and its state
         self.max_taken_back: int | None = None
+        # seq_ids with padding after their draft tokens, and how many tokens they have without it
+        self._padded: dict[int, int] = {}
         self.form: Form | None = None
         if self._is_unified and plain:
             self.num_ids = max(self.num_ids, SCRATCH_ID)
@@ -48,6 +50,8 @@ class Cells:
 
     def operate(self, operations: Run[Operation]) -> None:
         """Carry out ``operations``. Raises EngineError for what would abort the process."""
+        if self._padded:
+            self._take_back_padding(operations)
         for operation in operations:
             if not isinstance(operation, Copy):
                 self._copied = None
@@ -80,6 +84,35 @@ class Cells:
         self.check_seq_id(seq_id, self.num_ids)
         if not lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1):
             raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
+
+    def free_padding(self, seq_id: int, length: int, *, has_draft: bool) -> None:
+        """Free the padding of a row, after the first ``length`` tokens of ``seq_id``.
+
+        Recurrent models take back tokens only once, so the padding after draft tokens is taken back
+        together with rejected ones.
+        """
+        if has_draft and self.max_taken_back is not None:
+            self._padded[seq_id] = length
+        else:
+            lib.llama_memory_seq_rm(self._memory, seq_id, length, -1)
+
+    def _take_back_padding(self, operations: Run[Operation]) -> None:
+        """Trim each padded seq_id to the length that it should have, or that it gets in
+        ``operations`` before anything else.
+        """
+        first: dict[int, Operation] = {}
+        for operation in operations:
+            match operation:
+                case Copy(source, target):
+                    first.setdefault(source, operation)
+                    first.setdefault(target, operation)
+                case Trim(seq_id) | Save(seq_id) | Load(_, seq_id):
+                    first.setdefault(seq_id, operation)
+        for seq_id, length in self._padded.items():
+            next_one = first.get(seq_id)
+            keep = next_one.keep if isinstance(next_one, Trim) else length
+            self.trim(seq_id, min(keep, length))
+        self._padded.clear()
 
     def _swap(self, first: int, second: int) -> None:
         raise EngineError("only paged memory can be swapped")

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from cllm.backends.params import BackendParams
 from cllm.errors import StartupError
 
 MIN_SAMPLES = 16  # room for draft tokens when few sequences run
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
+PAST_STATES_SHARE = 0.25  # of kv_memory, at most
 MIN_SEQS = 4  # a context longer than USUAL_CONTEXT is shortened until this many fit
 PAD = 256  # llama.cpp rounds the length of a stream up to a multiple of this many tokens
+NOT_PAGED = (
+    "kv.layout is paged, which needs Linux, a model on the CPU, and keys and values of all tokens: "
+    "use auto"
+)
 POSITION_BYTES = 52  # llama.cpp writes these for each cell at load, see llama-kv-cells.h
 
 
 class KVSizes(NamedTuple):
-    """The KV cache: tokens per sequence, number of sequences, tokens in total, and layout."""
+    """The KV cache: tokens per sequence, number of sequences, tokens in total, layout, and the past
+    recurrent states of each sequence.
+    """
 
     context_length: int
     max_num_seqs: int
     num_cells: int
     layout: str
+    num_past_states: int = 0
 
 
 def pad_context(num_tokens: int) -> int:
@@ -48,10 +58,7 @@ def fit(
     """
     layout = params.layout
     if layout == "paged" and not pages:
-        raise StartupError(
-            "kv.layout is paged, which needs Linux, a model on the CPU, and keys and values of "
-            "all tokens: use auto"
-        )
+        raise StartupError(NOT_PAGED)
     if layout == "auto" or not plain:
         layout = "paged" if pages else ""
     is_paged = layout == "paged"
@@ -65,12 +72,7 @@ def fit(
         if is_paged and params.layout == "auto":
             return fit(params, trained_context_length)
         need = context * (params.kv_bytes_per_token + position_bytes)
-        positions = f" and positions for {params.max_num_seqs} sequences" if is_paged else ""
-        raise StartupError(
-            f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache{positions}, "
-            f"but {params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length"
-            f"{' or scheduler.max_num_seqs' if is_paged else ''} or raise kv.max_memory_mb"
-        )
+        raise too_little_memory(params, context, need, has_positions=is_paged)
     if is_paged:
         cell_bytes = params.kv_memory - position_bytes * pad_context(context)
         affordable = max(context, cell_bytes // max(1, params.kv_bytes_per_token))
@@ -81,6 +83,53 @@ def fit(
         return KVSizes(context, params.max_num_seqs, min(affordable, wanted), layout)
     num_seqs = min(params.max_num_seqs, affordable // context)
     return KVSizes(context, num_seqs, num_seqs * context, layout)
+
+
+def fit_recurrent(params: BackendParams, trained_context_length: int, state_bytes: int) -> KVSizes:
+    """Divide kv_memory into sequences, each with cells for a whole context and a recurrent state of
+    ``state_bytes``.
+
+    A sequence may be as long as the model was trained for, but longer than USUAL_CONTEXT only if
+    MIN_SEQS sequences fit. Each sequence keeps up to max_taken_back past states, if that takes at
+    most PAST_STATES_SHARE of the memory. Raises StartupError, with the sizes, if not even one
+    sequence fits.
+    """
+    if params.layout == "paged":
+        raise StartupError(NOT_PAGED)
+    past_bytes = min(
+        int(params.kv_memory * PAST_STATES_SHARE),
+        params.max_num_seqs * params.max_taken_back * state_bytes,
+    )
+    memory = params.kv_memory - past_bytes
+
+    def count_tokens(num_bytes: int) -> int:
+        return max(0, num_bytes - state_bytes) // max(1, params.kv_bytes_per_token)
+
+    longest = max(USUAL_CONTEXT, count_tokens(memory // MIN_SEQS))
+    longest = min(trained_context_length, longest, count_tokens(memory))
+    context = params.context_length or max(MIN_CONTEXT, longest)
+    need = max(1, context * params.kv_bytes_per_token + state_bytes)
+    num_seqs = min(params.max_num_seqs, memory // need)
+    num_past_states = past_bytes // (num_seqs * state_bytes) if past_bytes and num_seqs else 0
+    if past_bytes and not num_past_states:
+        without = msgspec.structs.replace(params, max_taken_back=0)
+        return fit_recurrent(without, trained_context_length, state_bytes)
+    if not num_seqs:
+        raise too_little_memory(params, context, need)
+    num_past_states = min(params.max_taken_back, num_past_states)
+    return KVSizes(context, num_seqs, num_seqs * context, "partitioned", num_past_states)
+
+
+def too_little_memory(
+    params: BackendParams, context: int, need: int, *, has_positions: bool = False
+) -> StartupError:
+    """Return the error for a sequence of ``context`` tokens that needs ``need`` bytes."""
+    positions = f" and positions for {params.max_num_seqs} sequences" if has_positions else ""
+    return StartupError(
+        f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache{positions}, "
+        f"but {params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length"
+        f"{' or scheduler.max_num_seqs' if has_positions else ''} or raise kv.max_memory_mb"
+    )
 
 
 def max_samples(params: BackendParams, sizes: KVSizes) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cllm.core.batch import Row
+from cllm.errors import EngineError
 
 MAX_PADDING = 8  # tokens of padding in a pass; they take about as long as another pass
 MAX_DECODED = 16  # a row with more tokens belongs to a prompt
@@ -26,8 +27,7 @@ class Pass(NamedTuple):
 def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: bool) -> list[Pass]:
     """Divide ``rows``, sorted by seq_id, into passes of at most ``max_tokens`` tokens.
 
-    Without ``pads``, rows must not be padded with tokens that are freed afterwards, because of a
-    recurrent state.
+    Without ``pads``, rows must not be padded with tokens that are freed afterwards.
     """
     if not pads:
         context_length = 0
@@ -49,6 +49,38 @@ def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: 
         size, num_tokens = max(size, row.size), num_tokens + row.size
     passes.append(_finish(group, size, context_length))
     return passes
+
+
+def plan_with_drafts(
+    rows: list[Row], max_tokens: int, context_length: int, max_taken_back: int
+) -> list[Pass]:
+    """Divide ``rows`` as ``plan_passes`` does, for a recurrent model that can take back
+    ``max_taken_back`` tokens of a row.
+
+    llama.cpp keeps the past states only of sequences that it has computed in its last pass over the
+    weights. So all draft tokens are in the last pass, and its rows are padded to the longest one,
+    even beyond the context.
+    Raises EngineError if that is not possible.
+    """
+    drafting = [i for i, row in enumerate(rows) if row.draft]
+    if not drafting:
+        return plan_passes(rows, max_tokens, context_length, pads=False)
+    together = rows[drafting[0] : drafting[-1] + 1]
+    others = rows[: drafting[0]] + rows[drafting[-1] + 1 :]
+    passes = plan_passes(others, max_tokens, context_length, pads=False) if others else []
+    size = max(row.size for row in together)
+    last = _finish(together, size, context_length + max_taken_back)
+    is_one_pass = last.size or all(row.size == size for row in together)
+    has_gap = together[-1].seq.seq_id - together[0].seq.seq_id >= len(together)
+    takes_back = max(size - row.size + len(row.draft) for row in together)
+    if (
+        not is_one_pass
+        or has_gap
+        or takes_back > max_taken_back
+        or len(together) * size > max_tokens
+    ):
+        raise EngineError("the rows with draft tokens cannot be computed in one pass")
+    return [*passes, last]
 
 
 def _finish(group: list[Row], size: int, context_length: int) -> Pass:
