@@ -40,15 +40,40 @@ def test_draft_continues_each_sequence():
     assert model.draft({a: 3, b: 1}) == {a: (4, 5, 6), b: (51,)}
 
 
-def test_rejected_draft_tokens_are_undone():
-    """Cells of accepted tokens remain, those of rejected ones are trimmed, and the tokens sampled
-    instead are computed.
+@pytest.mark.parametrize("max_taken_back", [None, 0])
+def test_rejected_draft_tokens_are_undone(max_taken_back):
+    """Cells of accepted tokens remain, and the tokens sampled instead of others are computed. The
+    cells of rejected ones are trimmed, or a recurrent model's state before them is loaded.
     """
-    seq, model = make_sequence([1, 2, 3]), make_drafter()
+    seq, model = make_sequence([1, 2, 3]), make_drafter(max_taken_back=max_taken_back)
     model.draft({seq: 3})
     for token in (4, 9):
         seq.append(token)
     assert model.draft({seq: 2}) == {seq: (10, 11)}
+    seq.append(30)
+    assert model.draft({seq: 1}) == {seq: (31,)}
+    seq.append(31)
+    assert model.draft({seq: 4}) == {seq: (32, 33, 34, 35)}
+    for token in (32, 33, 34, 35, 36):
+        seq.append(token)
+    assert model.draft({seq: 2}) == {seq: (37, 38)}
+
+
+def test_recurrent_draft_model_never_begins_again():
+    """Its prompt is computed once, although draft tokens are rejected."""
+    seq, model = make_sequence([*range(30)]), make_drafter(max_taken_back=0)
+    backend, computed = model._backend, []
+
+    def forward(batch):
+        computed.append(sum(row.size for row in batch.rows))
+        return FakeBackend.forward(backend, batch)
+
+    backend.forward = forward
+    for _ in range(5):
+        assert len(model.draft({seq: 4})[seq]) == 4
+        seq.append(7)
+    assert computed[0] == 30
+    assert max(computed[1:]) == 1
 
 
 def test_long_prompt_is_computed_over_several_drafts():
@@ -61,11 +86,13 @@ def test_long_prompt_is_computed_over_several_drafts():
     assert model.draft({long: 2}) == {long: (40, 41)}
 
 
-def test_draft_model_keeps_most_recent_sequences():
+@pytest.mark.parametrize("max_taken_back", [None, 0])
+def test_draft_model_keeps_most_recent_sequences(max_taken_back):
     """It keeps cells for the sequences drafted for last, and forgets those that have ended."""
-    seqs, model = [make_sequence([i * 10]) for i in range(5)], make_drafter()
+    seqs = [make_sequence([i * 10]) for i in range(5)]
+    model = make_drafter(max_taken_back=max_taken_back)
     for seq in seqs:
-        assert model.draft({seq: 1}) == {seq: (seq.tokens[-1] + 1,)}
+        assert model.draft({seq: 2}) == {seq: (seq.tokens[-1] + 1, seq.tokens[-1] + 2)}
     assert len(model.draft(dict.fromkeys(seqs, 1))) == 2
     for seq in seqs:
         model.forget(seq)

@@ -183,8 +183,7 @@ def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | No
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     """Load the draft model.
 
-    Raises StartupError if it cannot be loaded, has another vocabulary, or cannot take back rejected
-    draft tokens.
+    Raises StartupError if it cannot be loaded or has another vocabulary.
     """
     if not params.draft_path:
         raise StartupError("scheduler.speculation is draft_model, but model.draft_path is not set")
@@ -215,11 +214,6 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         raise StartupError(
             f"model.draft_path: {params.draft_path} must have the same vocabulary as the model"
         )
-    if backend.info.max_taken_back is not None:
-        raise StartupError(
-            f"model.draft_path: {params.draft_path} cannot take back rejected draft tokens "
-            f"(recurrent state)"
-        )
     return DraftModel(backend)
 
 
@@ -232,6 +226,7 @@ def make_draft_params(params: EngineParams) -> EngineParams:
         path=params.draft_path,
         adapters={},
         kv_type=DRAFT_KV_TYPE,
+        speculation="off",
     )
 
 
