@@ -171,7 +171,7 @@ def test_log_of_the_front_names_the_replica_of_a_request(front_server, replicas)
     while sum(f"id={name} " in one for one in logs) < 2 and time.monotonic() < end:
         time.sleep(0.01)
         logs = [one.log for one in (front_server, *replicas)]
-    [line] = [line for line in front_server.log.splitlines() if f"id={name} " in line]
+    [line] = front_server.find_lines(f"id={name} ")
     assert re.search(r" POST /v1/completions 200 .* model=\S+ .* replica=\S+ retries=0$", line), (
         line
     )
@@ -208,7 +208,7 @@ def test_replica_with_https_needs_a_certificate_that_the_front_trusts(start_serv
     trouble = (
         f"cannot connect to {replica.url.removeprefix('https://')}: its certificate is not trusted"
     )
-    lines = [line for line in front.log.splitlines() if "gets no requests" in line]
+    lines = front.find_lines("gets no requests")
     assert len(lines) == 1
     assert f"the replica at {replica.url} gets no requests: {trouble}" in lines[0]
     [told] = front.client.get("/health?level=full").json()["replicas"]

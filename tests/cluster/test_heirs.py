@@ -133,7 +133,7 @@ def test_request_is_cached_after_its_replica_has_left(start_server, tmp_path) ->
         assert time.monotonic() < end
         time.sleep(0.05)
     assert home.stop() == 0
-    assert "handed 1 prefixes over to" in home.log, home.log
+    home.wait_for_log("handed 1 prefixes over to")
     assert ask(front) == (text, num_tokens - 1, num_tokens)
 
 

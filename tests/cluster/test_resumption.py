@@ -50,7 +50,7 @@ def test_log_line_of_a_resumable_stream_is_complete(cluster):
     body = BODY | {"max_tokens": 7, "stream": True}
     assert front.client.post(CHAT, json=body, headers=headers()).headers["x-cllm-stream"]
     front.stop()
-    [line] = [line for line in front.log.splitlines() if f"POST {CHAT} 200" in line]
+    [line] = front.find_lines(f"POST {CHAT} 200")
     assert " outcome=finished " in line
     assert " output_tokens=7 " in line
 

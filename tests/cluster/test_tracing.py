@@ -80,7 +80,7 @@ def test_log_line_of_a_front_has_the_account_of_a_request(start_server):
         next(one.iter_lines())
     replica.wait_until_idle()
     front.stop()
-    lines = [line for line in front.log.splitlines() if "POST /v1/completions" in line]
+    lines = front.find_lines("POST /v1/completions")
     stream, whole, wrong, left = (dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines)
     for fields in (stream, whole):
         assert (fields["outcome"], fields["output_tokens"]) == ("finished", "400")

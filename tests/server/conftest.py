@@ -85,6 +85,18 @@ class Server:
     def log(self) -> str:
         return self._log.read_text()
 
+    def wait_for_log(self, text: str) -> str:
+        """Return the log once it contains ``text``; a thread of the server writes it."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.log:
+            assert time.monotonic() < end, f"{text!r} is not in the log:\n{self.log}"
+            time.sleep(0.01)
+        return self.log
+
+    def find_lines(self, text: str) -> list[str]:
+        """Return the lines of the log that contain ``text``, once there is one."""
+        return [line for line in self.wait_for_log(text).splitlines() if text in line]
+
     @property
     def events(self) -> list[str]:
         """The lines of the log that are not about requests."""

@@ -536,9 +536,9 @@ def test_certificate_cannot_be_a_pipe(tmp_path):
 def test_single_key_from_the_environment(start_server):
     server = start_server(*FAKE, "--host", "0.0.0.0", CLLM_API_KEY="one,single-key")
     url = server.url
-    assert "has only 14 characters" in server.log
-    assert "with its comma is one key" in server.log
-    assert '-H "Authorization: Bearer $CLLM_API_KEY"' in server.log
+    server.wait_for_log("has only 14 characters")
+    server.wait_for_log("with its comma is one key")
+    server.wait_for_log('-H "Authorization: Bearer $CLLM_API_KEY"')
     assert "anyone who reaches" not in server.log
     assert httpx2.get(f"{url}/v1/models").status_code == 401
     headers = {"authorization": "Bearer one,single-key"}
@@ -593,7 +593,7 @@ def test_only_loopback_hosts_without_keys(fake_server, host, status):
 def test_insecure_server_is_open_and_says_so(start_server):
     """A name of another site is still not served: only addresses, and the machine's own name."""
     server = start_server(*FAKE, "--host", "0.0.0.0", "--insecure")
-    assert "anyone who reaches this address may use the server" in server.log
+    server.wait_for_log("anyone who reaches this address may use the server")
     for host, status in (
         ("192.168.1.5:8000", 200),
         ("[fe80::1]", 200),

@@ -30,7 +30,7 @@ def test_base_model_is_not_the_default_of_a_folder(start_server, folder):
     assert server.client.post("/v1/chat/completions", json=ask).json()["model"] == "b-chat"
     answer = server.client.post("/v1/chat/completions", json={**ask, "model": "a-base"})
     assert answer.json()["model"] == "a-base"
-    assert "a-base has no chat template" in server.log
+    server.wait_for_log("a-base has no chat template")
     models = server.client.get("/v1/models").json()["data"]
     assert {one["id"]: one["task"] for one in models} == {"b-chat": "chat", "a-base": "completion"}
 
@@ -38,8 +38,8 @@ def test_base_model_is_not_the_default_of_a_folder(start_server, folder):
 def test_base_model_is_the_default_if_it_is_named(start_server, folder):
     """Then the start shows how to complete a text."""
     server = start_server("--model", str(folder / "a-base.gguf"))
-    assert "/v1/completions" in server.log
-    assert "to continue texts" in server.log
+    server.wait_for_log("/v1/completions")
+    server.wait_for_log("to continue texts")
     server = start_server("--models-dir", str(folder), "--models.default", "a-base")
     assert server.client.get("/v1/models").json()["data"][0]["id"] == "a-base"
 

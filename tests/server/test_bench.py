@@ -109,7 +109,7 @@ def test_run_is_followed_and_its_report_kept(server, tmp_path):
         if (day["account"], day["model"]) == ("(bench)", "fake")
     ]
     assert usage["requests"] >= 8
-    assert "account=(bench) priority=batch" in server.log
+    server.wait_for_log("account=(bench) priority=batch")
 
 
 def test_run_is_shown_by_the_live_view(server):

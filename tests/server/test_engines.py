@@ -149,7 +149,7 @@ def test_settings_are_read_again(changing):
     deadline = time.monotonic() + PATIENCE
     while names(changing) != ["a", "d", "first"]:
         assert time.monotonic() < deadline
-    assert "the settings were reloaded; models: a, d" in changing.log
+    changing.wait_for_log("the settings were reloaded; models: a, d")
 
 
 def test_new_file_takes_over_without_a_failed_request(changing):

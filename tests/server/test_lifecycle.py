@@ -278,7 +278,7 @@ def test_request_to_an_idle_engine_that_was_stopped_is_answered_by_the_next_one(
     answer = server.client.post("/v1/completions", json={"prompt": "b", "max_tokens": 3})
     assert answer.status_code == 200, answer.text
     assert not alive(engine)
-    assert "has read no message for" in server.log
+    server.wait_for_log("has read no message for")
 
 
 @pytest.mark.slow

@@ -305,7 +305,7 @@ def test_created_model_without_its_base_can_be_deleted(start, server):
         "base is not served: another",
         "hot is not",
     ):
-        assert line in again.log
+        again.wait_for_log(line)
     for name in ("orphan", "hot"):
         again.ollama.delete(name)
     assert not {"orphan", "hot"} & CreatedModels(server.folder / "state").read().keys()

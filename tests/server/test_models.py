@@ -76,7 +76,7 @@ def unload(server, model):
 def test_models_are_loaded_when_asked_for_and_leave_for_each_other(models):
     names = [model["id"] for model in models.client.get("/v1/models").json()["data"]]
     assert names == ["a", "b", "huge", "c", "damaged", "gpt-4o"]
-    assert "cLLM serves a, b, huge, c, damaged at" in models.log
+    models.wait_for_log("cLLM serves a, b, huge, c, damaged at")
     for model in ("a", "b", "c", "gpt-4o", "claude-x", "c"):
         assert answer(models, model) == "72"
         assert len(loaded(models) - {"gpt-4o"}) <= 2
@@ -143,7 +143,7 @@ def test_damaged_file_fails_its_own_requests_only(models):
     assert found.status_code == 500
     assert found.json()["error"]["code"] == "model_load_failed"
     assert str(models.folder) not in found.text
-    assert "damaged.gguf" in models.log
+    models.wait_for_log("damaged.gguf")
     assert answer(models, "c") == "72"
     assert models.client.get("/api/tags").status_code == 200
 

@@ -173,7 +173,7 @@ def test_stream_continues_after_a_worker_has_died(workers, start_server) -> None
     workers[0].kill()
     wait_for(server, "the engine died (an RPC worker was lost)")
     wait_for(server, "the engine failed to start: backend.llama_cpp.rpc: ")
-    assert "cannot be reached" in server.log
+    server.wait_for_log("cannot be reached")
     workers[0].start()
     assert begin + "".join(stream) == whole
     assert server.client.post("/v1/chat/completions", json=QUESTION).status_code == 200

@@ -172,9 +172,9 @@ class Visit:
 
 
 @pytest.fixture
-def visit(chromium: Browser) -> Iterator[Callable[..., Visit]]:
+def visit(chromium: Browser, start_server: Callable[..., Server]) -> Iterator[Callable[..., Visit]]:
     """Yield a function that opens the page of a server. Keyword arguments are those of a browser
-    context, such as color_scheme.
+    context, such as color_scheme. The pages are closed before the servers of ``start_server`` end.
     """
     visits = []
 
