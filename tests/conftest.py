@@ -61,14 +61,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests whose fixtures start a server, and skip those marked ``full`` except in make
-    test-all, and those marked ``torch`` without PyTorch.
+    """Mark the tests whose fixtures start a server. Skip those marked ``full`` except in make
+    test-all, those of dialects with the second backend also, and those marked ``torch`` without
+    PyTorch.
     """
     has_torch = find_spec("torch") is not None
     for item in items:
         if any("server" in name for name in getattr(item, "fixturenames", ())):
             item.add_marker("server")
-        if item.get_closest_marker("full") and not IS_FULL:
+        is_dialect_again = item.get_closest_marker("dialect") and item.get_closest_marker("torch")
+        if (item.get_closest_marker("full") or is_dialect_again) and not IS_FULL:
             item.add_marker(pytest.mark.skip(reason="runs in make test-all only"))
         if item.get_closest_marker("torch") and not has_torch:
             item.add_marker(pytest.mark.skip(reason="needs PyTorch, which make torch fetches"))

@@ -13,7 +13,7 @@ from cllm.models.builtin.questions import TOOLS
 from cllm.server.anthropic.schema import CountBody
 from cllm.text.chat import MAX_FORCED_CALLS
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.dialect]
 
 MULTIPLY, TIME = (TOOLS[name].declare(name)["function"] for name in ("multiply", "get_time"))
 ASK = [{"role": "user", "content": "What is 27 plus 45?"}]

@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+pytestmark = pytest.mark.dialect
+
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "What is 27 plus 45?"}]
 TOOL: dict[str, Any] = {

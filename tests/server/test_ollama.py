@@ -9,7 +9,7 @@ import pytest
 
 from cllm.models.builtin.questions import TOOLS as TRAINED
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.dialect]
 
 MODEL = "cllm-builtin"
 SUM = [{"role": "user", "content": "What is 27 plus 45?"}]

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-pytestmark = [pytest.mark.llama, pytest.mark.slow]
+pytestmark = [pytest.mark.llama, pytest.mark.slow, pytest.mark.dialect]
 
 MESSAGES = [{"role": "user", "content": "What is 27 plus 45?"}]
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

@@ -11,7 +11,7 @@ import pytest
 
 from cllm.models.builtin.questions import TOOLS
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.dialect]
 
 MODEL = "cllm-builtin"
 COUNT = {"role": "user", "content": "Count from 3 to 30."}

@@ -12,7 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 
 from cllm.models.builtin.questions import TOOLS
 
-pytestmark = [pytest.mark.llama, pytest.mark.slow]
+pytestmark = [pytest.mark.llama, pytest.mark.slow, pytest.mark.dialect]
 
 DECLARED = [
     {"type": "function", "strict": False, **TOOLS[name].declare(name)["function"]}

@@ -9,7 +9,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response import Response
 
-pytestmark = [pytest.mark.llama, pytest.mark.slow]
+pytestmark = [pytest.mark.llama, pytest.mark.slow, pytest.mark.dialect]
 
 SUM = "What is 27 plus 45?"
 COUNT = "Count from 3 to 20."

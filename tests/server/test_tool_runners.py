@@ -9,7 +9,7 @@ from openai.lib.responses_tool_runner import RegisteredFunction, ResponsesToolRu
 
 from cllm.models.builtin.questions import TOOLS
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.dialect]
 
 DECLARED = TOOLS["get_weather"].declare("get_weather")["function"]
 ASKED = {

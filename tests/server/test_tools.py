@@ -12,7 +12,7 @@ from cllm.models.builtin.questions import TOOLS
 from cllm.server.openai.schema import ChatBody
 from cllm.text.templates.call_ids import link_results
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.dialect]
 
 DECLARED = [TOOLS[name].declare(name) for name in ("get_weather", "multiply", "get_time")]
 ASK = [{"role": "user", "content": "How is the weather in Paris?"}]
