@@ -29,8 +29,8 @@ LONG = [(7 * i) % 250 for i in range(150)]
 
 
 class Recorder(FakeBackend):
-    def __init__(self) -> None:
-        super().__init__(context_length=256, max_num_seqs=2, length=5)
+    def __init__(self, **options) -> None:
+        super().__init__(context_length=256, max_num_seqs=2, length=5, **options)
         self.num_tokens = 0
 
     def forward(self, batch):
@@ -38,7 +38,8 @@ class Recorder(FakeBackend):
         return super().forward(batch)
 
 
-def start(folder: Path, **params) -> Engine:
+def start(folder: Path, backend: dict | None = None, **params) -> Engine:
+    """``backend``: options of the backend."""
     options = {
         "ram_cache_bytes": 10_000,
         "disk_cache_bytes": 10_000,
@@ -46,19 +47,39 @@ def start(folder: Path, **params) -> Engine:
         "check": True,
         **params,
     }
-    return build_engine(Recorder(), EngineParams(disk_cache=str(folder), **options))
+    recorder = Recorder(**backend or {})
+    return build_engine(recorder, EngineParams(disk_cache=str(folder), **options))
 
 
-def ask(engine: Engine, prompt: list[int], salt: str = "") -> tuple[list[int], int]:
+def ask(
+    engine: Engine, prompt: list[int], salt: str = "", boundaries: tuple[int, ...] = ()
+) -> tuple[list[int], int]:
     """Return the tokens of the answer, and the number of tokens computed for it."""
     backend = cast(Recorder, engine.backend)
     before = backend.num_tokens
     params = SamplingParams(temperature=0, max_tokens=2)
-    engine.handle(Add(Request(str(time.monotonic_ns()), prompt, params, cache_salt=salt)))
+    engine.handle(
+        Add(
+            Request(
+                str(time.monotonic_ns()), prompt, params, cache_salt=salt, boundaries=boundaries
+            )
+        )
+    )
     outputs = []
     while engine.scheduler.sequences.has_work():
         outputs += engine.step()
     return [output.token for output in outputs], backend.num_tokens - before
+
+
+def test_hybrid_continues_at_its_last_checkpoint(tmp_path):
+    """Also if the answer, whose reasoning the next turn omits, was computed after it."""
+    options = {"max_taken_back": 0, "checkpoint_bytes": 5}
+    first = start(tmp_path, options)
+    ask(first, [*LONG, 7], boundaries=(len(LONG),))
+    close(first)
+    second = start(tmp_path, options)
+    answer, num_computed = ask(second, [*LONG, 9, 20], boundaries=(len(LONG) + 1,))
+    assert (answer, num_computed) == ([21, 22], 3)
 
 
 class Closing:

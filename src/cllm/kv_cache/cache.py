@@ -72,6 +72,8 @@ class KVCache:
         self._idle: OrderedDict[int, Holding] = OrderedDict()
         # the source of a copy, which must not be evicted meanwhile
         self._needed: Holding | Snapshot | None = None
+        # the prompts that continued after an answer, minus those that went back to a checkpoint
+        self._num_continued = 0
         last = self.seq_ids.size + self.layout.num_spare_ids - 1
         self._spare = list(range(last, self.seq_ids.size - 1, -1))
 
@@ -127,8 +129,11 @@ class KVCache:
             chain, operations = prepared
         if match.checkpoint is not None:
             self.checkpoints.note_use(match.checkpoint)
+            self._num_continued -= 1
             operations = [one for one in operations if one != Trim(seq_id, count)]
             operations.append(Load(match.checkpoint.key, seq_id, count, is_checkpoint=True))
+        elif count:
+            self._num_continued += 1
         self.seq_ids.lease(seq_id)
         holding = Holding(seq_id, chain, seq.shareable_tokens, seq)
         self._leased[seq_id] = holding
@@ -333,10 +338,25 @@ class KVCache:
         there is none.
         """
         for seq_id, holding in reversed(self._idle.items()):
-            if not holding.saved and (operations := self._save(seq_id, holding, holding.path)):
+            if holding.saved:
+                continue
+            operations = self._go_back(holding)
+            operations += self._save(seq_id, holding, holding.path)
+            if operations:
                 holding.saved = True
                 return operations
         return []
+
+    def _go_back(self, holding: Holding) -> list[Operation]:
+        """Cut an idle prefix of a hybrid at its last checkpoint, if that is where most prompts
+        continue; return operations for that.
+        """
+        last = self.checkpoints.find_last(holding.path, holding.salt)
+        if last is None or self._num_continued > 0 or last.num_computed == holding.chain.length:
+            return []
+        count = last.num_computed
+        self._shrink(holding, count, save=False)
+        return [Load(last.key, holding.seq_id, count, is_checkpoint=True)]
 
     def _save(self, seq_id: int, holding: Holding, tokens: Tokens) -> list[Operation]:
         """Save the ``tokens`` of ``seq_id``, unless they are too few, also stored elsewhere, or too

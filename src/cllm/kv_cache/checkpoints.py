@@ -98,12 +98,17 @@ class Checkpoints:
                 return owner
         return None
 
+    def find_last(self, tokens: Tokens, salt: str) -> Checkpoint | None:
+        """Return the last checkpoint within ``tokens``."""
+        for owner, shared in self._tree.match(tokens, salt):
+            if isinstance(owner, Checkpoint) and len(owner.tokens) == shared:
+                return owner
+        return None
+
     def has_later(self, tokens: Tokens, num_tokens: int, salt: str) -> bool:
         """Return whether there is a checkpoint within ``tokens`` and after ``num_tokens``."""
-        return any(
-            isinstance(owner, Checkpoint) and num_tokens < shared == len(owner.tokens)
-            for owner, shared in self._tree.match(tokens, salt)
-        )
+        last = self.find_last(tokens, salt)
+        return last is not None and last.num_computed > num_tokens
 
     def note_use(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_uses += 1

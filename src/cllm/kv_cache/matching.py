@@ -147,6 +147,8 @@ class Finder:
         for owner, shared in self._tree.match(tokens, holding.salt):
             if shared < len(tokens):
                 return False
-            if owner is not holding and self._count_reusable(owner, shared) == shared:
+            if owner is holding or isinstance(owner, Checkpoint):
+                continue
+            if self._count_reusable(owner, shared) == shared:
                 return True
         return False
