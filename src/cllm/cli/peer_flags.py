@@ -129,6 +129,9 @@ HINTS = {
     ("--metrics",): "GET /metrics is always served; --server.open-metrics needs no key.",
     ("--slots", "--no-slots", "--props"): "GET /scheduler shows what runs; see cllm explain.",
     ("--slot-save-path",): "Use --kv.disk-cache FOLDER, which saves and finds prefixes by itself.",
+    ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints", "-cms", "--checkpoint-min-step"): (
+        "States are saved where later prompts are expected to continue; see docs/scheduling.md."
+    ),
     ("--embedding", "--embeddings", "--pooling", "--runner", "--task"): (
         "Embeddings need no flag; encoders and rerankers are recognized."
     ),
