@@ -6,12 +6,17 @@ import asyncio
 import json
 import random
 
+import msgspec
 import pytest
 from conftest import repeat
-from framed_streams import join_progress, make_app, read_events, stream
+from framed_streams import Frame, join_progress, make_app, read_events, stream
 
+from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
 from cllm.models.builtin.questions import TOOLS as TRAINED
-from cllm.serving.delivered import Delivered
+from cllm.serving.delivered import Delivered, Origin, Progress, ProgressRecorder
+from cllm.text.output_reader import Usage
 
 pytestmark = pytest.mark.slow
 
@@ -192,3 +197,42 @@ def test_reasoning_and_calls_of_a_model_continue_wherever_a_stream_is_cut(case, 
             assert answer in json.dumps(read_events(b"".join(frame.data for frame in frames)))
 
     asyncio.run(test())
+
+
+@pytest.mark.llama
+def test_server_that_continues_a_stream_ends_its_reasoning_if_the_client_has_asked(builtin_path):
+    """The first server had forced a part of the message, or nothing yet."""
+    fields = {"reasoning_control": True, "reasoning_budget_message": "\nTime is up."}
+    body = CHAT | THINKING | fields | {"max_tokens": 200, "temperature": 0}
+
+    async def test():
+        async with make_app(path=str(builtin_path), max_num_seqs=4, context_length=2048) as app:
+            frames = await stream(app, "/v1/chat/completions", body)
+            for cut in (4, 8):
+                parts = [frame.progress for frame in frames[:cut]]
+                outputs, *more = msgspec.msgpack.decode(parts[-1])
+                assert not more
+                parts[-1] = msgspec.msgpack.encode((outputs, None, None, True))
+                told = [Frame(part, b"") for part in parts]
+                rest = await stream(
+                    app, "/v1/chat/completions", body, Delivered(join_progress(told), 0.0)
+                )
+                text = json.dumps(read_events(b"".join(frame.data for frame in rest)))
+                assert "\\nTime is up." in text.replace("\\\\", "\\")
+                assert '"content"' in text
+
+    asyncio.run(test())
+
+
+def test_progress_says_once_that_the_client_has_ended_the_reasoning():
+    request = Request("a-0", [1], SamplingParams())
+    recorder = ProgressRecorder([request], Origin("a", 0.0, [None], b"", 0), Usage())
+    recorder.take(is_last=False)
+    told = []
+    for _ in range(3):
+        recorder.end_reasoning()
+        for outputs in ([], [TokenOutput("a-0", 0, 5)]):
+            recorder.add(outputs)
+            told.append(recorder.take(is_last=False))
+    flags = [msgspec.msgpack.decode(part, type=Progress).ends_reasoning for part in told]
+    assert flags == [False, True, False, False, False, False]

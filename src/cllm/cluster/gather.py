@@ -29,7 +29,7 @@ from cllm.server.auth import CARRIED_HEADER
 from cllm.server.body import receive_parts
 from cllm.server.call import get_call
 from cllm.server.cluster.routes import RESPONSES_PATH
-from cllm.server.http.paths import BENCH
+from cllm.server.http.paths import BENCH, CONTROL_PATH
 
 # Fields of clients that matter for the form of the answers
 PASSED_FIELDS = (b"anthropic-version", b"anthropic-beta", b"accept", b"content-type")
@@ -118,6 +118,8 @@ class Gatherer:
             return as_app(request, handler)
         if request.method == "GET" and path.startswith("/v1/models/"):
             return as_app(request, self._answer_first)
+        if path == CONTROL_PATH and request.method == "POST":
+            return as_app(request, self._answer_control)
         if path in OF_ONE or (path in CHANGES and request.method != "GET"):
             return as_app(request, self._answer_change)
         return None
@@ -253,6 +255,25 @@ class Gatherer:
     async def _answer_list(self, request: Request) -> Response:
         return await answer_list(request, self._choose(request), self.ask)
 
+    async def _answer_control(self, request: Request) -> Response:
+        """Let the replica that generates an answer do what its client asks. Only that one knows the
+        answer, which another replica may have begun.
+        """
+        body, target = await self._read_body(request), write_target(request)
+        replicas = [one for one in self._replicas.all if one.is_listed or one.running]
+        answers = await asyncio.gather(*(self.ask(one, request, target, body) for one in replicas))
+        answered = [answer for answer in answers if answer is not None]
+        if not answered:
+            raise EngineError("No replica has answered the request.")
+        done, *_ = sorted(answered, key=lambda one: (one.status == 404, b"true" not in one.body))
+        return done.pass_on()
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self._max_body_bytes
+        message = f"The body is larger than {limit} bytes."
+        too_large = BadRequest(message, code="request_too_large", status=413)
+        return b"".join([part async for part in receive_parts(request, limit, too_large)])
+
     async def _answer_change(self, request: Request) -> Response:
         """Let replicas do what an operator asks. Answer with the first error, or else with the
         first answer.
@@ -260,11 +281,7 @@ class Gatherer:
         replicas = self._choose(request)
         if request.scope["path"] in OF_ONE:
             replicas = replicas[:1]
-        limit = self._max_body_bytes
-        message = f"The body is larger than {limit} bytes."
-        too_large = BadRequest(message, code="request_too_large", status=413)
-        body = b"".join([part async for part in receive_parts(request, limit, too_large)])
-        target = write_target(request)
+        body, target = await self._read_body(request), write_target(request)
         answers = await asyncio.gather(
             *(self.ask(one, request, target, body, seconds=None) for one in replicas)
         )
