@@ -160,6 +160,23 @@ def test_tool_call_is_shown_and_its_result_answered(visit, server):
     expect(chat.answers().last).to_contain_text("372")
 
 
+def test_reasoning_ends_with_a_click(visit, start_server):
+    server = start_server("--server.enable-faults")
+    chat = visit(server)
+    chat.set(Reasoning="Long", Max_tokens="400")
+    slow = {"kind": "slow", "seconds": 1.0, "num_steps": 100_000}
+    assert server.client.post("/faults", json={"faults": [slow]}).status_code == 200
+    chat.ask(SUM)
+    button = chat.page.get_by_role("button", name="Answer now")
+    button.click()
+    expect(button).to_be_disabled()
+    assert server.client.post("/faults", json={"faults": []}).status_code == 200
+    chat.wait_until_answered()
+    expect(button).to_have_count(0)
+    expect(chat.answers().last).to_have_text(re.compile("."))
+    assert server.metric("reasoning_ended_total") == 1
+
+
 def test_reasoning_is_folded(visit, server):
     chat = visit(server)
     chat.set(Reasoning="Long", Max_tokens="60")

@@ -6,7 +6,8 @@ const MAX_RETRIES = 10;
 
 /**
  * Fill message with the answer to a request: its content, reasoning, calls, finish and stats. Until
- * the first token, status says what the answer waits for. onChange is called after each change.
+ * the first token, status says what the answer waits for. answerId is the server's id of the answer.
+ * onChange is called after each change.
  *
  * If the server is full, the request is repeated at the time that the server names. Throws
  * ServerError, and AbortError after signal.
@@ -18,6 +19,7 @@ export async function fillAnswer(message, body, signal, onChange) {
   onChange();
   let first = 0;
   for await (const chunk of chunks) {
+    message.answerId = chunk.id;
     const choice = chunk.choices[0];
     if (choice) {
       const grew = addDelta(message, choice.delta ?? { content: choice.text });

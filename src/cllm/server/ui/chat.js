@@ -5,6 +5,7 @@ import { addMessage, groupVersions, listPath, showVersion } from "./conversation
 import { generate, isRunning, stop } from "./generation.js";
 import { Log } from "./log.js";
 import { Message } from "./message.js";
+import { endReasoning } from "./server.js";
 import { toFields } from "./settings.js";
 import { html, useLatest, useMemo } from "./view.js";
 import { Welcome } from "./welcome.js";
@@ -43,6 +44,7 @@ export function Chat({ conversation, model, context, target, events }) {
     edit: (message, text) => ask(message.parent, text, message.files),
     regenerate: (message) => run(message.parent),
     resume: (message) => run(message.parent, message),
+    endReasoning: (message) => endReasoning(message.answerId).catch(events.onError),
     show(message) {
       showVersion(conversation, message);
       events.onSave(conversation);

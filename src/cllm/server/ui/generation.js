@@ -37,7 +37,11 @@ export async function generate(conversation, model, parent, events, message) {
     stream_options: { include_usage: true, continuous_usage_stats: true },
     ...(isBase(model)
       ? { prompt: toText(conversation, leaf), ...toSampling(conversation.settings) }
-      : { messages: toApi(conversation, leaf), ...toFields(conversation.settings) }),
+      : {
+          messages: toApi(conversation, leaf),
+          reasoning_control: true,
+          ...toFields(conversation.settings),
+        }),
   };
   if (!isNew && !isBase(model)) {
     Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
@@ -76,7 +80,7 @@ export async function generate(conversation, model, parent, events, message) {
     }
   } finally {
     loading.abort();
-    message.status = "";
+    message.status = message.answerId = "";
     running.delete(conversation.id);
     onSave(conversation);
     if (mustLoad) onLoad();

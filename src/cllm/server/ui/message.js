@@ -21,7 +21,7 @@ const MIN_TOKENS = 8; // the rate of a shorter answer says nothing
 /**
  * Shows a message. versions are the message and its siblings, isBusy is true while the message is
  * generated, canAct is false while any is. actions are functions by name: edit, regenerate, resume,
- * show and sendResults.
+ * endReasoning, show and sendResults.
  */
 export const Message = memo(({ message, versions, isBusy, isLast, canAct, actions }) => {
   const { role, content, calls, model, files } = message;
@@ -41,7 +41,7 @@ export const Message = memo(({ message, versions, isBusy, isLast, canAct, action
               actions.edit(message, text);
             }}
           />`
-        : html`<${Content} message=${message} isBusy=${isBusy} />`
+        : html`<${Content} message=${message} isBusy=${isBusy} actions=${actions} />`
     }
     ${needsResults && html`<${Results} message=${message} actions=${actions} />`}
     ${
@@ -55,7 +55,7 @@ export const Message = memo(({ message, versions, isBusy, isLast, canAct, action
   </article>`;
 });
 
-function Content({ message, isBusy }) {
+function Content({ message, isBusy, actions }) {
   const { role, content, reasoning, calls, isJson, status, error } = message;
   if (role !== "assistant") {
     return content ? html`<div class="text" dir="auto">${content}</div>` : null;
@@ -69,11 +69,24 @@ function Content({ message, isBusy }) {
         <${Markdown} text=${reasoning} isBusy=${isThinking} />
       </details>`
     }
+    ${isThinking && reasoning && html`<${AnswerNow} message=${message} actions=${actions} />`}
     ${content && html`<${Markdown} text=${isJson ? fenceJson(content) : content} isBusy=${isBusy} />`}
     ${calls.map((call, i) => html`<${Call} key=${i} call=${call} />`)}
     ${isThinking && html`<p class="status">${status || (reasoning ? "" : "Waiting for the first token …")}</p>`}
     ${error && html`<p class="fault" role="alert">${error}</p>`}
   `;
+}
+
+/** Lets the user end the reasoning, once. */
+function AnswerNow({ message, actions }) {
+  const [isAsked, setAsked] = useState(false);
+  const ask = () => {
+    setAsked(true);
+    actions.endReasoning(message);
+  };
+  return html`<button type="button" class="answer-now" disabled=${isAsked} onClick=${ask}>
+    Answer now
+  </button>`;
 }
 
 function fenceJson(text) {

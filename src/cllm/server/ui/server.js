@@ -111,6 +111,13 @@ export async function streamAnswer(body, signal, ticket) {
   };
 }
 
+/** End the reasoning of an answer, so that its text begins. Throws ServerError. */
+export async function endReasoning(id) {
+  const body = { id, action: "reasoning_end" };
+  const { success, message } = await getJson("v1/chat/completions/control", body);
+  if (!success) throw new ServerError(`The reasoning cannot be ended: ${message}.`);
+}
+
 async function* readChunks(response, signal) {
   for await (const data of readEvents(response, signal)) {
     if (data === "[DONE]") return;
