@@ -206,7 +206,7 @@ class Caller:
 
     def forward(self, *rows: Row) -> np.ndarray:
         operations, self.operations = self.operations, []
-        self.fresh = {row.seq.seq_id: row.size - 1 for row in rows}
+        self.fresh = {row.seq.seq_id: len(row.draft) for row in rows}
         return np.array(self.backend.forward(Batch(list(rows), operations)))
 
     def fill(self, seq_id: int, count: int) -> None:
@@ -475,6 +475,24 @@ def test_draft_is_taken_back_after_other_sequences_were_computed(backend, caller
         assert_same(caller.forward(caller.row(drafts, [20]))[0], expected)
         for seq_id in order:
             caller.trim(seq_id, 0)
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("kind", [f"llama.cpp {kind}" for kind in HYBRIDS], indirect=True)
+def test_past_states_are_kept_after_an_equal_step_without_draft(backend, caller):
+    """Both have five tokens with logits. llama.cpp must not compute the second one like the first,
+    for which no past states are kept.
+    """
+    assert backend._past_states._start is not None
+    seq = caller.seq(0)
+    caller.forward(caller.row(0, [3]))
+    seq.tokens += TEXTS[0][:5]
+    caller.forward(Row(seq, 1, 5, 5, (), 4))
+    caller.forward(caller.row(0, [6], [7, 8, 9, 10]))
+    seq.tokens += [7, 8, 9, 10]
+    caller.trim(0, 8)
+    logits = caller.forward(caller.row(0, [20]))
+    assert_same(logits[0], alone(backend, [3, *TEXTS[0][:5], 6, 7, 20]))
 
 
 # --- copies -------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def check_drafts(rows: Run[Row], max_taken_back: int) -> dict[int, int]:
         raise EngineError("too many draft tokens")
     if drafting and not {*range(min(drafting), max(drafting))} <= {row.seq.seq_id for row in rows}:
         raise EngineError("the seq_ids of rows with draft tokens are not consecutive")
-    return {row.seq.seq_id: min(max_taken_back, row.size - 1) for row in rows}
+    return {row.seq.seq_id: len(row.draft) for row in rows}
 
 
 class FakeBackend:

@@ -50,6 +50,7 @@ from cllm.backends.llama_cpp.library import (
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.passes import Pass, plan_passes, plan_with_drafts
+from cllm.backends.llama_cpp.past_states import PastStates
 from cllm.backends.llama_cpp.placement import (
     FLASH_ATTENTION,
     Placement,
@@ -272,6 +273,7 @@ class LlamaCppBackend:
                     raise
                 raise NotPaged(str(error)) from None
         self._memory = lib.llama_get_memory(self._context)
+        self._past_states = PastStates(self._context)
         self._logits_address = 0
         if not self._memory:
             return Probed(None, 0, 0, 0, 0.0)
@@ -445,12 +447,12 @@ class LlamaCppBackend:
 
     def _decode(self, rows: Pass) -> Logits:
         self._arrays.fill(rows)
+        self._past_states.keep(on=any(row.draft for row in rows.rows))
         code = self._threads.decode(self._context, self._arrays.batch)
         if rows.size:
             for row in rows.rows:
                 if row.size < rows.size:
-                    length, has_draft = row.start + row.size, bool(row.draft)
-                    self._cells.free_padding(row.seq.seq_id, length, has_draft=has_draft)
+                    self._cells.free_padding(row)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
         return list(self._read_logits()[: sum(row.num_samples for row in rows.rows)])

@@ -12,7 +12,7 @@ from cllm.backends.base import StateBuffer
 from cllm.backends.llama_cpp.fit import KVSizes, pad_context
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.states import Bytes, Form, PagedStates, States
-from cllm.core.batch import Copy, Drop, Load, Operation, Save, Swap, Trim
+from cllm.core.batch import Copy, Drop, Load, Operation, Row, Save, Swap, Trim
 from cllm.errors import EngineError
 
 # libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
@@ -85,13 +85,14 @@ class Cells:
         if not lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1):
             raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
 
-    def free_padding(self, seq_id: int, length: int, *, has_draft: bool) -> None:
-        """Free the padding of a row, after the first ``length`` tokens of ``seq_id``.
+    def free_padding(self, row: Row) -> None:
+        """Free the padding of a row.
 
         Recurrent models take back tokens only once, so the padding after draft tokens is taken back
         together with rejected ones.
         """
-        if has_draft and self.max_taken_back is not None:
+        seq_id, length = row.seq.seq_id, row.start + row.size
+        if row.draft and self.max_taken_back is not None:
             self._padded[seq_id] = length
         else:
             lib.llama_memory_seq_rm(self._memory, seq_id, length, -1)
