@@ -79,6 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
         | {"residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
+    # computed by transformers
+    "cohere2": ("Cohere2", {"sliding_window": 16, "logit_scale": 0.5}),
+    "gpt2": ("GPT2", {}),
+    "olmoe": ("Olmoe", EXPERTS | {"num_experts": 4}),
 }
 
 
@@ -111,12 +115,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def read_decoder(folder: Path) -> Any:
-    from cllm.backends.torch.architecture import read_architecture
+    from cllm.backends.torch.architecture import needs_transformers, read_architecture
     from cllm.backends.torch.decoder import Decoder
+    from cllm.backends.torch.library_decoder import LibraryDecoder
     from cllm.backends.torch.weights import Weights
     from cllm.models.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(folder)
+    if needs_transformers(checkpoint.text_config):
+        with torch.inference_mode():
+            return LibraryDecoder(checkpoint, torch.float32, torch.device("cpu"))
     architecture = read_architecture(checkpoint.text_config, "config.json")
     return Decoder(Weights(checkpoint, torch.float32, torch.device("cpu")), architecture)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cllm.backends.torch.decoder import Decoder, Delta, Linear
+from cllm.backends.torch.decoder import AnyDecoder, Delta, Linear
 from cllm.backends.torch.weights import Weights
 from cllm.core.request import Adapters
 from cllm.errors import EngineError, StartupError
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 class LoadedAdapters:
     """Adapters by name. One set of them is in use."""
 
-    def __init__(self, decoder: Decoder, folders: Mapping[str, str]) -> None:
+    def __init__(self, decoder: AnyDecoder, folders: Mapping[str, str]) -> None:
         """Raises StartupError for a folder that is not an adapter of this model."""
         self._decoder = decoder
         self._modules = {

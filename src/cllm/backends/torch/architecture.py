@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from cllm.errors import StartupError
@@ -131,23 +132,35 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A decoder's sizes and kinds of computation."""
+class Shape:
+    """What a backend must know of a decoder. One that ``ranks`` scores texts and has no logits."""
 
     model_type: str
-    family: Family
-    names: Mapping[str, str]
     vocabulary_size: int
     hidden_size: int
-    num_heads: int
     num_kv_heads: int
     head_size: int
+    max_positions: int
+    layers: tuple[Layer, ...]
+    ranks: bool = False
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in the keys, and in the values, of one token in one layer."""
+        return self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Shape):
+    """A decoder's sizes and kinds of computation."""
+
+    family: Family
+    names: Mapping[str, str]
+    num_heads: int
     inner_size: int
     expert_size: int
-    max_positions: int
     norm_epsilon: float
     activation: str
-    layers: tuple[Layer, ...]
     ropes: tuple[Rope, ...]
     attention_scale: float
     embedding_scale: float
@@ -157,13 +170,7 @@ class Architecture:
     num_experts: int
     experts_per_token: int
     normalizes_experts: bool
-    ranks: bool  # it scores texts, and has no logits
     ties_embeddings: bool | None  # whether they are the output matrix, too; None: not said
-
-    @property
-    def kv_size(self) -> int:
-        """Numbers in the keys, and in the values, of one token in one layer."""
-        return self.num_kv_heads * self.head_size
 
 
 class Config:
@@ -231,16 +238,27 @@ def read_architecture(
         raise StartupError(f"{where}: the numbers for positions are impossible: {reason}") from None
 
 
+def refuse_unknown(model_type: Any, where: str) -> StartupError:
+    return StartupError(
+        f"{where}: the torch backend does not know the architecture {str(model_type)[:80]!r}, only "
+        f"{', '.join(FAMILIES)}, and with transformers installed more: convert the model to GGUF "
+        "for llama.cpp"
+    )
+
+
+def needs_transformers(values: Mapping[str, Any]) -> bool:
+    """Return whether transformers, if it is installed, is to compute a decoder."""
+    kind = values.get("model_type")
+    return type(kind) is str and kind not in FAMILIES and find_spec("transformers") is not None
+
+
 def parse_architecture(
     values: Mapping[str, Any], where: str, context_length: int | None
 ) -> Architecture:
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise StartupError(
-            f"{where}: the torch backend does not know the architecture {str(model_type)[:80]!r}, "
-            f"only {', '.join(FAMILIES)}: convert the model to GGUF for llama.cpp"
-        )
+        raise refuse_unknown(model_type, where)
     config = Config(values, where)
     config.check_quantization()
     hidden, heads, kv_heads, head_size = read_heads(config)

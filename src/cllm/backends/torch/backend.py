@@ -16,9 +16,9 @@ from torch import Tensor
 from cllm.backends.base import Logits, StateBuffer, Vectors, Vocabulary
 from cllm.backends.params import BackendParams
 from cllm.backends.torch.adapters import LoadedAdapters
-from cllm.backends.torch.architecture import Architecture
+from cllm.backends.torch.architecture import Config, Shape, needs_transformers
 from cllm.backends.torch.cells import Cells
-from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.decoder import AnyDecoder, Decoder
 from cllm.backends.torch.embedder import Embedder
 from cllm.backends.torch.gguf_checkpoint import describe_decoder, read_model
 from cllm.backends.torch.step import make_step
@@ -115,6 +115,17 @@ def check_finite(computed: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+def make_library_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> AnyDecoder:
+    """Raises StartupError if transformers cannot be loaded, or cannot compute the model."""
+    try:
+        from cllm.backends.torch.library_decoder import LibraryDecoder
+    except ImportError as error:
+        raise StartupError(f"transformers cannot be loaded: {error}") from None
+    return LibraryDecoder(checkpoint, dtype, device)
+
+
 class TorchBackend:
     """Implements the contract of backends/base.py."""
 
@@ -132,18 +143,25 @@ class TorchBackend:
         self._threads = Threads(options.n_threads, self.device)
         self.share_cores = self._threads.share
         self.dtype = choose_dtype(options, self.device, checkpoint)
-        architecture = describe_decoder(checkpoint, params.context_length)
-        self.vocabulary: Vocabulary = read_vocabulary(checkpoint, architecture.vocabulary_size)
+        config = Config(checkpoint.text_config, str(checkpoint.config_path))
+        architecture = None
+        if not needs_transformers(config.values):
+            architecture = describe_decoder(checkpoint, params.context_length)
+        self.vocabulary: Vocabulary = read_vocabulary(checkpoint, config.integer("vocab_size"))
         with torch.inference_mode():
-            weights = open_weights(checkpoint, self.dtype, self.device, progress)
-            self._decoder = Decoder(weights, architecture)
+            self._decoder: AnyDecoder
+            if architecture is None:
+                self._decoder = make_library_decoder(checkpoint, self.dtype, self.device)
+            else:
+                weights = open_weights(checkpoint, self.dtype, self.device, progress)
+                self._decoder = Decoder(weights, architecture)
             self._adapters = LoadedAdapters(self._decoder, params.adapters)
         self._snapshots: dict[int, Tensor] = {}
-        self._open(params, checkpoint, architecture)
+        self._open(params, checkpoint, self._decoder.architecture)
         if progress:
             progress(1.0)
 
-    def _open(self, params: BackendParams, checkpoint: Checkpoint, a: Architecture) -> None:
+    def _open(self, params: BackendParams, checkpoint: Checkpoint, a: Shape) -> None:
         per_token = 2 * len(a.layers) * a.kv_size * self.dtype.itemsize
         context, num_cells = divide_memory(params, a.max_positions, per_token)
         shape = (len(a.layers), a.num_kv_heads, a.head_size)

@@ -7,13 +7,13 @@ sequence. One class computes all architectures of ``architecture.FAMILIES``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cllm.backends.torch.architecture import Architecture
+from cllm.backends.torch.architecture import Architecture, Shape
 from cllm.backends.torch.attention import Plan, attend
 from cllm.backends.torch.cells import Cells
 from cllm.backends.torch.weights import Weights
@@ -246,6 +246,26 @@ class Step(NamedTuple):
     positions: Tensor
     cells: Tensor | slice
     plans: dict[int | None, Plan]
+
+
+class AnyDecoder(Protocol):
+    """What a backend needs of a decoder: the one below, or one of transformers."""
+
+    device: torch.device
+    embeddings: Tensor
+    layers: list[Any]
+    score: Linear | None
+    generates: bool
+
+    @property
+    def architecture(self) -> Shape: ...
+
+    @property
+    def windows(self) -> set[int | None]: ...
+
+    def compute(self, step: Step, cells: Cells) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Decoder:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cllm.backends.base import Vectors
 from cllm.backends.torch.cells import Cells
-from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.decoder import AnyDecoder
 from cllm.backends.torch.step import make_step
 from cllm.backends.torch.threads import Threads
 from cllm.core.batch import MAX_CHUNKS, Chunk
@@ -23,7 +23,9 @@ LEAST_ROOM = 512
 class Embedder:
     """Implements Backend.embed for decoders, whose texts may come in parts."""
 
-    def __init__(self, decoder: Decoder, pooling: str, max_tokens: int, threads: Threads) -> None:
+    def __init__(
+        self, decoder: AnyDecoder, pooling: str, max_tokens: int, threads: Threads
+    ) -> None:
         """A text has at most ``max_tokens``. ``pooling`` is used unless the model scores texts, by
         their last tokens. Nothing is allocated yet.
         """

@@ -31,6 +31,7 @@ def resolve(
 
 
 def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
+    from cllm.backends.torch.architecture import needs_transformers
     from cllm.backends.torch.encoder_config import is_encoder, read_encoder_config
     from cllm.backends.torch.gguf_checkpoint import describe_decoder, read_model
 
@@ -40,6 +41,8 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
     num_kept = 0  # numbers of a token in the KV cache
     if is_encoder(checkpoint.text_config):
         read_encoder_config(checkpoint.text_config, str(checkpoint.config_path))
+    elif needs_transformers(checkpoint.text_config):
+        num_kept = checkpoint.count_kv_numbers() or 0  # importing transformers takes seconds
     else:
         architecture = describe_decoder(checkpoint, params.context_length)
         num_kept = 2 * len(architecture.layers) * architecture.kv_size

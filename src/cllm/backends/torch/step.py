@@ -8,10 +8,12 @@ import torch
 
 from cllm.backends.torch.attention import make_plan
 from cllm.backends.torch.cells import Cells, Runs, index_cells
-from cllm.backends.torch.decoder import Decoder, Step
+from cllm.backends.torch.decoder import AnyDecoder, Step
 
 
-def make_step(decoder: Decoder, cells: Cells, rows: Sequence[tuple[int, int, list[int]]]) -> Step:
+def make_step(
+    decoder: AnyDecoder, cells: Cells, rows: Sequence[tuple[int, int, list[int]]]
+) -> Step:
     """Give the new tokens cells, and return the step that computes them.
 
     Each of ``rows`` is a seq_id, the number of its tokens before, and the new ones. Raises
