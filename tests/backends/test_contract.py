@@ -45,7 +45,8 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 
 LLAMA = pytest.mark.llama
 # State that cannot be trimmed, alone and beside attention, and sliding windows.
-HYBRIDS = ("lfm2", "qwen35", "qwen35_mtp", "nemotron_h")
+SHARING = "_sharing"  # hybrids whose sequences share cells
+HYBRIDS = ("lfm2", "qwen35", "qwen35_mtp", "nemotron_h", f"lfm2{SHARING}", f"qwen35{SHARING}")
 RECURRENT = ("mamba", *HYBRIDS)
 TINY = (*RECURRENT, "gemma3", "gpt-oss")
 WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
@@ -82,11 +83,12 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         from cllm.backends.llama_cpp.options import Options
 
         if layout in TINY:
-            path = request.getfixturevalue("tiny_model")(layout)
+            path = request.getfixturevalue("tiny_model")(layout.removesuffix(SHARING))
             sizes["max_taken_back"] = TAKEN_BACK
         is_recurrent = layout in RECURRENT
-        if layout in TINY:
-            layout = "unified"  # which they cannot have
+        if layout in TINY:  # those with windows cannot be unified
+            has_own = is_recurrent and not layout.endswith(SHARING)
+            layout = "partitioned" if has_own else "unified"
         if layout == "q8_0":
             layout, sizes["kv_type"] = "partitioned", "q8_0"
         per_token = compute_kv_bytes_per_token(read_header(path), "f16")
@@ -246,8 +248,9 @@ def test_info_has_the_requested_sizes(kind, backend):
     assert info.num_cells == NUM_CELLS
     assert NUM_SEQS <= info.max_num_samples <= BATCH
     named = kind.split()[1]
-    assert info.layout == (named if named in LAYOUTS else "partitioned")
-    assert (info.num_spare_ids > 0) == (info.layout == "unified")
+    layout = "unified" if named.endswith(SHARING) else "partitioned"
+    assert info.layout == (named if named in LAYOUTS else layout)
+    assert (info.num_spare_ids > 0) == (named == "unified")
     assert bool(info.checkpoint_bytes) == (named in ("hybrid", *HYBRIDS))
     limit = TAKEN_BACK if info.checkpoint_bytes else 0
     assert info.max_taken_back == (limit if named in ("hybrid", *RECURRENT) else None)

@@ -257,6 +257,11 @@ LAYOUTS = {
         "engine_speculation": "prompt_lookup",
         "engine_ram_cache_bytes": 300,
     },
+    "hybrid that shares cells": {
+        "max_taken_back": 4,
+        "checkpoint_bytes": 5,
+        "engine_ram_cache_bytes": 300,
+    },
     "speculating": {"engine_speculation": "prompt_lookup"},
     "first come first served": {"engine_policy": "fcfs"},
     # prompts of more than 12 tokens are long

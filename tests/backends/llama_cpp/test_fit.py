@@ -1,8 +1,9 @@
 """How the memory for the KV cache is divided."""
 
 import pytest
+from msgspec import structs
 
-from cllm.backends.llama_cpp.fit import POSITION_BYTES, fit
+from cllm.backends.llama_cpp.fit import POSITION_BYTES, fit, fit_recurrent
 from cllm.backends.params import BackendParams
 from cllm.errors import StartupError
 
@@ -50,3 +51,39 @@ def test_sequence_that_does_not_fit_is_an_error_in_every_layout():
     for layout in ("auto", "unified"):
         with pytest.raises(StartupError, match=r"40960 tokens needs 410 MB of KV cache, but 400"):
             fit(params(400_000_000, TRAINED, layout), TRAINED, pages=True)
+
+
+STATE = 20_000_000
+
+
+def fit_states(kv_memory, taken_back=8, context=None, layout="auto", state=STATE):
+    given = structs.replace(params(kv_memory, context, layout), max_taken_back=taken_back)
+    sizes = fit_recurrent(given, TRAINED, state)
+    states = sizes.max_num_seqs * (1 + sizes.num_past_states) * state
+    assert states + sizes.num_cells * CELL <= kv_memory
+    return sizes
+
+
+def test_sequences_with_states_share_cells():
+    """Half of the memory has states: those of fewer sequences, each with four past ones."""
+    sizes = fit_states(4_000_000_000)
+    assert (sizes.max_num_seqs, sizes.num_past_states, sizes.layout) == (20, 4, "unified")
+    assert sizes.context_length == TRAINED
+    sizes = fit_states(4_000_000_000, taken_back=0)
+    assert (sizes.max_num_seqs, sizes.num_past_states) == (64, 0)
+
+
+def test_small_states_leave_room_for_all_past_ones():
+    sizes = fit_states(40_000_000_000, context=4096, state=1_000_000)
+    assert (sizes.max_num_seqs, sizes.num_past_states, sizes.layout) == (64, 8, "partitioned")
+
+
+def test_partitioned_sequences_have_cells_for_whole_contexts():
+    sizes = fit_states(4_000_000_000, layout="partitioned")
+    assert sizes.num_cells == sizes.max_num_seqs * TRAINED
+    assert sizes.max_num_seqs == 4
+
+
+def test_sequence_and_state_that_do_not_fit_are_an_error():
+    with pytest.raises(StartupError, match=r"40960 tokens needs 430 MB of KV cache"):
+        fit_states(420_000_000, context=TRAINED)

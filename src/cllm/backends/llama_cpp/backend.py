@@ -225,9 +225,8 @@ class LlamaCppBackend:
                 self._measure_kv()
             sizes = fit(self._params, trained, plain=self._plain, pages=pages)
         # on a GPU, a call with all rows is the fastest
-        self._in_passes = sizes.layout == "paged" or (
-            sizes.layout == "partitioned" and (not on_gpu or sizes.num_past_states > 0)
-        )
+        has_streams = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
+        self._in_passes = has_streams or sizes.num_past_states > 0
         try:
             return sizes, self._open_context(sizes)
         except NotPaged as reason:

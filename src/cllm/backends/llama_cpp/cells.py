@@ -122,6 +122,8 @@ class Cells:
         if self._is_unified:
             self.trim(target, 0)
             lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
+            if self.max_taken_back:  # seq_cp forgets that tokens were taken back
+                self._states.load_checkpoint(target, self._states.save_checkpoint(source))
             return
         # seq_cp would copy whole streams in the next decode, which costs more
         if self._copied is None or self._copied[0] != source:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
-
 from cllm.backends.params import BackendParams
 from cllm.errors import StartupError
 
 MIN_SAMPLES = 16  # room for draft tokens when few sequences run
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
-PAST_STATES_SHARE = 0.25  # of kv_memory, at most
+STATES_SHARE = 0.5  # of kv_memory, for recurrent states
+MIN_PAST_STATES = 4
 MIN_SEQS = 4  # a context longer than USUAL_CONTEXT is shortened until this many fit
 PAD = 256  # llama.cpp rounds the length of a stream up to a multiple of this many tokens
 NOT_PAGED = (
@@ -86,37 +85,30 @@ def fit(
 
 
 def fit_recurrent(params: BackendParams, trained_context_length: int, state_bytes: int) -> KVSizes:
-    """Divide kv_memory into sequences, each with cells for a whole context and a recurrent state of
-    ``state_bytes``.
+    """Divide kv_memory into recurrent states of ``state_bytes``, one for each sequence, and cells.
 
-    A sequence may be as long as the model was trained for, but longer than USUAL_CONTEXT only if
-    MIN_SEQS sequences fit. Each sequence keeps up to max_taken_back past states, if that takes at
-    most PAST_STATES_SHARE of the memory. Raises StartupError, with the sizes, if not even one
-    sequence fits.
+    The states take at most STATES_SHARE of the memory. Each sequence keeps up to max_taken_back
+    past states, too; there are fewer sequences if that leaves less than MIN_PAST_STATES to each. A
+    sequence may be as long as the model was trained for, or as the cells allow. The layout ``auto``
+    is partitioned if each sequence gets cells for a whole context, otherwise unified. Raises
+    StartupError, with the sizes, if not even one sequence fits.
     """
     if params.layout == "paged":
         raise StartupError(NOT_PAGED)
-    past_bytes = min(
-        int(params.kv_memory * PAST_STATES_SHARE),
-        params.max_num_seqs * params.max_taken_back * state_bytes,
-    )
-    memory = params.kv_memory - past_bytes
-
-    def count_tokens(num_bytes: int) -> int:
-        return max(0, num_bytes - state_bytes) // max(1, params.kv_bytes_per_token)
-
-    longest = max(USUAL_CONTEXT, count_tokens(memory // MIN_SEQS))
-    longest = min(trained_context_length, longest, count_tokens(memory))
-    context = params.context_length or max(MIN_CONTEXT, longest)
-    need = max(1, context * params.kv_bytes_per_token + state_bytes)
-    num_seqs = min(params.max_num_seqs, memory // need)
-    num_past_states = past_bytes // (num_seqs * state_bytes) if past_bytes and num_seqs else 0
-    if past_bytes and not num_past_states:
-        without = msgspec.structs.replace(params, max_taken_back=0)
-        return fit_recurrent(without, trained_context_length, state_bytes)
-    if not num_seqs:
+    num_states = int(params.kv_memory * STATES_SHARE) // max(1, state_bytes)
+    least = 1 + min(params.max_taken_back, MIN_PAST_STATES)
+    num_seqs = max(1, min(params.max_num_seqs, num_states // least))
+    num_past_states = min(params.max_taken_back, max(0, num_states // num_seqs - 1))
+    memory = params.kv_memory - num_seqs * (1 + num_past_states) * state_bytes
+    affordable = max(0, memory) // max(1, params.kv_bytes_per_token)
+    context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, affordable))
+    if context > affordable:
+        need = context * params.kv_bytes_per_token + state_bytes
         raise too_little_memory(params, context, need)
-    num_past_states = min(params.max_taken_back, num_past_states)
+    wanted = num_seqs * context
+    if params.layout == "unified" or (params.layout == "auto" and wanted > affordable):
+        return KVSizes(context, num_seqs, min(affordable, wanted), "unified", num_past_states)
+    num_seqs = min(num_seqs, affordable // context)
     return KVSizes(context, num_seqs, num_seqs * context, "partitioned", num_past_states)
 
 
