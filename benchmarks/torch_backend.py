@@ -4,7 +4,8 @@
         [--gguf FILE] [--only decode1,decode8,prefill8]
 
 CHECKPOINT is a folder with safetensors; by default the one that transformers makes of
-SmolLM2-135M-Instruct (make models fetches it). Needs the extra torch and the package transformers.
+SmolLM2-135M-Instruct (make models fetches it). Needs the extra torch and the package transformers,
+and to make the checkpoint also accelerate.
 
 Each system runs in a process of its own, on the same prompts of random tokens, greedily; the second
 of two calls is timed. decodeN: N sequences of 128 tokens get 64 more. prefill8: 8 prompts of 512

@@ -140,18 +140,17 @@ has_llama() {
 
 has_torch() {
   packages=$(echo "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages)
-  [ -d "$packages/torch" ] && [ -d "$packages/transformers" ] && [ -d "$packages/accelerate" ]
+  [ -d "$packages/torch" ] && [ -d "$packages/transformers" ]
 }
 
 # Not from uv.lock, whose PyTorch for Linux brings gigabytes of CUDA. pip may have been told of a folder with a wheel for
-# CPUs; otherwise it comes from PyTorch's own index. Tests compare its results with those of
-# transformers, which needs accelerate to read GGUF files.
+# CPUs; otherwise it comes from PyTorch's own index. Tests compare its results with those of transformers.
 install_torch() {
   links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} source="--torch-backend cpu"
   ! ls "$links"/torch-"$TORCH"+cpu-*.whl >/dev/null 2>&1 || source="--find-links $links"
   say "fetching PyTorch $TORCH for CPUs"
   # shellcheck disable=SC2086 # two words
-  uv pip install --quiet --python "$UV_PROJECT_ENVIRONMENT" $source "torch==$TORCH" "transformers==$TRANSFORMERS" "accelerate==$ACCELERATE" >&2 \
+  uv pip install --quiet --python "$UV_PROJECT_ENVIRONMENT" $source "torch==$TORCH" "transformers==$TRANSFORMERS" >&2 \
     || die "PyTorch could not be fetched: install it into $UV_PROJECT_ENVIRONMENT yourself"
 }
 
@@ -198,7 +197,7 @@ stage() {
   fi
 }
 
-TORCH=2.13.0 TRANSFORMERS=5.24.0 ACCELERATE=1.15.0
+TORCH=2.13.0 TRANSFORMERS=5.24.0
 UV_PYTHON_DOWNLOADS=never # the system's Python is used; PyPI is the only place asked
 UV_PROJECT_ENVIRONMENT=${UV_PROJECT_ENVIRONMENT:-.venv}
 export UV_PYTHON_DOWNLOADS
