@@ -41,6 +41,7 @@ TEXTS = [
     [101, 7, 5],
     [5, 9, 33, 7, 1, 2, 3, 4],
 ]
+LONG = [(7 * i * i + i) % 100 + 5 for i in range(120)]  # several times longer than tiny windows
 TOLERANCE = 0.1  # of the standard deviation of the logits
 
 LLAMA = pytest.mark.llama
@@ -48,15 +49,16 @@ LLAMA = pytest.mark.llama
 SHARING = "_sharing"  # hybrids whose sequences share cells
 HYBRIDS = ("lfm2", "qwen35", "qwen35_mtp", "nemotron_h", f"lfm2{SHARING}", f"qwen35{SHARING}")
 RECURRENT = ("mamba", *HYBRIDS)
-TINY = (*RECURRENT, "gemma3", "gpt-oss")
+WINDOWED = {"gemma3": "paged", "gpt-oss": "paged", "gpt-oss_partitioned": "partitioned"}
+TINY = (*RECURRENT, *WINDOWED)
 WHICH = ("partitioned", "unified", "paged", "q8_0", *TINY)
 LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
 TORCH = pytest.param("torch unified", marks=pytest.mark.torch)
 UNIFIED = ["fake unified", LLAMA_KINDS[1], TORCH]
-PAGED = ["fake paged", LLAMA_KINDS[2]]
+PAGED = ["fake paged", LLAMA_KINDS[2], pytest.param("llama.cpp gpt-oss", marks=LLAMA)]
 FAKE_KINDS = ["fake partitioned", "fake unified", "fake paged", "fake hybrid"]
 KINDS = [*FAKE_KINDS, *LLAMA_KINDS, TORCH]
-WITH_FILES = ["partitioned", "unified", "paged"]
+WITH_FILES = [["partitioned", "unified", "paged"], ["gpt-oss", "gpt-oss_partitioned"]]
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +84,22 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         from cllm.backends.llama_cpp.fit import POSITION_BYTES
         from cllm.backends.llama_cpp.options import Options
 
+        num_caches = 2 if layout in WINDOWED else 1
         if layout in TINY:
-            path = request.getfixturevalue("tiny_model")(layout.removesuffix(SHARING))
+            name = layout.removesuffix(SHARING).removesuffix("_partitioned")
+            path = request.getfixturevalue("tiny_model")(name)
             sizes["max_taken_back"] = TAKEN_BACK
         is_recurrent = layout in RECURRENT
         if layout in TINY:  # those with windows cannot be unified
-            has_own = is_recurrent and not layout.endswith(SHARING)
+            has_own = layout == name if is_recurrent else layout != name
             layout = "partitioned" if has_own else "unified"
         if layout == "q8_0":
             layout, sizes["kv_type"] = "partitioned", "q8_0"
         per_token = compute_kv_bytes_per_token(read_header(path), "f16")
         if per_token and "kv_type" not in sizes and not is_recurrent:
             sizes |= {"kv_bytes_per_token": per_token, "kv_memory": NUM_CELLS * per_token}
-            if layout == "paged":
-                sizes["kv_memory"] += NUM_SEQS * CONTEXT * POSITION_BYTES
+            if layout == "paged" or num_caches > 1:
+                sizes["kv_memory"] += NUM_SEQS * CONTEXT * POSITION_BYTES * num_caches
         options = Options(n_threads=1, n_gpu_layers=0).model_dump()
         return LlamaCppBackend(
             BackendParams(path=str(path), layout=layout, options=options, **sizes)
@@ -211,10 +215,14 @@ class Caller:
         self.fresh = {row.seq.seq_id: len(row.draft) for row in rows}
         return np.array(self.backend.forward(Batch(list(rows), operations)))
 
+    def extend(self, seq_id: int, tokens: list[int]) -> None:
+        """Compute ``tokens``, which may be more than a batch."""
+        for at in range(0, len(tokens), BATCH):
+            self.forward(self.row(seq_id, tokens[at : at + BATCH]))
+
     def fill(self, seq_id: int, count: int) -> None:
         """Compute ``count`` tokens, whatever they are."""
-        for at in range(0, count, BATCH):
-            self.forward(self.row(seq_id, [3] * min(BATCH, count - at)))
+        self.extend(seq_id, [3] * count)
 
 
 @pytest.fixture
@@ -248,7 +256,7 @@ def test_info_has_the_requested_sizes(kind, backend):
     assert info.num_cells == NUM_CELLS
     assert NUM_SEQS <= info.max_num_samples <= BATCH
     named = kind.split()[1]
-    layout = "unified" if named.endswith(SHARING) else "partitioned"
+    layout = "unified" if named.endswith(SHARING) else WINDOWED.get(named, "partitioned")
     assert info.layout == (named if named in LAYOUTS else layout)
     assert (info.num_spare_ids > 0) == (named == "unified")
     assert bool(info.checkpoint_bytes) == (named in ("hybrid", *HYBRIDS))
@@ -643,6 +651,32 @@ def test_checkpoint_can_be_loaded_again(backend, caller):
         assert len(backend.snapshot(0)) == backend.info.checkpoint_bytes
 
 
+@pytest.mark.parametrize("count", [20, 60, 119])
+def test_part_of_a_long_prefix_is_that_prefix(backend, caller, count):
+    """However it comes to a seq_id, also if a window has passed its tokens.
+
+    The sequence that it comes from continues.
+    """
+    part = LONG[:count]
+    caller.extend(0, part)
+    expected = caller.forward(caller.row(0, [9]))[0]
+    caller.extend(1, LONG)
+    whole = caller.forward(caller.row(1, [9]))[0]
+    caller.trim(1, len(LONG))
+    caller.copy(1, 2, count)
+    assert_same(caller.forward(caller.row(2, [9]))[0], expected)
+    assert_same(caller.forward(caller.row(1, [9]))[0], whole)
+    caller.trim(1, len(LONG))
+    caller.save(1, 0)
+    caller.load(0, 3, part)
+    assert_same(caller.forward(caller.row(3, [9]))[0], expected)
+    caller.load(0, 0, LONG)
+    assert_same(caller.forward(caller.row(0, [9]))[0], whole)
+    for seq_id in (0, 1):
+        caller.trim(seq_id, count)
+        assert_same(caller.forward(caller.row(seq_id, [9]))[0], expected)
+
+
 def test_saving_does_not_change_the_sequence(backend, caller):
     """The sequence continues, and its snapshot stays the same."""
     expected = [alone(backend, [*TEXTS[0], 6]), alone(backend, [*TEXTS[0], 9])]
@@ -800,14 +834,20 @@ def test_other_layouts_do_not_swap(backend, caller):
 
 
 @pytest.mark.llama
-def test_snapshots_can_be_loaded_into_any_layout(make_backend):
+@pytest.mark.parametrize("kinds", WITH_FILES)
+def test_snapshots_can_be_loaded_into_any_layout(make_backend, kinds):
     """They are the same bytes, whatever the seq_id and the layout."""
-    backends = [make_backend(f"llama.cpp {layout}") for layout in WITH_FILES]
-    expected = alone(backends[0], [*TEXTS[0], 9])
+    backends = [make_backend(f"llama.cpp {kind}") for kind in kinds]
+    assert len({backend.info.layout for backend in backends}) == len(backends)
+    assert len({backend.info.fingerprint for backend in backends}) == 1
+    caller = Caller(backends[0])
+    caller.extend(0, [*LONG, 9])
+    expected = caller.forward(caller.row(0, [8]))[0]
     saved = []
     for backend in backends:
         caller = Caller(backend)
-        caller.forward(caller.row(0, TEXTS[1]), caller.row(3, TEXTS[0]))
+        caller.forward(caller.row(0, TEXTS[1]))
+        caller.extend(3, LONG)
         caller.save(3, 1)
         caller.forward()
         saved.append(bytes(backend.snapshot(1)))
@@ -815,10 +855,10 @@ def test_snapshots_can_be_loaded_into_any_layout(make_backend):
         for data in saved:
             caller = Caller(backend)
             caller.forward()
-            install_snapshot(backend, 0, data)
-            caller.saved[0] = len(TEXTS[0])
-            caller.load(0, 2, TEXTS[0])
-            assert_same(caller.forward(caller.row(2, [9]))[0], expected)
+            install_snapshot(backend, 0, data, len(LONG))
+            caller.saved[0] = len(LONG)
+            caller.load(0, 2, LONG)
+            assert_same(caller.forward(caller.row(2, [9, 8]))[0], expected)
         backend.close()
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cllm.backends.llama_cpp.states import CELL, WORD
+from cllm.backends.llama_cpp.state_format import CELL, WORD
 from cllm.engine.snapshot_files import (
     LENGTH,
     MAGIC,

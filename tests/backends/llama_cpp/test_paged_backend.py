@@ -92,6 +92,8 @@ def words(count: int, seed: int = 0) -> list[int]:
         ("", "q8_0"),
         ("deci", "f16"),
         ("deepseek2", "f16"),
+        ("gemma3", "f16"),
+        ("gpt-oss", "f16"),
     ],
 )
 def test_states_are_those_of_llama_cpp(make_backend, tiny_model, builtin_path, kind, kv_type):
@@ -115,20 +117,20 @@ def test_states_are_those_of_llama_cpp(make_backend, tiny_model, builtin_path, k
     assert np.array_equal(backend._cells._paged_states.make(1), backend._cells._states.save(0))
 
 
-@pytest.mark.parametrize("kind", ["deci", "deepseek2"])
+@pytest.mark.parametrize("kind", ["deci", "deepseek2", "gemma3", "gpt-oss"])
 def test_models_of_other_shapes_compute_the_same(make_backend, tiny_model, kind):
     """In chunks, and with shared, saved and trimmed prefixes."""
     tokens, other = words(300), words(100, seed=1)
-    unified, paged = (make_backend(tiny_model(kind), layout) for layout in ("unified", "paged"))
-    assert (unified.info.layout, paged.info.layout) == ("unified", "paged")
-    expected = forward(unified, 0, tokens)
+    plain, paged = (make_backend(tiny_model(kind), layout) for layout in ("partitioned", "paged"))
+    assert (plain.info.layout, paged.info.layout) == ("partitioned", "paged")
+    expected = forward(plain, 0, tokens)
     assert_same(forward(paged, 0, tokens), expected)
     paged.forward(Batch([], [Copy(0, 1, 200), Save(0, 5), Trim(0, 0), Load(5, 2, 100)]))
     assert_same(forward(paged, 1, tokens, 200), expected)
     assert_same(forward(paged, 2, tokens, 100), expected)
     assert_same(
         forward(paged, 2, tokens[:50] + other, 50, [Trim(2, 50)]),
-        forward(unified, 1, tokens[:50] + other),
+        forward(plain, 1, tokens[:50] + other),
     )
 
 
@@ -154,9 +156,10 @@ def test_state_whose_cells_are_in_another_order_is_loaded(make_backend):
 
 
 @pytest.mark.parametrize("damage", ["count", "owners", "positions", "type", "row", "layers"])
-def test_damaged_state_is_an_error(make_backend, damage):
-    """And nothing is shared or changed."""
-    backend, tokens = make_backend(), words(20)
+@pytest.mark.parametrize("kind", ["", "gpt-oss"])
+def test_damaged_state_is_an_error(make_backend, builtin_path, tiny_model, damage, kind):
+    """And nothing is shared or changed. The layers with a window are a second part of the state."""
+    backend, tokens = make_backend(tiny_model(kind) if kind else builtin_path), words(20)
     forward(backend, 0, tokens)
     backend.forward(Batch([], [Save(0, 0)]))
     data = bytearray(backend.snapshot(0))
@@ -169,6 +172,10 @@ def test_damaged_state_is_an_error(make_backend, damage):
         "type": cells_end + 8,
         "row": cells_end + 12,
     }[damage]
+    if kind:
+        half = len(data) // 2
+        assert data[:cells_end] == data[half : half + cells_end]
+        at += half
     data[at] += 1
     buffer = backend.new_state_buffer(len(data))
     buffer.data[:] = data
@@ -382,7 +389,7 @@ def test_steps_do_not_register_tensors_of_the_kv_cache(make_backend, monkeypatch
     assert_same(found, forward(make_backend(layout="unified"), 0, tokens))
 
 
-def deny_pages(self, *_) -> None:
+def deny_pages(self, *_, **__) -> None:
     from cllm.backends.llama_cpp.paged_memory import NotPaged
 
     raise NotPaged("the test denies it")

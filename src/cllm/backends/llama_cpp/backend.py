@@ -58,7 +58,7 @@ from cllm.backends.llama_cpp.placement import (
     scale_positions,
     scaled_length,
 )
-from cllm.backends.llama_cpp.states import CELL
+from cllm.backends.llama_cpp.state_format import CELL
 from cllm.backends.llama_cpp.threads import Threads
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.backends.params import BackendParams
@@ -165,9 +165,11 @@ class LlamaCppBackend:
         # In the unified layout, llama.cpp silently gives a sequence's cells before its window to
         # other sequences.
         self._is_windowed = lib.llama_model_n_swa(self._model) > 0
-        plain = not (self._is_recurrent or self._is_windowed)
-        pages = plain and not on_gpu and is_supported()
-        self._params, self._options, self._plain = params, options, plain
+        self._plain = not (self._is_recurrent or self._is_windowed)
+        pages = not self._is_recurrent and not on_gpu and is_supported()
+        self._params, self._options = params, options
+        # the bytes of a token in each of llama.cpp's caches: layers with a window have their own
+        self._cache_bytes = [params.kv_bytes_per_token]
         sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
         vectors = read_embedding_facts(self._model, self._context, vocabulary_size)
@@ -208,7 +210,7 @@ class LlamaCppBackend:
             state_bytes_per_token=probed.state_bytes_per_token,
             checks_states=generates and self._cells.form is not None,
             fingerprint=f"{compute_fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
-            f"{'' if plain else sizes[:4]}{describe_positions(options)}",
+            f"{sizes[:4] if self._is_recurrent else ''}{describe_positions(options)}",
         )
 
     def _open_fitting(self, trained: int, *, pages: bool, on_gpu: bool) -> tuple[KVSizes, Probed]:
@@ -221,9 +223,13 @@ class LlamaCppBackend:
             state_bytes = self._measure_kv().state_bytes
             sizes = fit_recurrent(self._params, trained, state_bytes)
         else:
-            if not self._params.kv_bytes_per_token:
+            is_split = self._is_windowed and pages and self._params.layout != "partitioned"
+            if is_split or not self._params.kv_bytes_per_token:
                 self._measure_kv()
-            sizes = fit(self._params, trained, plain=self._plain, pages=pages)
+            num_caches = len(self._cache_bytes)
+            sizes = fit(
+                self._params, trained, plain=self._plain, pages=pages, num_caches=num_caches
+            )
         # on a GPU, a call with all rows is the fastest
         has_streams = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
         self._in_passes = has_streams or sizes.num_past_states > 0
@@ -231,9 +237,9 @@ class LlamaCppBackend:
             return sizes, self._open_context(sizes)
         except NotPaged as reason:
             self._close_context()
-            expected = self._params.kv_bytes_per_token
+            expected = self._cache_bytes
             self._measure_kv()
-            if self._params.kv_bytes_per_token == expected:
+            if self._cache_bytes == expected:
                 if self._params.layout == "paged":
                     raise StartupError(f"kv.layout cannot be paged: {reason}") from None
                 log.warning("the KV cache has no paged memory: %s", reason)
@@ -244,10 +250,13 @@ class LlamaCppBackend:
         """Measure the memory of a token's keys and values, and what else only a context tells."""
         past = self._params.max_taken_back if self._is_recurrent else 0
         probed = self._open_context(KVSizes(PAD, 1, PAD, "partitioned", past))
+        self._cache_bytes = self._cells.cache_bytes if self._memory else []
+        if not self._cache_bytes:
+            self._cache_bytes = [max(0, probed.state_bytes_per_token - CELL)]
         self._close_context()
         self._params = msgspec.structs.replace(
             self._params,
-            kv_bytes_per_token=max(0, probed.state_bytes_per_token - CELL),
+            kv_bytes_per_token=sum(self._cache_bytes),
             max_taken_back=probed.max_taken_back or 0,
         )
         return probed
@@ -262,7 +271,7 @@ class LlamaCppBackend:
         self._arrays = BatchArrays(params.max_num_batched_tokens, sizes.max_num_seqs)
         if sizes.layout == "paged":
             num_tokens = pad_context(sizes.context_length) * sizes.max_num_seqs
-            num_bytes = num_tokens * params.kv_bytes_per_token
+            num_bytes = [num_tokens * each for each in self._cache_bytes]
             self._addresses = KVAddresses(sizes.max_num_seqs, num_bytes, params.kv_memory)
         with intercept(self._addresses or self._new_pages):
             try:
@@ -281,7 +290,7 @@ class LlamaCppBackend:
             self._pages = PagedMemory(self._addresses.find_rows(), sizes.max_num_seqs)
             self._cells = PagedCells(self._context, sizes, self._pages)
         else:
-            self._cells = Cells(self._context, sizes, plain=self._plain)
+            self._cells = Cells(self._context, sizes, portable=not self._is_recurrent)
         return self._probe()
 
     def _close_context(self) -> None:
@@ -312,7 +321,7 @@ class LlamaCppBackend:
 
         count = min(4, self._arrays.size)
         first = decode(0, 1)
-        self._cells.check_states()
+        self._cells.check_states(windowed=self._is_windowed)
         per_token = (decode(1, count) - first) // count
         times: list[float] = []
         while len(times) < PROBES and sum(times) < PROBE_SECONDS:
@@ -431,7 +440,8 @@ class LlamaCppBackend:
         if past := self.info.max_taken_back:
             passes = plan_with_drafts(batch.rows, num_tokens, context_length, past)
         else:
-            passes = plan_passes(batch.rows, num_tokens, context_length, pads=self._plain)
+            pads = not self._is_recurrent
+            passes = plan_passes(batch.rows, num_tokens, context_length, pads=pads)
             # The next pass overwrites the logits. Those of the last one need not be copied.
             passes.sort(key=lambda each: sum(row.num_samples for row in each.rows))
         if len(passes) == 1:

@@ -11,7 +11,8 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import StateBuffer
 from cllm.backends.llama_cpp.fit import KVSizes, pad_context
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
-from cllm.backends.llama_cpp.states import Bytes, Form, PagedStates, States
+from cllm.backends.llama_cpp.state_format import DAMAGED, Bytes, Form, get_form
+from cllm.backends.llama_cpp.states import PagedStates, States
 from cllm.core.batch import Copy, Drop, Load, Operation, Row, Save, Swap, Trim
 from cllm.errors import EngineError
 
@@ -23,12 +24,13 @@ SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
 class Cells:
     """The cells and the snapshots of one context.
 
-    ``num_ids`` counts the seq_ids that can hold tokens. ``max_taken_back`` is that of ModelInfo,
-    and ``plain`` says whether the model's only memory is attention to all
-    tokens. ``form`` is that of every saved state; None if states of this model are not checked.
+    ``num_ids`` counts the seq_ids that can hold tokens. ``max_taken_back`` is that of ModelInfo.
+    ``portable`` says whether the model's only memory is attention. ``form`` is that of every saved
+    state; None if states of this model are not checked. ``cache_bytes`` are the sizes of a token's
+    keys and values in each cache, if they are known.
     """
 
-    def __init__(self, context: Any, sizes: KVSizes, *, plain: bool) -> None:
+    def __init__(self, context: Any, sizes: KVSizes, *, portable: bool) -> None:
         self._memory = lib.llama_get_memory(context)
         self._num_seqs = self.num_ids = sizes.max_num_seqs
         self._is_unified = sizes.layout == "unified"
@@ -38,15 +40,18 @@ class Cells:
         # seq_ids with padding after their draft tokens, and how many tokens they have without it
         self._padded: dict[int, int] = {}
         self.form: Form | None = None
-        if self._is_unified and plain:
+        self.cache_bytes: list[int] = []
+        if self._is_unified and portable:
             self.num_ids = max(self.num_ids, SCRATCH_ID)
-        self._states = States(context, sizes.max_num_seqs, sizes.layout, portable=plain)
+        self._states = States(context, sizes.max_num_seqs, sizes.layout, portable=portable)
 
-    def check_states(self) -> None:
-        """Learn the form of states from seq_id 0, which has one token. Raises NotPaged if it is
-        new.
+    def check_states(self, *, windowed: bool) -> None:
+        """Learn the form of states from seq_id 0, which has one token. ``windowed`` says whether
+        there are sliding windows. Raises NotPaged if the form is new.
         """
-        self.form = self._states.read_form(self._states.save(0), 1)
+        caches = self._states.learn(windowed=windowed)
+        self.form = get_form(caches) if caches else None
+        self.cache_bytes = [cache.row_bytes for cache in caches]
 
     def operate(self, operations: Run[Operation]) -> None:
         """Carry out ``operations``. Raises EngineError for what would abort the process."""
@@ -189,9 +194,11 @@ class Cells:
         """Raises EngineError unless it is a state of ``num_tokens`` of this context, if states are
         checked.
         """
-        form = None if self.form is None else self._states.read_form(filled.state, num_tokens)
-        if form != self.form:
-            raise EngineError("a saved state is damaged, or of another model or type of cells")
+        if self.form is not None:
+            caches = self._states.read(filled.state)
+            is_whole = all(cache.has_positions(num_tokens) for cache in caches)
+            if not is_whole or get_form(caches) != self.form:
+                raise EngineError(DAMAGED)
         self._drop(key)
         self._snapshots[key] = filled.state
 
@@ -222,17 +229,17 @@ class PagedCells(Cells):
 
     def __init__(self, context: Any, sizes: KVSizes, pages: PagedMemory) -> None:
         """Raises NotPaged if the system refuses the addresses."""
-        super().__init__(context, sizes, plain=True)
+        super().__init__(context, sizes, portable=True)
         self._pages = pages
         max_tokens = pad_context(sizes.context_length)
         self._paged_states = PagedStates(context, self._states, pages, max_tokens)
 
-    def check_states(self) -> None:
-        super().check_states()
+    def check_states(self, *, windowed: bool) -> None:
+        super().check_states(windowed=windowed)
         self._pages.save(0, 0, 1)
         is_same = np.array_equal(self._paged_states.make(0), self._states.save(0))
         self._pages.drop(0)
-        if not is_same:
+        if self.form is None or not is_same:
             raise NotPaged("this model's state has another form")
 
     def trim(self, seq_id: int, keep: int) -> None:

@@ -44,24 +44,25 @@ def fit(
     *,
     plain: bool = True,
     pages: bool = False,
+    num_caches: int = 1,
 ) -> KVSizes:
     """Divide kv_memory into cells and sequences.
 
     The only memory of a ``plain`` model is attention to all tokens; only plain models can be
     unified. ``pages`` says that paged memory can be used. A sequence may be as long as the model
     was trained for, or as kv_memory allows. In paged memory, each sequence also needs positions for
-    a whole context; ``auto`` is not paged if these leave too little memory for cells. Without paged
-    memory, ``auto`` is partitioned if each sequence gets cells for a whole context, otherwise
-    unified. A model that cannot be unified gets a shorter context, so that MIN_SEQS sequences fit.
-    Raises StartupError, with the sizes, if not even one sequence fits.
+    a whole context in each of ``num_caches``; ``auto`` is not paged if these leave too little
+    memory for cells. Without paged memory, ``auto`` is partitioned if each sequence gets cells for
+    a whole context, otherwise unified. A model that cannot be unified gets a shorter context, so
+    that MIN_SEQS sequences fit. Raises StartupError, with the sizes, if not even one sequence fits.
     """
     layout = params.layout
     if layout == "paged" and not pages:
         raise StartupError(NOT_PAGED)
-    if layout == "auto" or not plain:
+    if layout == "auto" or (layout == "unified" and not plain):
         layout = "paged" if pages else ""
     is_paged = layout == "paged"
-    position_bytes = POSITION_BYTES * params.max_num_seqs if is_paged else 0
+    position_bytes = POSITION_BYTES * num_caches * params.max_num_seqs if is_paged else 0
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token + position_bytes)
     longest = min(trained_context_length, affordable)
     if layout not in ("paged", "unified") and not plain:
@@ -69,7 +70,7 @@ def fit(
     context = params.context_length or max(MIN_CONTEXT, longest)
     if context > affordable:
         if is_paged and params.layout == "auto":
-            return fit(params, trained_context_length)
+            return fit(params, trained_context_length, plain=plain)
         need = context * (params.kv_bytes_per_token + position_bytes)
         raise too_little_memory(params, context, need, has_positions=is_paged)
     if is_paged:

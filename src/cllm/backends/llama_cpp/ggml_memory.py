@@ -1,4 +1,4 @@
-"""Gives llama.cpp's KV cache either reserved addresses without memory, or memory that is zero
+"""Gives llama.cpp's KV caches either reserved addresses without memory, or memory that is zero
 already.
 
 llama.cpp has no parameter for the memory of its KV cache. ``intercept`` therefore replaces, while a
@@ -59,22 +59,24 @@ class GgmlTensor(ctypes.Structure):
 
 
 class KVAddresses:
-    """The addresses of one KV cache, to which nothing is mapped yet.
+    """The addresses of a context's KV caches, to which nothing is mapped yet.
 
-    llama.cpp's functions that clear a cache or write states to it have no effect on this one. Its
+    llama.cpp's functions that clear a cache or write states to it have no effect on these. Their
     memory is zero when it is mapped.
     """
 
-    def __init__(self, num_streams: int, num_bytes: int, max_bytes: int) -> None:
-        """Reserve addresses for the ``num_bytes`` that llama.cpp will ask for.
+    def __init__(self, num_streams: int, sizes: list[int], max_bytes: int) -> None:
+        """Reserve addresses for the caches, of ``sizes`` bytes, for which llama.cpp will ask.
 
         Memory of at most ``max_bytes`` may be used. Pass this object to ``intercept``, then call
         ``find_rows``.
         """
         self._num_streams = num_streams
-        self._num_bytes = num_bytes
+        self._expected = [(cache, size) for cache, size in enumerate(sizes) if size]
+        self._num_bytes = sum(sizes)
         self._max_bytes = max_bytes
         self._base = 0
+        self._caches: dict[int, int] = {}  # by the addresses of ggml's buffers
         self._rows: list[Rows] = []
         # kept as long as ggml's buffer has pointers to them
         self._callbacks = {
@@ -85,18 +87,21 @@ class KVAddresses:
 
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
-        if size != self._num_bytes or self._base:
+        done = self._expected[: len(self._caches)]
+        cache, expected = self._expected[len(done)] if done != self._expected else (0, 0)
+        if size != expected:
             if size > max(self._max_bytes, MAX_UNEXPECTED_BYTES):  # another size than expected
                 return None
             return _allocate_with_ggml(buffer_type, size)
         try:
-            self._base = reserve(size)
+            self._base = self._base or reserve(self._num_bytes)
         except OSError:
             return None
-        buffer: int = ggml.ggml_backend_cpu_buffer_from_ptr(self._base, size)
-        self._functions = (Pointer * 11).from_address(buffer)
+        address = self._base + sum(taken for _, taken in done)
+        buffer: int = ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
         for at, callback in self._callbacks.items():
-            self._functions[at] = ctypes.cast(callback, Pointer).value
+            functions_of(buffer)[at] = ctypes.cast(callback, Pointer).value
+        self._caches[buffer] = cache
         return buffer
 
     def _register(self, buffer: int, address: int) -> int:
@@ -104,9 +109,8 @@ class KVAddresses:
         if not tensor.view_src:
             offset = sum(rows.stream_bytes for rows in self._rows)
             _, row_bytes, stream_bytes, _ = tensor.nb
-            self._rows.append(
-                Rows(tensor.name, tensor.data or 0, stream_bytes, row_bytes, tensor.type, offset)
-            )
+            place = tensor.name, tensor.data or 0, stream_bytes, row_bytes, tensor.type, offset
+            self._rows.append(Rows(*place, self._caches[buffer]))
         return 0
 
     def find_rows(self) -> list[Rows]:
@@ -122,7 +126,8 @@ class KVAddresses:
         if not self._rows or end != self._base + self._num_bytes:
             raise NotPaged("llama.cpp allocates another KV cache than expected")
         # ggml would also call it for views of the tensors, many in each step
-        self._functions[BUFFER_INIT] = None
+        for buffer in self._caches:
+            functions_of(buffer)[BUFFER_INIT] = None
         return self._rows
 
     def close(self) -> None:
@@ -146,11 +151,16 @@ class NewPages:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
         buffer = _allocate_with_ggml(buffer_type, size)
         if buffer is not None and size >= NEW_PAGES_BYTES:
-            functions = (Pointer * 11).from_address(buffer)
+            functions = functions_of(buffer)
             address = GetBase(functions[BUFFER_GET_BASE] or 0)(buffer)
             if renew_pages(address, size):
                 functions[BUFFER_CLEAR] = ctypes.cast(self._clear, Pointer).value
         return buffer
+
+
+def functions_of(buffer: int) -> ctypes.Array[Pointer]:
+    """Return the functions of one of ggml's buffers, which can be replaced."""
+    return (Pointer * 11).from_address(buffer)
 
 
 def do_nothing(*_: object) -> None:

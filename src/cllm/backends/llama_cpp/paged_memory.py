@@ -49,7 +49,8 @@ class Rows(NamedTuple):
     """The keys or the values of one layer, a row for each token.
 
     ``address`` is the address of the first stream's rows, and ``offset`` the number of bytes before
-    the rows in a slab. ``type`` is ggml's number for the type of the values.
+    the rows in a slab. ``type`` is ggml's number for the type of the values. ``cache`` counts
+    llama.cpp's caches: those layers that have a window are in the second one.
     """
 
     name: bytes
@@ -58,6 +59,7 @@ class Rows(NamedTuple):
     row_bytes: int
     type: int
     offset: int
+    cache: int = 0
 
     def pages(self, num_tokens: int) -> int:
         """Return the bytes of the whole pages in the first ``num_tokens`` rows."""
