@@ -138,6 +138,17 @@ def test_pooling(tmp_path: Path, settings: dict[str, Any], pooling: str) -> None
     assert checkpoint.max_embedding_tokens == 256
 
 
+def test_model_whose_logits_are_taken_as_scores_is_one_that_generates(tmp_path: Path) -> None:
+    """As Qwen3-Reranker is published."""
+    files = pooling_files()
+    files["modules"][1:] = [
+        {"idx": 1, "path": "1_LogitScore", "type": "sentence_transformers.models.LogitScore"}
+    ]
+    del files["1_Pooling/config"]
+    checkpoint = read_checkpoint(write_checkpoint(tmp_path, **files))
+    assert checkpoint.pooling is None
+
+
 def test_pooling_that_is_not_supported(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
     files = pooling_files(pooling_mode_max_tokens=True)

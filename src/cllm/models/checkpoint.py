@@ -368,7 +368,8 @@ def _check_places(path: Path, tensors: dict[str, StoredTensor], data_begin: int,
 def _read_pooling(folder: Path) -> str | None:
     """Return how sentence-transformers pools token vectors, or None if the folder is not its own.
 
-    Raises ModelFileError if its modules compute anything else than pooling and normalizing.
+    Raises ModelFileError if its modules compute anything else than pooling and normalizing. With
+    LogitScore, the model generates, and sentence-transformers takes a score from its logits.
     """
     modules = folder / "modules.json"
     if not modules.exists():
@@ -376,7 +377,7 @@ def _read_pooling(folder: Path) -> str | None:
     pooling = None
     for module in _as_list(read_json_value(modules)):
         kind, place = str(module.get("type")).rsplit(".", 1)[-1], module.get("path")
-        if kind not in ("Transformer", "Pooling", "Normalize"):
+        if kind not in ("Transformer", "Pooling", "Normalize", "LogitScore"):
             _fail(modules, f"has the module {kind[:50]}, which is not supported")
         if kind == "Pooling":
             if not isinstance(place, str) or not _is_plain_name(place):
