@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import httpx2
 import pytest
 from client_ledger import write_accounts
+
+from cllm.models import builtin
 
 CONTROL = "/v1/chat/completions/control"
 CHAT = "/v1/chat/completions"
@@ -224,3 +227,40 @@ def test_other_accounts_cannot_end_the_reasoning(start_server, endless, tmp_path
     assert stream.content[0]
     assert order("bob") == (404, None)
     assert order("ann") == order("root") == (200, False)
+
+
+@pytest.mark.slow
+@pytest.mark.llama
+@pytest.mark.parametrize("streams", [False, True])
+def test_reasoning_that_resumes_is_separated_and_has_a_budget(
+    start_server, tmp_path, streams
+) -> None:
+    """The prompt has closed the reasoning. The bias makes the model open it again and again."""
+    template = (Path(builtin.__file__).parent / "chat_template.jinja").read_text()
+    opening = "{%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}"
+    assert opening in template
+    path = tmp_path / "template.jinja"
+    path.write_text(template.replace(opening, "{{- '<think>\\n\\n</think>\\n\\n' }}"))
+    server = start_server("--chat-template-file", str(path))
+    [mark] = post(server, "/tokenize", content="<think>", parse_special=True)["tokens"]
+    usage = {"stream_options": {"include_usage": True}} if streams else {}
+    body = {"messages": ASK["messages"], "temperature": 0, "logit_bias": {mark: 100}, **usage}
+
+    def ask(**fields) -> tuple[str, str, int]:
+        if streams:
+            stream = Stream(server, {**body, **fields})
+            stream.read()
+            message = {"reasoning_content": stream.reasoning[0], "content": stream.content[0]}
+            counts = stream.usage
+        else:
+            answer = post(server, CHAT, **body, **fields)
+            message, counts = answer["choices"][0]["message"], answer["usage"]
+        num_tokens = counts["completion_tokens_details"]["reasoning_tokens"]
+        return message["reasoning_content"], message["content"] or "", num_tokens
+
+    assert ask(max_tokens=5) == ("<think>" * 4, "", 4)
+    reasoning, content, num_tokens = ask(max_tokens=40, thinking_token_budget=2)
+    assert reasoning == "<think>" * 2
+    assert content.strip()
+    assert "think" not in content
+    assert num_tokens == 4  # with the two that end it
