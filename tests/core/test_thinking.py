@@ -6,9 +6,12 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.request import Request, SequenceProgress
 from cllm.core.sequence import Sequence
 from cllm.core.thinking import Thinking
+from cllm.core.vocabulary import Pieces
 
 OPEN, CLOSE = 7, 9
 FORCE = (CLOSE, 11)
+LINE, WORD, CODE = 1, 5, 3
+PIECES = Pieces.of([b"", b"\n", b" ", b"```", b"", b"a", b"", b"", b"", b"", b"", b"\n\n"])
 
 
 def think(output=(), num_tokens=3, opening=(), force=FORCE, **options) -> Thinking:
@@ -17,7 +20,7 @@ def think(output=(), num_tokens=3, opening=(), force=FORCE, **options) -> Thinki
     """
     options = {"inside": not opening, "closes_once": True, **options}
     budget = ThinkingBudget(num_tokens, opening or (OPEN,), CLOSE, force, **options)
-    return Thinking(budget).after(output)
+    return Thinking(budget, PIECES).after(output)
 
 
 def forced(output, num_tokens=3, opening=(), **options) -> int | None:
@@ -41,39 +44,57 @@ def test_end_of_reasoning_is_forced_after_the_budget(output, expected) -> None:
 
 
 def test_budget_counts_from_the_start_of_reasoning() -> None:
-    """Unless it may resume anywhere, it must begin with one of the first tokens."""
     opening = (OPEN,)
-    assert forced([7, 5, 5], opening=opening) is None
-    assert forced([7, 5, 5, 5], opening=opening) == 9
-    assert forced([5, 5, 7, 5, 5], opening=opening) is None
-    assert forced([5, 5, 7, 5, 5, 5], opening=opening) == 9
-    late = [5, 5, 5, 5, 7, 5, 5, 5]
-    assert forced(late, opening=opening) is None
-    assert forced(late, opening=opening, resumes=True) == 9
-    assert forced([5, 5, 5, 5, 5], opening=opening) is None
-    assert forced([7], 0, opening) == 9
-    assert forced([7, 9], 0, opening) == 11
+    assert forced([OPEN, 5, 5], opening=opening) is None
+    assert forced([OPEN, 5, 5, 5], opening=opening) == 9
+    assert forced([2, LINE, OPEN, 5, 5], opening=opening) is None
+    assert forced([2, LINE, OPEN, 5, 5, 5], opening=opening) == 9
+    assert forced([WORD, WORD, WORD, WORD], opening=opening) is None
+    assert forced([OPEN], 0, opening) == 9
+    assert forced([OPEN, 9], 0, opening) == 11
     assert forced([], 0) == 9
+
+
+@pytest.mark.parametrize(
+    ("before", "opens"),
+    [
+        ([], True),
+        ([WORD, LINE], True),
+        ([WORD, LINE, 2], True),
+        ([WORD], False),
+        ([WORD, LINE, WORD], False),
+        ([CODE, LINE], False),
+        ([CODE, WORD, LINE, WORD, LINE], False),
+        ([CODE, LINE, WORD, LINE, CODE, LINE], True),
+    ],
+)
+def test_mark_within_a_line_or_in_code_is_text(before, opens) -> None:
+    """As in the parser. If the model may not reason again, it may still write that."""
+    state = think([*before, OPEN, 5], 1, (OPEN,))
+    assert (state.forced == CLOSE) == opens
+    assert think([*before, OPEN, 5], 1, (OPEN,), anywhere=True).forced == CLOSE
+    is_over = think([5, CLOSE, 11, *before], 1)
+    assert is_over.is_over
+    assert (OPEN in is_over.forbidden) == opens
 
 
 def test_mark_that_opens_reasoning_may_have_several_tokens() -> None:
     opening = (6, 6, OPEN)
-    for output in ([6, 6, 7], [5, 6, 6, 7], [6, 5, 6, 6, 7], [1, 1, 1, 1, 1, 6, 6, 7]):
-        state = think(output, 1, opening, resumes=True)
+    for output in ([6, 6, 7], [1, 6, 6, 7], [6, 1, 6, 6, 7], [5, 1, 6, 6, 7]):
+        state = think(output, 1, opening)
         assert (state.forced, state.after([5]).forced) == (None, 9), output
-    for output in ([6, 7], [6, 6, 5, 7], [7], [6, 6]):
-        assert think(output, 0, opening, resumes=True).forced is None, output
+    for output in ([6, 7], [6, 6, 5, 7], [7], [6, 6], [5, 6, 6, 7]):
+        assert think(output, 0, opening).forced is None, output
 
 
 def test_budget_covers_all_reasoning_of_an_output() -> None:
     """Once it is used up, no reasoning begins."""
-    state = think([5, CLOSE, 1, 1, 1, OPEN, 5], resumes=True)
+    state = think([5, CLOSE, 5, 5, 1, OPEN, 5])
     assert (state.forced, state.forbidden) == (None, [])
     state = state.after([5])
     assert state.forced == CLOSE
     state = state.after(FORCE)
     assert (state.forced, state.forbidden) == (None, [OPEN, CLOSE])
-    assert forced([5, CLOSE, 1, 1, 1, OPEN, 5, 5]) is None, "it has no budget, as text"
 
 
 def test_reasoning_that_has_ended_by_itself_forbids_nothing() -> None:
@@ -82,7 +103,7 @@ def test_reasoning_that_has_ended_by_itself_forbids_nothing() -> None:
 
 def test_only_the_last_token_of_a_mark_is_forbidden() -> None:
     """The others may begin something else, such as the channel of the answer."""
-    state = think([6, OPEN, 5, CLOSE, 11], 1, (6, OPEN), resumes=True, closes_once=False)
+    state = think([6, OPEN, 5, CLOSE, 11], 1, (6, OPEN), closes_once=False)
     assert state.forbidden == []
     assert state.after([6]).forbidden == [OPEN]
     assert state.after([6, 5]).forbidden == []
@@ -117,7 +138,7 @@ def test_client_may_end_the_reasoning_before_it_begins() -> None:
 
 
 def test_answer_that_has_begun_does_not_think_again() -> None:
-    state = think([5, 5, CLOSE, 1], None, resumes=True)
+    state = think([5, 5, CLOSE, 1], None)
     state.end([5, 5, CLOSE, 1])
     assert (state.forced, state.forbidden) == (None, [OPEN, CLOSE])
 

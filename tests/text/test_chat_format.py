@@ -101,24 +101,22 @@ def test_thinking_budget_is_planned_from_the_prompt(
     chat: Chat, inside: bool, num_tokens: int | None
 ) -> None:
     _, params, _ = read(THINKING, "<think>\n" if inside else "a", chat)
-    budget = ThinkingBudget(
-        num_tokens, (THINK,), END_THINK, CLOSING, True, inside=inside, resumes=True
-    )
+    budget = ThinkingBudget(num_tokens, (THINK,), END_THINK, CLOSING, True, inside=inside)
     assert params.thinking == (None if num_tokens is None else budget)
     if chat.thinking_budget is None:
         assert read(THINKING, "<think></think>", chat)[1].thinking is None
 
 
 def test_budget_covers_reasoning_that_resumes() -> None:
-    """It counts although the prompt has closed the first reasoning. Without a control token, it
-    counts only at the beginning.
+    """It counts although the prompt has closed the first reasoning. Without a control token that
+    resumes reasoning, there is none to limit.
     """
     budget = read(THINKING, "</think>", Chat([], thinking_budget=7))[1].thinking
-    assert budget == ThinkingBudget(7, (THINK,), END_THINK, CLOSING, True, resumes=True)
+    assert budget == ThinkingBudget(7, (THINK,), END_THINK, CLOSING, True)
     only_end = {END_THINK: "</think>"}
     assert read(THINKING, "</think>", Chat([], thinking_budget=7), only_end)[1].thinking is None
     budget = read(THINKING, "a", Chat([], thinking_budget=7), only_end)[1].thinking
-    assert (budget.open, budget.resumes) == ((*b"<think>",), False)
+    assert (budget.open, budget.anywhere) == ((*b"<think>",), False)
 
 
 def test_message_comes_before_the_end_of_the_reasoning() -> None:
@@ -249,7 +247,7 @@ def test_mark_may_be_a_special_token_followed_by_text() -> None:
     )
     assert r"<[300]> \"thought\"" in message_grammar(bound)
     opening = (300, *b"thought")
-    assert params.thinking == ThinkingBudget(3, opening, 301, (301,), True, resumes=True)
+    assert params.thinking == ThinkingBudget(3, opening, 301, (301,), True, anywhere=True)
     assert plan.pieces[300] == b"<|channel>"
     assert (
         read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel

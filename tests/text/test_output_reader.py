@@ -17,7 +17,7 @@ from cllm.core.request import Request
 from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import Ended, OutputReader
 from cllm.text.tools.model_family import load_families
-from cllm.text.tools.parser import Parser
+from cllm.text.tools.parser import Channel, Parser
 
 PIECES = [bytes([i]) for i in range(256)]
 
@@ -73,9 +73,14 @@ def plain_until_it_thinks(**params) -> OutputReader:
     ("tokens", "texts"),
     [
         ((*b"a\n", OPEN, *b"hm", CLOSE, *b"\nb"), ["a\n", "hm", "\nb"]),
+        ((*b"a", OPEN, *b"b\n", CLOSE, *b"c"), ["a<think>b\nc"]),
+        ((*b"```\n", OPEN, *b"b\n```\n", OPEN, *b"h"), ["```\n<think>b\n```", "h"]),
         ((OPEN, *b"hm", CLOSE, *b"\nb"), ["hm", "b"]),
         ((CLOSE, *b"a<think>b"), ["a<think>b"]),
-        ((*b"a", OPEN, *b"h", CLOSE, *b"b", OPEN, *b"m", CLOSE, *b"c"), ["a", "h", "b", "m", "c"]),
+        (
+            (*b"a\n", OPEN, *b"h", CLOSE, *b"b\n", OPEN, *b"m", CLOSE, *b"c"),
+            ["a\n", "h", "b", "m", "\nc"],
+        ),
     ],
 )
 def test_text_is_parsed_once_reasoning_resumes(tokens, texts, size):
@@ -88,24 +93,25 @@ def test_text_is_parsed_once_reasoning_resumes(tokens, texts, size):
     joined = ["".join(delta.text for delta in group) for _, group in grouped]
     assert [text for text in joined if text] == texts
     assert sum(delta.num_tokens for delta in deltas) == len(tokens) == read.usage.completion_tokens
-    num_thoughts = sum(tokens.count(token) for token in (*b"hm", CLOSE)) if OPEN in tokens else 0
+    thoughts = deltas and [delta for delta in deltas if delta.channel == Channel.REASONING]
+    num_thoughts = sum(tokens.count(token) for token in (*b"hm", CLOSE)) if thoughts else 0
     assert read.usage.reasoning_tokens == num_thoughts
     assert read.finished
 
 
 def test_held_text_and_its_logprobs_are_not_lost_when_reasoning_resumes():
     """The stop string may still come."""
-    read = plain_until_it_thinks(stop="no", logprobs=0)
-    tokens = (*b"an", OPEN, ord("h"), CLOSE, ord("o"))
+    read = plain_until_it_thinks(stop="\nno", logprobs=0)
+    tokens = (*b"a\n", OPEN, ord("h"), CLOSE, ord("o"))
     ends = [""] * 5 + [FinishReason.LENGTH]
     outputs = [
         TokenOutput("a", 0, token, end, logprobs=Logprobs(-1.0, []))
         for token, end in zip(tokens, ends, strict=True)
     ]
     deltas = [delta for one in outputs for delta in read.read([one])[0]]
-    assert [delta.text for delta in deltas if delta.text] == ["a", "n", "h", "o"]
+    assert [delta.text for delta in deltas if delta.text] == ["a", "\n", "h", "o"]
     told = [one.token for delta in deltas for one in delta.logprobs]
-    assert told == [*b"ano"]
+    assert told == [*b"a\no"]
 
 
 @pytest.mark.parametrize("failure", ["error", "grammar", "timeout"])

@@ -33,9 +33,9 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """A limit on reasoning: after ``num_tokens`` of it, the tokens ``force`` are written instead of
     sampled ones. With None, only the client can end it, which it may if it ``ends_on_request``.
 
-    The tokens ``open`` begin reasoning at the beginning of the output or, if it ``resumes``,
-    anywhere. With ``inside``, the output begins in the middle of reasoning. The token ``close``
-    ends reasoning; with ``closes_once``, it is not sampled again after ``force``.
+    The tokens ``open`` begin reasoning ``anywhere`` or, without that, at the beginning of a line
+    outside of code blocks. With ``inside``, the output begins in the middle of reasoning. The token
+    ``close`` ends reasoning; with ``closes_once``, it is not sampled again after ``force``.
     """
 
     num_tokens: int | None
@@ -44,7 +44,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     force: tuple[int, ...]
     closes_once: bool = False
     inside: bool = False
-    resumes: bool = False
+    anywhere: bool = False
     ends_on_request: bool = False
 
 

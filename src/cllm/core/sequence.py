@@ -19,6 +19,7 @@ from cllm.core.output import (
 )
 from cllm.core.request import Adapters, Request, SequenceProgress
 from cllm.core.thinking import Thinking
+from cllm.core.vocabulary import Pieces
 
 BOUNDARY_DISTANCE = 4096  # tokens between boundaries within long messages
 MAX_PROMPT_END = 64  # tokens after the last boundary that are rather computed again
@@ -107,8 +108,16 @@ class Sequence:
         "waits_since",
     )
 
-    def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        context_length: int,
+        pieces: Pieces | None = None,
+    ) -> None:
         """``seed`` has 64 bits; ``context_length`` limits prompt and output together, in tokens.
+        ``pieces`` has the bytes of each token id, for requests with a thinking budget.
 
         The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived``,
         ``waits_since`` (its arrival, or when it was parked last) and ``expires`` (in seconds of its
@@ -147,7 +156,7 @@ class Sequence:
         self.num_pending_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
         budget = request.params.thinking
-        self.thinking = None if budget is None else Thinking(budget)
+        self.thinking = None if budget is None else Thinking(budget, pieces)
         # by position, for the positions that may be sampled again; see sampling/extensions.py
         self.mirostat_mu: dict[int, float] = {}
         self.limit = context_length

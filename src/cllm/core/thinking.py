@@ -7,10 +7,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+from cllm.core.lines import Lines
 from cllm.core.params import ThinkingBudget
-
-# tokens at the beginning of a text, among which the mark may be that opens the reasoning
-LEAD = 4
+from cllm.core.vocabulary import Pieces
 
 
 class Thinking:
@@ -27,18 +26,23 @@ class Thinking:
         "_budget",
         "_is_inside",
         "_limit",
+        "_lines",
+        "_may_open",
         "_num_matched",
-        "_num_tokens",
         "_num_used",
+        "_pieces",
         "is_over",
     )
 
-    def __init__(self, budget: ThinkingBudget) -> None:
+    def __init__(self, budget: ThinkingBudget, pieces: Pieces | None = None) -> None:
+        """``pieces`` has the bytes of each token id. Without it, every token begins a line."""
         self._budget = budget
+        self._pieces = pieces
+        self._lines = Lines()  # of the output outside of reasoning
         self._limit = sys.maxsize if budget.num_tokens is None else budget.num_tokens
         self._num_used = 0  # tokens of reasoning
-        self._num_tokens = 0  # of the output
-        self._num_matched = 0  # of the mark that opens reasoning
+        self._num_matched = 0  # tokens of the mark that opens reasoning
+        self._may_open = True  # whether that mark was allowed where these begin
         self._at = -1  # the position in the forced tokens; -1 if nothing is being forced
         self._is_inside = False
         self.is_over = False  # whether no further reasoning may begin
@@ -48,7 +52,6 @@ class Thinking:
     def advance(self, token: int) -> None:
         """Take in the next token of the output."""
         budget = self._budget
-        self._num_tokens += 1
         if self._at >= 0:
             # any other token is a draft token that will be rejected
             self._at = self._at + 1 if token == budget.force[self._at] else 0
@@ -56,6 +59,8 @@ class Thinking:
                 self._at, self._is_inside, self.is_over = -1, False, True
         elif not self._is_inside:
             self._match(token)
+            if self._pieces is not None and not self._is_inside:
+                self._lines.add(self._pieces[token].decode(errors="replace"))
         elif token == budget.close:
             self._is_inside = False
         else:
@@ -65,11 +70,15 @@ class Thinking:
 
     def _match(self, token: int) -> None:
         """Note whether ``token`` continues or completes the mark that opens reasoning."""
-        mark, matched = self._budget.open, self._num_matched
-        matched = matched + 1 if token == mark[matched] else int(token == mark[0])
-        self._num_matched = matched % len(mark)
-        if matched == len(mark) and (self._budget.resumes or self._num_tokens < LEAD + len(mark)):
-            self._enter()
+        mark = self._budget.open
+        if token != mark[self._num_matched]:
+            self._num_matched = 0
+        if not self._num_matched:
+            self._may_open = self._budget.anywhere or self._lines.allow_mark()
+        if token == mark[self._num_matched]:
+            self._num_matched = (self._num_matched + 1) % len(mark)
+            if not self._num_matched and self._may_open:
+                self._enter()
 
     def _enter(self) -> None:
         self._is_inside = True
@@ -97,6 +106,7 @@ class Thinking:
         state = Thinking(self._budget)
         for name in self.__slots__:
             setattr(state, name, getattr(self, name))
+        state._lines = self._lines.copy()
         for token in tokens:
             state.advance(token)
         return state
@@ -113,6 +123,8 @@ class Thinking:
         """
         if not self.is_over:
             return []
-        mark = self._budget.open
-        opening = [mark[-1]] if self._num_matched == len(mark) - 1 else []
+        mark, may_open = self._budget.open, self._may_open
+        if not self._num_matched:
+            may_open = self._budget.anywhere or self._lines.allow_mark()
+        opening = [mark[-1]] if may_open and self._num_matched == len(mark) - 1 else []
         return [*opening, self._budget.close] if self._budget.closes_once else opening

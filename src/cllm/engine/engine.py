@@ -232,8 +232,9 @@ class Engine:
                 if params.grammar:
                     self._use(self._grammars)
                     add = self._grammars.add
+                pieces = self.backend.vocabulary.pieces if params.thinking else None
                 for index, progress in list_sequences(command).items():
-                    seq = Sequence(request, index, derive_seed(seed, index), length)
+                    seq = Sequence(request, index, derive_seed(seed, index), length, pieces)
                     if progress is not None:
                         seq.resume(progress)
                     outputs += add(seq, self.clock())

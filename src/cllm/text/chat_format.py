@@ -382,7 +382,7 @@ class ChatFormat:
             (*message, *self._tokens(force)),
             closes_once=header is None,
             inside=inside or (header is not None and is_off),
-            resumes=reasoning is None or reasoning.anywhere or self._opener is not None,
+            anywhere=reasoning is None or reasoning.anywhere,
             ends_on_request=chat.ends_on_request,
         )
 

@@ -30,6 +30,7 @@ class Choice:
         self.finish = ""
         self.num_tokens = 0
         self.parser = parser
+        self.texts: list[str] | None = None  # of the tokens so far, if a list was set
         self._detokenizer = Detokenizer(pieces)
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens if params.stop else 0
@@ -49,6 +50,8 @@ class Choice:
         text = self._detokenizer.feed(output.token) if output.is_text else ""
         if output.finish:
             text += self._detokenizer.flush()
+        if self.texts is not None:
+            self.texts.append(text)
         if self._alignment is not None:
             self._alignment.add(output.token, text, output.logprobs if output.is_text else None)
         stopped = False
@@ -70,8 +73,7 @@ class Choice:
         incomplete character at the end of the text so far is dropped.
         """
         self.parser, self._detokenizer = parser, Detokenizer(pieces)
-        if self.num_tokens:
-            parser.note_text()
+        parser.note_text("".join(self.texts or ()))
         if self._alignment is not None:
             self._pending_logprobs = self._alignment.shown("", is_all=True)
 

@@ -94,6 +94,9 @@ class OutputReader:
             for i, request in enumerate(requests)
             for j in range(params.n)
         }
+        if self._opener is not None:
+            for choice in self._choices.values():
+                choice.texts = []
         self._num_going = len(self._choices)
         self.usage = Usage() if usage is None else usage
         self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in requests]

@@ -357,20 +357,23 @@ def read_tokens(*tokens: str | int, control=MARK_IDS, **options) -> str:
     ("tokens", "expected"),
     [
         # the text is what remains without the reasoning
-        ((1, "a", 2, "\n\n", "b ", 1, "c", 2, "d"), "[a]b[c] d"),
+        ((1, "a", 2, "\n\n", "b\n", 1, "c", 2, "d"), "[a]b[c]\nd"),
         ((1, "a", 2, "b\n", 1, "\nc\n", 2, "\n", "\n", "d"), "[a]b[c]\n\n\nd"),
-        ((1, "a", 2, "b", 1, "c"), "[a]b[c]"),
-        ((1, "a", 2, "b", 1, "c", 2, " \n"), "[a]b[c]"),
-        ((1, "a", 2, "b", 1, "c", 2, "\n", 1, "d", 2, "e"), "[a]b[cd]\ne"),
-        # in other tokens it is only mentioned
+        ((1, "a", 2, "b\n", 1, "c"), "[a]b[c]"),
+        ((1, "a", 2, "b", "\n  ", 1, "c", 2, " \n"), "[a]b[c]"),
+        ((1, "a", 2, "b\n", 1, "c", 2, "\n", 1, "d", 2, "e"), "[a]b[cd]\n\ne"),
+        # it is only mentioned: in other tokens, within a line, in code
         (("see\n", "<th", "ink>"), "see\n<think>"),
-        (("see <thi", 1, "a", 2, "b"), "see <thi[a]b"),
+        (("see\n<thi", 1, "a", 2, "b"), "see\n<thi<think>a</think>b"),
+        (("see `", 1, "a", 2, "`"), "see `<think>a</think>`"),
+        (("```\n", 1, "a\n", 2, "\n```\n", 1, "b"), "```\n<think>a\n</think>\n```[b]"),
         # there is nothing to end
-        (("a", 2, "\nb"), "ab"),
+        (("a\n", 2, "\nb"), "a\nb"),
         (("a </think> b",), "a </think> b"),
     ],
 )
 def test_control_token_resumes_reasoning(tokens, expected) -> None:
+    """At the beginning of a line, outside of code blocks."""
     assert read_tokens(*tokens) == expected
 
 
@@ -386,10 +389,8 @@ def test_control_token_resumes_reasoning(tokens, expected) -> None:
     ],
 )
 @pytest.mark.parametrize("chunk", [list, lambda text: [text]])
-def test_mark_of_ordinary_tokens_resumes_reasoning_at_the_beginning_of_a_line(
-    chunk, text, expected
-) -> None:
-    """Outside of code blocks."""
+def test_mark_of_ordinary_tokens_resumes_reasoning(chunk, text, expected) -> None:
+    """At the beginning of a line, outside of code blocks."""
     assert read_tokens(*chunk(text), control={}) == expected
 
 

@@ -16,15 +16,14 @@ from typing import Any
 
 import msgspec
 
+from cllm.core.lines import Lines
 from cllm.text.tools.argument_readers import ArgumentReader, Bare, Keywords, Object, Pairs
 from cllm.text.tools.cut_calls import is_begun, may_begin_call
-from cllm.text.tools.lines import Lines
 from cllm.text.tools.model_family import (
     MAX_HEAD,
     Calls,
     Marks,
     ModelFamily,
-    Reasoning,
     compile_head,
     compile_marks,
     one_of_texts,
@@ -71,9 +70,9 @@ class Parser:
     reasoning are ignored, except in families that forget to close their reasoning.
 
     Reasoning is recognised before any text and between calls. It may resume after text, which may
-    also mention its mark. If the mark is one control token, that token resumes reasoning, but the
-    same text in other tokens does not. Otherwise, the mark resumes it at the beginning of a line,
-    outside of code blocks, and is text elsewhere. What remains is the text without this reasoning.
+    also mention its mark: the mark resumes reasoning at the beginning of a line, outside of code
+    blocks, and is text elsewhere. If the mark is one control token, the same text in other tokens
+    does not resume it. What remains is the text without this reasoning.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Parser:
         self._is_fresh = inside and not begun  # drop white space until other text arrives
         self._has_text = begun and not inside  # any text since the beginning or the last call
         self._joint: str | None = None  # white space around reasoning that has resumed after text
-        self._lines: Lines | None = None  # of text, if reasoning may resume at their beginning
+        self._lines = Lines()  # of text, where reasoning may resume
         self._opener = ""
         self._num_seen = 0  # characters of a head that are already searched
         self._reader: ArgumentReader = Object()
@@ -132,8 +131,6 @@ class Parser:
         self._controls = marks & control.keys()  # marks of reasoning that are one control token
         self.control_ids = {control[mark] for mark in self._controls}
         self._is_control = False  # whether the text that is fed is such a token
-        if reasoning and reasoning.open not in self._controls:
-            self._lines = Lines()
         openers += [mark for mark in self._controls if mark not in openers]
         self._openers, self._ends = (
             compile_marks(marks, frozenset(control)) for marks in (tuple(openers), ends)
@@ -154,9 +151,10 @@ class Parser:
             pass
         return self._parts
 
-    def note_text(self) -> None:
-        """Note that there is text before what will be fed."""
-        self._has_text = True
+    def note_text(self, text: str) -> None:
+        """Note the text before what will be fed."""
+        self._has_text = bool(text.strip())
+        self._lines.add(text)
 
     def flush(self, tail: str = "", *, is_cut: bool = False) -> list[OutputPart]:
         """Return the parts still held back, at the end of the text.
@@ -203,12 +201,12 @@ class Parser:
         if self._reasoning and mark == self._reasoning.open:
             if not self._has_text:
                 self._begin_region(Channel.REASONING)
-            elif self._may_resume(self._reasoning):
+            elif self._reasoning.anywhere or self._is_real(mark):
                 self._joint = self._space
                 self._begin_region(Channel.REASONING)
             else:
                 self._emit_text(mark)
-        elif mark in self._controls and not self._is_control:
+        elif mark in self._controls and not self._is_real(mark):
             self._emit_text(mark)
         elif self._header and mark in self._header.open:
             self._opener, self._state = mark, self._in_header
@@ -309,11 +307,10 @@ class Parser:
         self._begin_text()
         return bool(self._buffer)
 
-    def _may_resume(self, reasoning: Reasoning) -> bool:
-        """Whether the mark that opens reasoning, which comes next, resumes it after text."""
-        if reasoning.anywhere or self._lines is None:
-            return reasoning.anywhere or self._is_control
-        return "\n" in self._space and self._lines.is_outside_code
+    def _is_real(self, mark: str) -> bool:
+        """Whether a mark of reasoning, which comes next, is more than text that mentions it."""
+        is_mark = self._is_control or mark not in self._controls
+        return is_mark and self._lines.allow_mark(self._space)
 
     # --- transitions -----------------------------------------------------------------------------
 
@@ -454,7 +451,7 @@ class Parser:
             self._emit(text[:certain])
 
     def _emit(self, text: str) -> None:
-        if self._lines is not None and self.channel == Channel.TEXT:
+        if self._reasoning is not None and self.channel == Channel.TEXT:
             self._lines.add(text)
         call = self.num_calls - 1 if self.channel == Channel.CALL else 0
         last = self._parts[-1] if self._parts else None
