@@ -32,10 +32,13 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSize(NamedTuple):
-    """Bytes of a model's weights, and of one token's keys and values (0 if unknown)."""
+    """Bytes of a model's weights, and of one token's keys and values (0 if unknown). Encoders have
+    no KV cache.
+    """
 
     weight_bytes: int
     kv_bytes_per_token: int
+    has_kv_cache: bool = True
 
 
 class SingleGpu(NamedTuple):

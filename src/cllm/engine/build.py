@@ -89,9 +89,9 @@ def fit_memory(params: EngineParams) -> EngineParams:
         max_bytes=params.max_bytes,
     )
     weights = params.weight_bytes + draft_weights
-    kv_bytes = kv_memory + (kv_memory // 2 if draft_weights else 0)
+    kv_bytes = (kv_memory + (kv_memory // 2 if draft_weights else 0)) * params.has_kv_cache
     size = weigh(weights, kv_bytes, per_token, copied_bytes)
-    ram_cache = params.ram_cache_bytes
+    ram_cache = params.ram_cache_bytes if params.has_kv_cache else 0
     if ram_cache is None:
         taken = size if params.max_bytes else size - copied_bytes
         ram_cache = compute_ram_cache_budget(taken if in_ram else COMPUTE_BYTES, params.max_bytes)

@@ -17,6 +17,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     size of the model's weights; 0 skips the check of kv_memory against the machine's memory. With
     the check, kv_memory 0 and ram_cache_bytes None mean a share of that memory
     (``build.fit_memory``). The engine may take ``max_bytes`` of it, 0 if there are no other models.
+    Without ``has_kv_cache``, none of it is for keys and values, nor for prefixes outside of them.
     ``resident_bytes`` is the memory that an earlier engine with the same sizes took once it was
     ready; if it is set, only that is checked.
 
@@ -31,6 +32,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
 
     backend: str = BACKENDS[0]
     weight_bytes: int = 0
+    has_kv_cache: bool = True
     max_bytes: int = 0
     resident_bytes: int = 0
     ram_cache_bytes: int | None = 0

@@ -76,6 +76,7 @@ def make_engine_params(
     return msgspec.structs.replace(
         params,
         weight_bytes=size.weight_bytes,
+        has_kv_cache=size.has_kv_cache,
         kv_bytes_per_token=size.kv_bytes_per_token,
         kv_memory=(kv.max_memory_mb or 0) * 1_000_000,
         ram_cache_bytes=None if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,

@@ -120,6 +120,7 @@ class Builder:
         params = await run_in_daemon_thread(read_params)
         most = self.registry.loaded.max_bytes or 0
         kv_bytes = params.kv_memory or min(USUAL_KV_BYTES, int(MIN_KV_SHARE * most))
+        kv_bytes *= params.has_kv_cache
         # in a thread, because it may ask another process for the GPUs
         pool = await run_in_daemon_thread(partial(self._engines.make_pool, source.settings, params))
         model.path, model.backend = params.path, params.backend

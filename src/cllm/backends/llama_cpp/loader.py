@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
     from cllm.models.hub import Progress
 
+ENCODERS = ("bert", "gemma-embedding")  # parts of the names of architectures without KV cache
 COPIED_SHARE = 0.5  # in another order, for CPUs
 # options that say which GPUs to use
 CHOICES = (
@@ -51,6 +52,7 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
     return ModelSize(
         sum(part.tensor_bytes for part in parts),
         compute_kv_bytes_per_token(parts[0], params.kv_type) or 0,
+        not any(name in parts[0].architecture for name in ENCODERS),
     )
 
 

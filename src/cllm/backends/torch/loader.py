@@ -39,14 +39,15 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
     # "auto" is at most float32; only PyTorch, which takes a second to import, knows whether it is
     itemsize = 2 if params.options.get("dtype") in ("bfloat16", "float16") else 4
     num_kept = 0  # numbers of a token in the KV cache
-    if is_encoder(checkpoint.text_config):
+    embeds_only = is_encoder(checkpoint.text_config)
+    if embeds_only:
         read_encoder_config(checkpoint.text_config, str(checkpoint.config_path))
     elif needs_transformers(checkpoint.text_config):
         num_kept = checkpoint.count_kv_numbers() or 0  # importing transformers takes seconds
     else:
         architecture = describe_decoder(checkpoint, params.context_length)
         num_kept = 2 * len(architecture.layers) * architecture.kv_size
-    return ModelSize(checkpoint.num_parameters * itemsize, num_kept * itemsize)
+    return ModelSize(checkpoint.num_parameters * itemsize, num_kept * itemsize, not embeds_only)
 
 
 def measure_gpus(params: BackendParams) -> int | None:
