@@ -129,6 +129,27 @@ def test_invalid_fields_are_named(builtin_server, fields, param) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.slow
+def test_budget_that_cannot_be_enforced_names_its_field(start_server, tmp_path) -> None:
+    """The fake model has no token that ends reasoning. Without a budget, it is no error."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages[-1].content }}<think></think>{% if false %}<think>{% endif %}a")
+    fake = ("--backend.name", "fake", "--chat-template-file", str(path))
+    server = start_server(*fake)
+    ask = {"messages": ASK["messages"], "max_tokens": 40, "model": "fake"}
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 20}}
+    for url, fields, param in (
+        (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
+        (CHAT, {"reasoning_budget_tokens": 5}, "reasoning_budget_tokens"),
+        ("/v1/messages", thinking, "thinking.budget_tokens"),
+    ):
+        answer = server.client.post(url, json={**ask, **fields})
+        assert answer.status_code == 400, answer.text
+        assert param in answer.text
+    free = {**ask, "reasoning_control": True, "reasoning_budget_message": MESSAGE}
+    assert post(server, CHAT, **free)["choices"]
+
+
 def test_client_ends_the_reasoning(builtin_server, endless) -> None:
     """What it asks for afterwards changes nothing."""
     usage = {"stream_options": {"include_usage": True}}

@@ -361,7 +361,7 @@ class ChatFormat:
                 return None
             why = f"cannot be enforced: this model has no token for {closing}"
             raise BadRequest(
-                f"A reasoning budget {why}.",
+                f"'thinking_token_budget' {why}.",
                 param="thinking_token_budget",
                 code="unsupported_parameter",
             )

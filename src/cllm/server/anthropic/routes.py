@@ -24,7 +24,7 @@ from cllm.server import resolve
 from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageAnswer, MessageEvents, collect
-from cllm.server.body import describe_route, example, read_body
+from cllm.server.body import describe_route, example, read_body, rename_parameters
 from cllm.server.call import Call, get_call
 from cllm.server.http.request_id import request_id
 from cllm.server.http.sse import EventStream, until_disconnect
@@ -99,9 +99,10 @@ async def message_generation(call: Call, service: Service, body: MessagesBody) -
     chat, bound = await off_loop(call, body.chat), FREE
     if schema := body.output_schema():
         bound = await service.grammar(Constraint("json_schema", schema[0]), schema[1], scheduling)
-    return await service.prepare(
-        f"msg_{secrets.token_hex(12)}", chat, params, scheduling, answer=bound
-    )
+    with rename_parameters({"thinking_token_budget": "thinking.budget_tokens"}):
+        return await service.prepare(
+            f"msg_{secrets.token_hex(12)}", chat, params, scheduling, answer=bound
+        )
 
 
 @with_config(example(input_tokens=18))

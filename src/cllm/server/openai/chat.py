@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from cllm import __version__
 from cllm.errors import BadRequest, StartupError
-from cllm.server.body import describe_route, example, read_body
+from cllm.server.body import describe_route, example, read_body, rename_parameters
 from cllm.server.call import Call, get_call
 from cllm.server.http.sse import EventStream, until_disconnect
 from cllm.server.off_loop import in_thread, off_loop
@@ -139,7 +139,8 @@ async def chat_generation(
     bound = await body.grammar(service, scheduling)
     chat = await off_loop(call, body.chat)
     request_id = request_id or f"chatcmpl-{secrets.token_hex(12)}"
-    return await service.prepare(request_id, chat, params, scheduling, param, bound)
+    with rename_parameters({"thinking_token_budget": body.budget_field}):
+        return await service.prepare(request_id, chat, params, scheduling, param, bound)
 
 
 @router.get("/models")

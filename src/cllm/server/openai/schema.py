@@ -41,6 +41,8 @@ MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
 MAX_BUDGET_MESSAGE = 4096  # characters
+# the names of the number of tokens that reasoning may take; the first one that is given counts
+BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 TOKEN_ID = re.compile(r"[+-]?\d+", re.ASCII)
 LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
 
@@ -251,14 +253,15 @@ class ReasoningBody(Body):
     )
 
     @property
+    def budget_field(self) -> str:
+        """The name of the field with the budget that counts; the first one if none is given."""
+        given = (name for name in BUDGETS if getattr(self, name) is not None)
+        return next(given, BUDGETS[0])
+
+    @property
     def thinking_budget(self) -> int | None:
         """The number of tokens that reasoning may take; None means no limit."""
-        given = (
-            self.thinking_token_budget,
-            self.reasoning_budget_tokens,
-            self.thinking_budget_tokens,
-        )
-        budget = next((budget for budget in given if budget is not None), None)
+        budget: int | None = getattr(self, self.budget_field)
         return None if budget == -1 else budget
 
 
