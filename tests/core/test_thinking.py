@@ -101,6 +101,12 @@ def test_reasoning_that_has_ended_by_itself_forbids_nothing() -> None:
     assert think([5, 5, CLOSE, 1]).forbidden == []
 
 
+def test_call_ends_reasoning_that_was_not_closed() -> None:
+    """Otherwise, the end would be forced within its arguments."""
+    assert think([5, 8, 5, 5, 5], calls=(8,)).forced is None
+    assert think([5, 8, 5], calls=()).forced == CLOSE
+
+
 def test_only_the_last_token_of_a_mark_is_forbidden() -> None:
     """The others may begin something else, such as the channel of the answer."""
     state = think([6, OPEN, 5, CLOSE, 11], 1, (6, OPEN), closes_once=False)

@@ -135,6 +135,14 @@ def test_message_comes_before_the_end_of_the_reasoning() -> None:
     assert read(THINKING, "<think>", Chat([], budget_message="Time"))[1].thinking is None
 
 
+def test_calls_end_reasoning_in_families_that_forget_to_close_it() -> None:
+    chat = Chat([], TOOLS, thinking_budget=7)
+    assert read(THINKING, "<think>", chat)[1].thinking.calls == ()
+    coder = THINKING + "<function="
+    assert read(coder, "<think>", chat)[1].thinking.calls == (CALL,)
+    assert read(coder, "<think>", replace(chat, tools=[]))[1].thinking.calls == ()
+
+
 def test_client_may_end_reasoning_without_a_budget() -> None:
     chat = Chat([], ends_on_request=True)
     budget = read(THINKING, "<think>", chat)[1].thinking

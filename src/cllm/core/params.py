@@ -35,7 +35,8 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
     The tokens ``open`` begin reasoning ``anywhere`` or, without that, at the beginning of a line
     outside of code blocks. With ``inside``, the output begins in the middle of reasoning. The token
-    ``close`` ends reasoning; with ``closes_once``, it is not sampled again after ``force``.
+    ``close`` ends reasoning; with ``closes_once``, it is not sampled again after ``force``. The
+    tokens ``calls`` end it too, because they begin calls of a family that forgets to close it.
     """
 
     num_tokens: int | None
@@ -46,6 +47,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     inside: bool = False
     anywhere: bool = False
     ends_on_request: bool = False
+    calls: tuple[int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -61,7 +61,7 @@ class Thinking:
             self._match(token)
             if self._pieces is not None and not self._is_inside:
                 self._lines.add(self._pieces[token].decode(errors="replace"))
-        elif token == budget.close:
+        elif token == budget.close or token in budget.calls:
             self._is_inside = False
         else:
             self._num_used += 1

@@ -384,7 +384,14 @@ class ChatFormat:
             inside=inside or (header is not None and is_off),
             anywhere=reasoning is None or reasoning.anywhere,
             ends_on_request=chat.ends_on_request,
+            calls=self._find_call_tokens() if chat.callable_tools else (),
         )
+
+    def _find_call_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end reasoning because they begin a call."""
+        calls, control = self.family.calls, self._control_in_marks
+        marks = (*calls.open, *calls.skip) if calls and calls.ends_reasoning else ()
+        return tuple(control[mark] for mark in marks if mark in control)
 
     @cached_property
     def marks(self) -> list[str]:
