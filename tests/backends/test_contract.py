@@ -494,7 +494,7 @@ def test_past_states_are_kept_after_an_equal_step_without_draft(backend, caller)
     """Both have five tokens with logits. llama.cpp must not compute the second one like the first,
     for which no past states are kept.
     """
-    assert backend._past_states._start is not None
+    assert backend._cells.past_states._start is not None
     seq = caller.seq(0)
     caller.forward(caller.row(0, [3]))
     seq.tokens += TEXTS[0][:5]

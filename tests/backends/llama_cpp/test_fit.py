@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from cllm.backends.llama_cpp.fit import POSITION_BYTES, fit, fit_recurrent
+from cllm.backends.llama_cpp.fit import MAX_DRAFTING, POSITION_BYTES, fit, fit_recurrent
 from cllm.backends.params import BackendParams
 from cllm.errors import StartupError
 
@@ -56,10 +56,11 @@ def test_sequence_that_does_not_fit_is_an_error_in_every_layout():
 STATE = 20_000_000
 
 
-def fit_states(kv_memory, taken_back=8, context=None, layout="auto", state=STATE):
+def fit_states(kv_memory, taken_back=8, context=None, layout="auto", state=STATE, pages=False):
     given = structs.replace(params(kv_memory, context, layout), max_taken_back=taken_back)
-    sizes = fit_recurrent(given, TRAINED, state)
-    states = sizes.max_num_seqs * (1 + sizes.num_past_states) * state
+    sizes = fit_recurrent(given, TRAINED, state, pages=pages)
+    num_drafting = min(sizes.max_num_seqs, MAX_DRAFTING) if pages else sizes.max_num_seqs
+    states = (sizes.max_num_seqs + num_drafting * sizes.num_past_states) * state
     assert states + sizes.num_cells * CELL <= kv_memory
     return sizes
 
@@ -71,6 +72,16 @@ def test_sequences_with_states_share_cells():
     assert sizes.context_length == TRAINED
     sizes = fit_states(4_000_000_000, taken_back=0)
     assert (sizes.max_num_seqs, sizes.num_past_states) == (64, 0)
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "num_seqs", "num_past_states"),
+    [(4_000_000_000, 64, 8), (2_000_000_000, 34, 4), (500_000_000, 2, 5), (100_000_000, 1, 1)],
+)
+def test_few_sequences_take_memory_for_past_states(kv_memory, num_seqs, num_past_states):
+    """Where it is taken when it is used."""
+    sizes = fit_states(kv_memory, pages=True, context=256)
+    assert (sizes.max_num_seqs, sizes.num_past_states) == (num_seqs, num_past_states)
 
 
 def test_small_states_leave_room_for_all_past_ones():

@@ -50,7 +50,6 @@ from cllm.backends.llama_cpp.library import (
 )
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.passes import Pass, plan_passes, plan_with_drafts
-from cllm.backends.llama_cpp.past_states import PastStates
 from cllm.backends.llama_cpp.placement import (
     FLASH_ATTENTION,
     Placement,
@@ -166,7 +165,7 @@ class LlamaCppBackend:
         # other sequences.
         self._is_windowed = lib.llama_model_n_swa(self._model) > 0
         self._plain = not (self._is_recurrent or self._is_windowed)
-        pages = not self._is_recurrent and not on_gpu and is_supported()
+        pages = not on_gpu and is_supported()
         self._params, self._options = params, options
         # the bytes of a token in each of llama.cpp's caches: layers with a window have their own
         self._cache_bytes = [params.kv_bytes_per_token]
@@ -221,7 +220,7 @@ class LlamaCppBackend:
         use_own_kernels(on=self._options.kernels == "auto")
         if self._is_recurrent:
             state_bytes = self._measure_kv().state_bytes
-            sizes = fit_recurrent(self._params, trained, state_bytes)
+            sizes = fit_recurrent(self._params, trained, state_bytes, pages=pages)
         else:
             is_split = self._is_windowed and pages and self._params.layout != "partitioned"
             if is_split or not self._params.kv_bytes_per_token:
@@ -273,6 +272,7 @@ class LlamaCppBackend:
             num_tokens = pad_context(sizes.context_length) * sizes.max_num_seqs
             num_bytes = [num_tokens * each for each in self._cache_bytes]
             self._addresses = KVAddresses(sizes.max_num_seqs, num_bytes, params.kv_memory)
+        self._new_pages.recurrent = []
         with intercept(self._addresses or self._new_pages):
             try:
                 self._context = self._make_context(sizes)
@@ -281,7 +281,6 @@ class LlamaCppBackend:
                     raise
                 raise NotPaged(str(error)) from None
         self._memory = lib.llama_get_memory(self._context)
-        self._past_states = PastStates(self._context)
         self._logits_address = 0
         if not self._memory:
             return Probed(None, 0, 0, 0, 0.0)
@@ -290,7 +289,8 @@ class LlamaCppBackend:
             self._pages = PagedMemory(self._addresses.find_rows(), sizes.max_num_seqs)
             self._cells = PagedCells(self._context, sizes, self._pages)
         else:
-            self._cells = Cells(self._context, sizes, portable=not self._is_recurrent)
+            states, portable = self._new_pages.recurrent, not self._is_recurrent
+            self._cells = Cells(self._context, sizes, portable=portable, states=states)
         return self._probe()
 
     def _close_context(self) -> None:
@@ -456,7 +456,7 @@ class LlamaCppBackend:
 
     def _decode(self, rows: Pass) -> Logits:
         self._arrays.fill(rows)
-        self._past_states.keep(on=any(row.draft for row in rows.rows))
+        self._cells.past_states.prepare(rows.rows)
         code = self._threads.decode(self._context, self._arrays.batch)
         if rows.size:
             for row in rows.rows:

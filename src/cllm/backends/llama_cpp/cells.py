@@ -10,7 +10,9 @@ from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import StateBuffer
 from cllm.backends.llama_cpp.fit import KVSizes, pad_context
+from cllm.backends.llama_cpp.ggml_memory import StateRows
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
+from cllm.backends.llama_cpp.past_states import PastStates
 from cllm.backends.llama_cpp.state_format import DAMAGED, Bytes, Form, get_form
 from cllm.backends.llama_cpp.states import PagedStates, States
 from cllm.core.batch import Copy, Drop, Load, Operation, Row, Save, Swap, Trim
@@ -25,12 +27,15 @@ class Cells:
     """The cells and the snapshots of one context.
 
     ``num_ids`` counts the seq_ids that can hold tokens. ``max_taken_back`` is that of ModelInfo.
-    ``portable`` says whether the model's only memory is attention. ``form`` is that of every saved
-    state; None if states of this model are not checked. ``cache_bytes`` are the sizes of a token's
-    keys and values in each cache, if they are known.
+    ``portable`` says whether the model's only memory is attention. ``states`` are the tensors of
+    recurrent states whose memory is taken when it is used. ``form`` is that of every saved state;
+    None if states of this model are not checked. ``cache_bytes`` are the sizes of a token's keys
+    and values in each cache, if they are known.
     """
 
-    def __init__(self, context: Any, sizes: KVSizes, *, portable: bool) -> None:
+    def __init__(
+        self, context: Any, sizes: KVSizes, *, portable: bool, states: Run[StateRows] = ()
+    ) -> None:
         self._memory = lib.llama_get_memory(context)
         self._num_seqs = self.num_ids = sizes.max_num_seqs
         self._is_unified = sizes.layout == "unified"
@@ -39,6 +44,7 @@ class Cells:
         self.max_taken_back: int | None = None
         # seq_ids with padding after their draft tokens, and how many tokens they have without it
         self._padded: dict[int, int] = {}
+        self.past_states = PastStates(context, states)
         self.form: Form | None = None
         self.cache_bytes: list[int] = []
         if self._is_unified and portable:
@@ -84,11 +90,22 @@ class Cells:
                 case Drop(key):
                     self._drop(key)
         self._copied = None
+        if self.past_states.is_too_large:
+            self._free_past_states()
 
     def trim(self, seq_id: int, keep: int) -> None:
         self.check_seq_id(seq_id, self.num_ids)
         if not lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1):
             raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
+        if keep and self.max_taken_back:
+            self.past_states.went_back.add(seq_id)
+        else:
+            self.past_states.went_back.discard(seq_id)
+
+    def _free_past_states(self) -> None:
+        for seq_id in self.past_states.went_back:  # loading makes a past state the current one
+            self._states.load_checkpoint(seq_id, self._states.save_checkpoint(seq_id))
+        self.past_states.free()
 
     def free_padding(self, row: Row) -> None:
         """Free the padding of a row.

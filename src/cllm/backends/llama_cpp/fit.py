@@ -12,6 +12,7 @@ MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 STATES_SHARE = 0.5  # of kv_memory, for recurrent states
 MIN_PAST_STATES = 4
+MAX_DRAFTING = 4  # sequences for whose past states there is memory, if it is taken when it is used
 MIN_SEQS = 4  # a context longer than USUAL_CONTEXT is shortened until this many fit
 PAD = 256  # llama.cpp rounds the length of a stream up to a multiple of this many tokens
 NOT_PAGED = (
@@ -85,22 +86,30 @@ def fit(
     return KVSizes(context, num_seqs, num_seqs * context, layout)
 
 
-def fit_recurrent(params: BackendParams, trained_context_length: int, state_bytes: int) -> KVSizes:
+def fit_recurrent(
+    params: BackendParams, trained_context_length: int, state_bytes: int, *, pages: bool = False
+) -> KVSizes:
     """Divide kv_memory into recurrent states of ``state_bytes``, one for each sequence, and cells.
 
     The states take at most STATES_SHARE of the memory. Each sequence keeps up to max_taken_back
-    past states, too; there are fewer sequences if that leaves less than MIN_PAST_STATES to each. A
-    sequence may be as long as the model was trained for, or as the cells allow. The layout ``auto``
-    is partitioned if each sequence gets cells for a whole context, otherwise unified. Raises
-    StartupError, with the sizes, if not even one sequence fits.
+    past states, too; there are fewer sequences if that leaves less than MIN_PAST_STATES to each.
+    With ``pages``, memory is taken when it is used, and only the past states of MAX_DRAFTING
+    sequences are counted. A sequence may be as long as the model was trained for, or as the cells
+    allow. The layout ``auto`` is partitioned if each sequence gets cells for a whole context,
+    otherwise unified. Raises StartupError, with the sizes, if not even one sequence fits.
     """
     if params.layout == "paged":
         raise StartupError(NOT_PAGED)
     num_states = int(params.kv_memory * STATES_SHARE) // max(1, state_bytes)
-    least = 1 + min(params.max_taken_back, MIN_PAST_STATES)
-    num_seqs = max(1, min(params.max_num_seqs, num_states // least))
-    num_past_states = min(params.max_taken_back, max(0, num_states // num_seqs - 1))
-    memory = params.kv_memory - num_seqs * (1 + num_past_states) * state_bytes
+    least = min(params.max_taken_back, MIN_PAST_STATES)
+    num_seqs = num_states // (1 + least)
+    if pages:
+        num_seqs = max(num_seqs, num_states - MAX_DRAFTING * least)
+    num_seqs = max(1, min(params.max_num_seqs, num_seqs))
+    num_drafting = min(num_seqs, MAX_DRAFTING) if pages else num_seqs
+    num_past_states = max(0, num_states - num_seqs) // num_drafting
+    num_past_states = min(params.max_taken_back, num_past_states)
+    memory = params.kv_memory - (num_seqs + num_drafting * num_past_states) * state_bytes
     affordable = max(0, memory) // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, affordable))
     if context > affordable:

@@ -13,7 +13,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llama_cpp import llama_cpp as lib
 
@@ -33,6 +33,7 @@ InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer)
 SetTensor = ctypes.CFUNCTYPE(None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t)
 Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 
+RECURRENT = (b"cache_r_l", b"cache_s_l")  # how names of tensors of recurrent states begin
 NEW_PAGES_BYTES = 32 << 20  # smaller buffers are filled in a few milliseconds
 # An allocation of an unexpected size may be the KV cache, all of which llama.cpp would clear. It is
 # refused if it is larger than this and than the memory that may be used.
@@ -56,6 +57,14 @@ class GgmlTensor(ctypes.Structure):
         ("data", Pointer),
         ("name", ctypes.c_char * 64),
     )
+
+
+class StateRows(NamedTuple):
+    """A tensor of recurrent states, one in each row."""
+
+    address: int
+    row_bytes: int
+    num_rows: int
 
 
 class KVAddresses:
@@ -142,10 +151,14 @@ class NewPages:
 
     The system provides a page when it is first used. So a KV cache takes memory only for the tokens
     that it has had. If an allocator returns memory that was used before, its pages are renewed.
+
+    ``recurrent`` are the tensors in such memory with the recurrent states of the last context.
     """
 
     def __init__(self) -> None:
-        self._clear = Clear(do_nothing)  # kept as long as ggml's buffers have pointers to it
+        self.recurrent: list[StateRows] = []
+        # kept as long as ggml's buffers have pointers to them
+        self._clear, self._init = Clear(do_nothing), InitTensor(self._register)
 
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
@@ -155,7 +168,14 @@ class NewPages:
             address = GetBase(functions[BUFFER_GET_BASE] or 0)(buffer)
             if renew_pages(address, size):
                 functions[BUFFER_CLEAR] = ctypes.cast(self._clear, Pointer).value
+                functions[BUFFER_INIT] = ctypes.cast(self._init, Pointer).value
         return buffer
+
+    def _register(self, buffer: int, address: int) -> int:
+        tensor = GgmlTensor.from_address(address)
+        if tensor.name.startswith(RECURRENT) and not tensor.view_src:
+            self.recurrent.append(StateRows(tensor.data or 0, tensor.nb[1], tensor.ne[1]))
+        return 0
 
 
 def functions_of(buffer: int) -> ctypes.Array[Pointer]:
