@@ -5,6 +5,7 @@ tools/real_models.py fetches them.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,39 @@ def test_sequence_with_a_sliding_window_continues_after_it_was_parked(gemma3_f32
         for piece in pieces:
             parked.add(piece)
     assert are_equal_except_at_a_tie(alone.outputs[0], parked)
+
+
+def test_part_of_a_prefix_with_a_sliding_window_is_reused(gemma3_f32):
+    """By requests that come together, wherever their prompts differ from the first one."""
+    settings = {"model_max_context_length": 2048}
+    parts = [LONG[:length] for length in (len(LONG), len(LONG) * 3 // 4, len(LONG) // 3)]
+    prompts = [f"{part} Then, in the year 1900, the" for part in parts]
+    params = greedy(16, logprobs=5)
+    with LLM(str(gemma3_f32), **settings) as llm:
+        llm.generate(LONG, greedy(1))
+        together = llm.generate(prompts, params)
+        if sys.platform == "linux" and not llm.info.on_gpu:
+            assert llm.info.layout == "paged"
+    for prompt, done in zip(prompts, together, strict=True):
+        assert done.prompt_tokens - done.cached_tokens < 20
+        with LLM(str(gemma3_f32), **settings) as llm:
+            (alone,) = llm.generate(prompt, params)
+        assert are_equal_except_at_a_tie(alone.outputs[0], done.outputs[0])
+
+
+def test_32_sequences_with_a_sliding_window_take_memory_for_their_tokens(real_model):
+    """Each of them could have all 32,768 tokens of the context."""
+    with LLM(str(real_model("gemma3-270m.gguf")), scheduler_max_num_seqs=32) as llm:
+        if llm.info.layout != "paged":
+            pytest.skip("it needs paged memory")
+        assert (llm.info.max_num_seqs, llm.info.context_length) == (32, 32768)
+        pages = llm._backend._pages  # type: ignore[attr-defined]
+        before = pages.num_bytes_used
+        prompts = [f"{prompt} Number {i}." for i in (1, 2, 3) for prompt in PROMPTS][:32]
+        done = llm.generate(prompts, greedy(4, ignore_eos=True))
+        num_tokens = sum(each.prompt_tokens + 4 for each in done)
+        used = pages.num_bytes_used - before
+    assert used < 4 * num_tokens * llm.info.kv_bytes_per_token
 
 
 def test_prefix_with_a_sliding_window_is_found_on_disk(gemma3_f32, alone, tmp_path):

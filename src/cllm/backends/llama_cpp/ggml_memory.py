@@ -84,6 +84,7 @@ class KVAddresses:
         self._expected = [(cache, size) for cache, size in enumerate(sizes) if size]
         self._num_bytes = sum(sizes)
         self._max_bytes = max_bytes
+        self._others = NewPages()
         self._base = 0
         self._caches: dict[int, int] = {}  # by the addresses of ggml's buffers
         self._rows: list[Rows] = []
@@ -101,7 +102,7 @@ class KVAddresses:
         if size != expected:
             if size > max(self._max_bytes, MAX_UNEXPECTED_BYTES):  # another size than expected
                 return None
-            return _allocate_with_ggml(buffer_type, size)
+            return self._others.allocate(buffer_type, size)
         try:
             self._base = self._base or reserve(self._num_bytes)
         except OSError:
@@ -150,7 +151,8 @@ class NewPages:
     """Memory that is already zero, so that llama.cpp need not clear it.
 
     The system provides a page when it is first used. So a KV cache takes memory only for the tokens
-    that it has had. If an allocator returns memory that was used before, its pages are renewed.
+    that it has had, and a buffer for logits only for the rows that it has had. If an allocator
+    returns memory that was used before, its pages are renewed.
 
     ``recurrent`` are the tensors in such memory with the recurrent states of the last context.
     """
