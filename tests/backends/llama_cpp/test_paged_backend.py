@@ -242,6 +242,50 @@ def test_other_buffers_take_memory_when_they_are_used(make_backend, monkeypatch)
     assert any(size >= 4 * info.max_num_seqs * info.vocabulary_size for size in renewed)
 
 
+@pytest.mark.parametrize("kind", ["", "gpt-oss"])
+def test_cells_take_little_memory_until_they_are_used(
+    make_backend, builtin_path, tiny_model, monkeypatch, kind
+):
+    """llama.cpp has written 52 bytes for each; 36 of these are zero and given back."""
+    from cllm.backends.llama_cpp import cells as module
+
+    released = []
+
+    def spy(*args: int) -> int:
+        released.append(release_unused(*args))
+        return released[-1]
+
+    release_unused = module.release_unused
+    monkeypatch.setattr(module, "release_unused", spy)
+    path = tiny_model(kind) if kind else builtin_path
+    backend, tokens = make_backend(path, max_num_seqs=4, context_length=8192), words(100)
+    assert released == [(2 if kind else 1) * 4 * 8192 * 36]
+    expected = forward(make_backend(path, layout="partitioned"), 0, tokens)
+    assert_same(forward(backend, 3, tokens), expected)
+    assert_same(forward(backend, 0, tokens, 50, [Copy(3, 0, 50)]), expected)
+
+
+@pytest.mark.parametrize("constant", ["CELLS_OWNER", "CELLS_WORDS", "VECTOR_BYTES"])
+def test_cells_of_unknown_structure_keep_their_memory(make_backend, monkeypatch, constant):
+    from cllm.backends.llama_cpp import cell_memory
+
+    backend = make_backend()
+    values = {"CELLS_OWNER": 21, "CELLS_WORDS": 1556, "VECTOR_BYTES": (4, 12, 4, 8)}
+    monkeypatch.setattr(cell_memory, constant, values[constant])
+    assert cell_memory.release_unused(backend._memory, 1, NUM_SEQS, CONTEXT) == 0
+
+
+def test_cells_that_are_in_use_keep_their_memory(make_backend):
+    """They are not zero."""
+    from cllm.backends.llama_cpp.cell_memory import release_unused
+
+    backend, tokens = make_backend(context_length=8192, max_num_seqs=1), words(100)
+    expected = forward(backend, 0, tokens)
+    forward(backend, 0, tokens[:99], operations=[Trim(0, 0)])
+    assert release_unused(backend._memory, 1, 1, 8192) == 8192 * 4  # the shifts
+    assert_same(forward(backend, 0, tokens, 99), expected)
+
+
 def usage() -> tuple[int, int]:
     """Return the number of open files, and of mappings of paged memory."""
     gc.collect()

@@ -337,7 +337,7 @@ class LlamaCppBackend:
             max_taken_back = int(lib.llama_n_rs_seq(self._context))
         elif lib.llama_memory_seq_rm(self._memory, 0, 1, -1):
             max_taken_back = None
-        lib.llama_memory_clear(self._memory, False)
+        self._cells.clear()
         self._cells.max_taken_back = max_taken_back
         return Probed(max_taken_back, checkpoint_bytes, first - per_token, per_token, row_seconds)
 

@@ -9,6 +9,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import StateBuffer
+from cllm.backends.llama_cpp.cell_memory import release_unused
 from cllm.backends.llama_cpp.fit import KVSizes, pad_context
 from cllm.backends.llama_cpp.ggml_memory import StateRows
 from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
@@ -58,6 +59,10 @@ class Cells:
         caches = self._states.learn(windowed=windowed)
         self.form = get_form(caches) if caches else None
         self.cache_bytes = [cache.row_bytes for cache in caches]
+
+    def clear(self) -> None:
+        """Empty all cells. Only the backend calls it, before there are sequences."""
+        lib.llama_memory_clear(self._memory, False)
 
     def operate(self, operations: Run[Operation]) -> None:
         """Carry out ``operations``. Raises EngineError for what would abort the process."""
@@ -248,8 +253,8 @@ class PagedCells(Cells):
         """Raises NotPaged if the system refuses the addresses."""
         super().__init__(context, sizes, portable=True)
         self._pages = pages
-        max_tokens = pad_context(sizes.context_length)
-        self._paged_states = PagedStates(context, self._states, pages, max_tokens)
+        self._max_tokens = pad_context(sizes.context_length)
+        self._paged_states = PagedStates(context, self._states, pages, self._max_tokens)
 
     def check_states(self, *, windowed: bool) -> None:
         super().check_states(windowed=windowed)
@@ -258,6 +263,11 @@ class PagedCells(Cells):
         self._pages.drop(0)
         if self.form is None or not is_same:
             raise NotPaged("this model's state has another form")
+
+    def clear(self) -> None:
+        super().clear()
+        num_caches = len(self.cache_bytes)
+        release_unused(self._memory, num_caches, self._num_seqs, self._max_tokens)
 
     def trim(self, seq_id: int, keep: int) -> None:
         length = self._count_tokens(seq_id)
