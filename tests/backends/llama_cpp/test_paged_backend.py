@@ -432,19 +432,22 @@ def test_unexpected_size_is_never_allocated(make_backend, monkeypatch):
     assert refused[0] == 8192 * 16 * backend.info.kv_bytes_per_token > 60_000_000
 
 
-def test_steps_do_not_register_tensors_of_the_kv_cache(make_backend, monkeypatch):
+@pytest.mark.parametrize("layout", ["paged", "partitioned"])
+def test_steps_do_not_register_tensors(make_backend, monkeypatch, layout):
     """Python would be called many times in each step."""
     from cllm.backends.llama_cpp import ggml_memory
 
     registered = []
-    register = ggml_memory.KVAddresses._register
+    kind = ggml_memory.KVAddresses if layout == "paged" else ggml_memory.NewPages
+    register = kind._register
 
     def spy(self, buffer, address):
         registered.append(address)
         return register(self, buffer, address)
 
-    monkeypatch.setattr(ggml_memory.KVAddresses, "_register", spy)
-    backend, tokens = make_backend(), words(40)
+    monkeypatch.setattr(kind, "_register", spy)
+    monkeypatch.setattr(ggml_memory, "NEW_PAGES_BYTES", 4096)
+    backend, tokens = make_backend(layout=layout), words(40)
     assert registered
     registered.clear()
     found = forward(backend, 0, tokens)

@@ -33,7 +33,8 @@ InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer)
 SetTensor = ctypes.CFUNCTYPE(None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t)
 Clear = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 
-RECURRENT = (b"cache_r_l", b"cache_s_l")  # how names of tensors of recurrent states begin
+CACHE = b"cache_"  # how names of tensors of caches begin
+RECURRENT = (b"cache_r_l", b"cache_s_l")  # those of recurrent states
 NEW_PAGES_BYTES = 32 << 20  # smaller buffers are filled in a few milliseconds
 # An allocation of an unexpected size may be the KV cache, all of which llama.cpp would clear. It is
 # refused if it is larger than this and than the memory that may be used.
@@ -160,7 +161,7 @@ class NewPages:
     def __init__(self) -> None:
         self.recurrent: list[StateRows] = []
         # kept as long as ggml's buffers have pointers to them
-        self._clear, self._init = Clear(do_nothing), InitTensor(self._register)
+        self._clear, self._init = Clear(self._stop), InitTensor(self._register)
 
     def allocate(self, buffer_type: int, size: int) -> int | None:
         """Return a buffer of ``size`` bytes for ggml; None if there is too little memory."""
@@ -177,7 +178,15 @@ class NewPages:
         tensor = GgmlTensor.from_address(address)
         if tensor.name.startswith(RECURRENT) and not tensor.view_src:
             self.recurrent.append(StateRows(tensor.data or 0, tensor.nb[1], tensor.ne[1]))
+        elif not tensor.name.startswith(CACHE):
+            self._stop(buffer)  # it is no cache
         return 0
+
+    def _stop(self, buffer: int, _: int = 0) -> None:
+        """Register no more tensors; ggml would call it for many in each step. The cache is complete
+        when llama.cpp clears it.
+        """
+        functions_of(buffer)[BUFFER_INIT] = None
 
 
 def functions_of(buffer: int) -> ctypes.Array[Pointer]:
