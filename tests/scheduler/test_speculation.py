@@ -44,12 +44,17 @@ def test_accepted_draft_tokens_save_steps(fake_engine):
     assert on.kv_cache.cells.num_held == 0
 
 
-def test_only_neighbours_get_drafts_together(fake_engine):
+@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+def test_only_neighbours_get_drafts_together(fake_engine, layout):
     """A model that takes back only some tokens computes rows with draft tokens only side by side.
-    The sequence that lost its neighbour is computed without.
+    The sequence that lost its neighbour is computed without, unless the layout is unified.
     """
     engine = fake_engine(
-        costs=CHEAP_ROWS, length=200, engine_speculation="prompt_lookup", max_taken_back=4
+        costs=CHEAP_ROWS,
+        length=200,
+        engine_speculation="prompt_lookup",
+        max_taken_back=4,
+        layout=layout,
     )
     for i in range(4):
         engine.add(str(i), REPEATING, max_tokens=5 if i == 1 else 150, ignore_eos=True)
@@ -60,9 +65,10 @@ def test_only_neighbours_get_drafts_together(fake_engine):
     with_draft = {
         tuple(row.seq.name for row in batch.rows if row.draft) for batch in engine.backend.batches
     }
-    assert ("2.0", "3.0") in with_draft
+    assert (("0.0", "2.0", "3.0") if layout == "unified" else ("2.0", "3.0")) in with_draft
     assert ("0.0", "1.0", "2.0", "3.0") in with_draft
-    assert not any("0.0" in names and "1.0" not in names and len(names) > 1 for names in with_draft)
+    has_gap = [names for names in with_draft if "0.0" in names[:-1] and "1.0" not in names]
+    assert bool(has_gap) == (layout == "unified")
 
 
 @pytest.mark.parametrize(

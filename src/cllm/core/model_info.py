@@ -15,10 +15,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     A sequence can free any number of its last cells if ``max_taken_back`` is None. Otherwise (with
     recurrent state) its tokens are kept or lost as a whole. Only the next batch can free draft
-    tokens of the last row, once, if there were at most ``max_taken_back``. From the first to the
-    last row with draft tokens in a batch, seq_ids are then consecutive. If a recurrent state is
-    saved without the keys and values of a hybrid, it takes ``checkpoint_bytes``; 0 if that is not
-    possible.
+    tokens of the last row, once, if there were at most ``max_taken_back``. If the layout is not
+    unified, seq_ids are then consecutive from the first to the last row with draft tokens. If a
+    recurrent state is saved without the keys and values of a hybrid, it takes ``checkpoint_bytes``;
+    0 if that is not possible.
 
     ``num_spare_ids`` seq_ids from ``max_num_seqs`` on can keep tokens but not be computed.
     ``kv_bytes_per_token`` (0 if unknown) and ``model_bytes`` are sizes in bytes. A saved state of n

@@ -177,7 +177,11 @@ def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | No
     drafter = (
         build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
     )
-    return Speculation(drafter, params.max_draft_tokens, info.max_num_samples, info.max_taken_back)
+    count, needs_neighbours = params.max_draft_tokens, False
+    if info.max_taken_back is not None:
+        count = min(count, info.max_taken_back)
+        needs_neighbours = info.layout != "unified"
+    return Speculation(drafter, count, info.max_num_samples, needs_neighbours=needs_neighbours)
 
 
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:

@@ -67,16 +67,15 @@ class Speculation:
         drafter: Drafter,
         max_draft_tokens: int,
         max_samples: int,
-        max_taken_back: int | None = None,
+        *,
+        needs_neighbours: bool = False,
     ) -> None:
-        """A step has at most ``max_samples`` rows of logits. See ModelInfo for
-        ``max_taken_back``.
+        """A step has at most ``max_samples`` rows of logits. If it ``needs_neighbours``, only
+        sequences with consecutive seq_ids get draft tokens.
         """
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
-        self._drafts_together = max_taken_back is not None
-        if max_taken_back is not None:
-            self._max_draft_tokens = min(max_draft_tokens, max_taken_back)
+        self._needs_neighbours = needs_neighbours
         self._max_samples = max_samples
         self._rates: dict[Sequence, Rates] = {}
         self._judged: set[Sequence] = set()  # sequences whose drafts have been verified
@@ -94,7 +93,7 @@ class Speculation:
         if self._has_failed:
             return {}
         space = min(self._max_samples, max_tokens) - len(seqs)
-        candidates = find_neighbours(seqs) if self._drafts_together else seqs
+        candidates = find_neighbours(seqs) if self._needs_neighbours else seqs
         max_count = min(self._max_draft_tokens, space // len(seqs))
         prospects = self._estimate(seqs, len(candidates), cost, max_count)
         wanted: dict[Sequence, int] = {}

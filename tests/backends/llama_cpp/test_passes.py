@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backends.llama_cpp.passes import MAX_DECODED, MAX_PADDING, Pass, plan_passes
+from cllm.backends.llama_cpp.passes import (
+    MAX_DECODED,
+    MAX_PADDING,
+    Pass,
+    plan_passes,
+    plan_with_drafts,
+)
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.errors import EngineError
 from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 
 MAX_TOKENS, CONTEXT = 256, 8192
@@ -92,6 +99,32 @@ def test_rows_of_similar_sizes_are_padded_to_the_longest() -> None:
     assert plan(*drafts) == [([0, 1], 4)]
     end = [make_row(0, CONTEXT - 60, 60), make_row(1, CONTEXT - 63, 63)]
     assert plan(*end) == [([0, 1], 0)]
+
+
+def plan_drafts(*rows: Row, has_streams: bool) -> list[tuple[list[int], int]]:
+    passes = plan_with_drafts([*rows], MAX_TOKENS, CONTEXT, 4, has_streams=has_streams)
+    return [([row.seq.seq_id for row in each.rows], each.size) for each in passes]
+
+
+def test_draft_tokens_are_in_the_last_pass() -> None:
+    """With streams, its rows are neighbours. Without, others join it if they need little padding."""
+    rows = [make_row(i, 50, 1) for i in range(5)]
+    rows[1], rows[3] = make_row(1, 50, 1, 2), make_row(3, CONTEXT - 2, 1, 4)
+    assert plan_drafts(*rows, has_streams=True) == [([0], 0), ([4], 0), ([1, 2, 3], 5)]
+    assert plan_drafts(*rows, has_streams=False) == [([0, 2, 4], 0), ([1, 3], 5)]
+    assert plan_drafts(rows[1], rows[3], has_streams=False) == [([1, 3], 5)]
+    assert plan_drafts(*rows[:3], has_streams=False) == [([0, 1, 2], 3)]
+    assert plan_drafts(*rows[:3], make_row(6, 9, 30), has_streams=False) == [
+        ([0, 2], 0),
+        ([6], 0),
+        ([1], 0),
+    ]
+    assert plan_drafts(rows[0], rows[2], has_streams=False) == [([0, 2], 0)]
+    assert plan_drafts(rows[0], rows[2], has_streams=True) == [([0], 0), ([2], 0)]
+    with pytest.raises(EngineError):
+        plan_drafts(rows[1], rows[3], has_streams=True)
+    with pytest.raises(EngineError):
+        plan_drafts(make_row(0, 9, 1, 5), has_streams=False)
 
 
 @pytest.mark.llama

@@ -80,14 +80,15 @@ class Cell:
         self.adapters = adapters
 
 
-def check_drafts(rows: Run[Row], max_taken_back: int) -> dict[int, int]:
+def check_drafts(rows: Run[Row], max_taken_back: int, layout: str) -> dict[int, int]:
     """Return how many tokens of each row can be taken back. Raises EngineError if draft tokens
     cannot.
     """
     drafting = [row.seq.seq_id for row in rows if row.draft]
     if any(len(row.draft) > max_taken_back for row in rows):
         raise EngineError("too many draft tokens")
-    if drafting and not {*range(min(drafting), max(drafting))} <= {row.seq.seq_id for row in rows}:
+    between = {*range(min(drafting), max(drafting))} if drafting and layout != "unified" else {*()}
+    if not between <= {row.seq.seq_id for row in rows}:
         raise EngineError("the seq_ids of rows with draft tokens are not consecutive")
     return {row.seq.seq_id: len(row.draft) for row in rows}
 
@@ -174,7 +175,7 @@ class FakeBackend:
         if batch.num_samples > self.info.max_num_samples:
             raise EngineError(f"a batch of {batch.num_samples} samples")
         if self.info.max_taken_back is not None:
-            self._takeable = check_drafts(batch.rows, self.info.max_taken_back)
+            self._takeable = check_drafts(batch.rows, self.info.max_taken_back, self.info.layout)
         for row in batch.rows:
             self._store(row.seq.seq_id, row.start, row.tokens, batch.adapters)
             self._uses_adapters |= bool(batch.adapters)

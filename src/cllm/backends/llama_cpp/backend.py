@@ -438,7 +438,10 @@ class LlamaCppBackend:
             return self._decode(Pass(batch.rows))
         num_tokens, context_length = self._arrays.size, self.info.context_length
         if past := self.info.max_taken_back:
-            passes = plan_with_drafts(batch.rows, num_tokens, context_length, past)
+            passes = plan_with_drafts(
+                *(batch.rows, num_tokens, context_length, past),
+                has_streams=self.info.layout != "unified",
+            )
         else:
             pads = not self._is_recurrent
             passes = plan_passes(batch.rows, num_tokens, context_length, pads=pads)

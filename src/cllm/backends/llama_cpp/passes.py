@@ -24,10 +24,18 @@ class Pass(NamedTuple):
     size: int = 0
 
 
-def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: bool) -> list[Pass]:
+def plan_passes(
+    rows: list[Row],
+    max_tokens: int,
+    context_length: int,
+    *,
+    pads: bool,
+    has_streams: bool = True,
+) -> list[Pass]:
     """Divide ``rows``, sorted by seq_id, into passes of at most ``max_tokens`` tokens.
 
-    Without ``pads``, rows must not be padded with tokens that are freed afterwards.
+    Without ``pads``, rows must not be padded with tokens that are freed afterwards. Without
+    streams, seq_ids need not be consecutive.
     """
     if not pads:
         context_length = 0
@@ -38,7 +46,7 @@ def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: 
         if group:
             padded = (len(group) + 1) * max(size, row.size)
             if (
-                row.seq.seq_id != group[-1].seq.seq_id + 1
+                (has_streams and row.seq.seq_id != group[-1].seq.seq_id + 1)
                 or (row.size > MAX_DECODED) != (size > MAX_DECODED)
                 or padded - num_tokens - row.size > MAX_PADDING
                 or padded > max_tokens
@@ -52,35 +60,55 @@ def plan_passes(rows: list[Row], max_tokens: int, context_length: int, *, pads: 
 
 
 def plan_with_drafts(
-    rows: list[Row], max_tokens: int, context_length: int, max_taken_back: int
+    rows: list[Row],
+    max_tokens: int,
+    context_length: int,
+    max_taken_back: int,
+    *,
+    has_streams: bool,
 ) -> list[Pass]:
     """Divide ``rows`` as ``plan_passes`` does, for a recurrent model that can take back
     ``max_taken_back`` tokens of a row.
 
     llama.cpp keeps the past states only of sequences that it has computed in its last pass over the
     weights. So all draft tokens are in the last pass, and its rows are padded to the longest one,
-    even beyond the context.
-    Raises EngineError if that is not possible.
+    even beyond the context. Raises EngineError if that is not possible.
     """
     drafting = [i for i, row in enumerate(rows) if row.draft]
+    size = max((rows[i].size for i in drafting), default=0)
     if not drafting:
-        return plan_passes(rows, max_tokens, context_length, pads=False)
-    together = rows[drafting[0] : drafting[-1] + 1]
-    others = rows[: drafting[0]] + rows[drafting[-1] + 1 :]
-    passes = plan_passes(others, max_tokens, context_length, pads=False) if others else []
-    size = max(row.size for row in together)
+        together = []
+    elif has_streams:
+        together = rows[drafting[0] : drafting[-1] + 1]
+        size = max(row.size for row in together)
+    elif all(row.size <= size for row in rows) and _count_padding(rows, size) <= MAX_PADDING:
+        together = rows
+    else:
+        together = [rows[i] for i in drafting]
+    others = [row for row in rows if row not in together]
+    passes: list[Pass] = []
+    if others:
+        passes = plan_passes(
+            others, max_tokens, context_length, pads=False, has_streams=has_streams
+        )
+    if not together:
+        return passes
     last = _finish(together, size, context_length + max_taken_back)
     is_one_pass = last.size or all(row.size == size for row in together)
-    has_gap = together[-1].seq.seq_id - together[0].seq.seq_id >= len(together)
+    num_between = together[-1].seq.seq_id - together[0].seq.seq_id - len(together)
     takes_back = max(size - row.size + len(row.draft) for row in together)
     if (
         not is_one_pass
-        or has_gap
+        or (has_streams and num_between >= 0)
         or takes_back > max_taken_back
         or len(together) * size > max_tokens
     ):
         raise EngineError("the rows with draft tokens cannot be computed in one pass")
     return [*passes, last]
+
+
+def _count_padding(rows: list[Row], size: int) -> int:
+    return len(rows) * size - sum(row.size for row in rows)
 
 
 def _finish(group: list[Row], size: int, context_length: int) -> Pass:
