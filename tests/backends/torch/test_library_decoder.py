@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,26 @@ def test_model_that_computes_something_else_in_parts_is_refused(
     attend = library_decoder.attend
     monkeypatch.setattr(library_decoder, "attend", lambda *given: attend(*given) * 1.1)
     assert "cannot serve olmo2, which computes something else" in refuse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "window", "chunk", "called", "reason"),
+    [
+        (["full_attention", "sliding_attention"], 4096, None, [None, 4096], None),
+        (None, None, None, [None, None], None),
+        (["full_attention", "sliding_attention"], 4096, None, [None, None], "sliding_attention"),
+        (["full_attention", "chunked_attention"], None, None, [None, None], "chunked_attention"),
+        (None, None, 8192, [None, None], "divided into chunks"),
+    ],
+)
+def test_windows_longer_than_the_compared_texts_are_checked(
+    kinds, window, chunk, called, reason
+) -> None:
+    from cllm.backends.torch.library_decoder import check_windows
+
+    config = SimpleNamespace(layer_types=kinds, sliding_window=window, attention_chunk_size=chunk)
+    with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
+        check_windows(config, called)
 
 
 def test_missing_tensor_is_named(builtin_path, tmp_path) -> None:

@@ -94,12 +94,16 @@ class LibraryDecoder:
         """Compute a text to see what attention is called with."""
         calls: dict[int, Call] = {}
         turn.calls = calls
-        self._compute_whole()
-        turn.calls = None
+        try:
+            self._compute_whole()
+        finally:
+            turn.calls = None
         sizes = {call[1:] for call in calls.values()}
         config = self._model.config.get_text_config()
         if sorted(calls) != [*range(config.num_hidden_layers)]:
             raise ValueError("not every layer has attention")
+        windows = [calls[i].window for i in sorted(calls)]
+        check_windows(config, windows)
         (num_kv_heads, size, value_size), *others = sizes
         if others or size != value_size:
             raise ValueError("keys and values, or layers, have different sizes")
@@ -110,7 +114,7 @@ class LibraryDecoder:
             num_kv_heads=num_kv_heads,
             head_size=size,
             max_positions=getattr(config, "max_position_embeddings", None) or 2048,
-            layers=tuple(Layer(calls[i].window, None) for i in sorted(calls)),
+            layers=tuple(Layer(window, None) for window in windows),
         )
 
     def _compute_whole(self) -> Tensor:
@@ -135,6 +139,18 @@ class LibraryDecoder:
             parts.append(self.compute_logits(self.compute(step, cells)[size:]))
             at += size
         return float((torch.cat(parts) - expected).abs().max() / expected.abs().max())
+
+
+def check_windows(config: Any, windows: list[int | None]) -> None:
+    """Raise ValueError if attention is not called with the windows of its layers, which may be
+    longer than any text that is computed at the load.
+    """
+    known = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    for kind, window in zip(getattr(config, "layer_types", None) or (), windows, strict=False):
+        if kind not in known or known[kind] != window:
+            raise ValueError(f"a layer has {str(kind)[:50]}")
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError("its attention is divided into chunks")
 
 
 class Turn:
