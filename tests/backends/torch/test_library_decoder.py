@@ -101,6 +101,9 @@ def test_model_that_computes_something_else_in_parts_is_refused(
     [
         (["full_attention", "sliding_attention"], 4096, None, [None, 4096], None),
         (None, None, None, [None, None], None),
+        (None, 4096, None, [4096, 4096], None),
+        (None, 8192, None, [None, None], None),  # as long as all texts
+        (None, 4096, None, [None, None], "window of its own"),
         (["full_attention", "sliding_attention"], 4096, None, [None, None], "sliding_attention"),
         (["full_attention", "chunked_attention"], None, None, [None, None], "chunked_attention"),
         (None, None, 8192, [None, None], "divided into chunks"),
@@ -111,7 +114,12 @@ def test_windows_longer_than_the_compared_texts_are_checked(
 ) -> None:
     from cllm.backends.torch.library_decoder import check_windows
 
-    config = SimpleNamespace(layer_types=kinds, sliding_window=window, attention_chunk_size=chunk)
+    config = SimpleNamespace(
+        layer_types=kinds,
+        sliding_window=window,
+        attention_chunk_size=chunk,
+        max_position_embeddings=8192,
+    )
     with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
         check_windows(config, called)
 

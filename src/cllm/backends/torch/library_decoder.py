@@ -145,10 +145,16 @@ def check_windows(config: Any, windows: list[int | None]) -> None:
     """Raise ValueError if attention is not called with the windows of its layers, which may be
     longer than any text that is computed at the load.
     """
-    known = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-    for kind, window in zip(getattr(config, "layer_types", None) or (), windows, strict=False):
+    own, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    known = {"full_attention": None, "sliding_attention": own}
+    for kind, window in zip(kinds or (), windows, strict=False):
         if kind not in known or known[kind] != window:
             raise ValueError(f"a layer has {str(kind)[:50]}")
+    is_felt = own is not None and own < (
+        getattr(config, "max_position_embeddings", None) or own + 1
+    )
+    if is_felt and not kinds and own not in windows:
+        raise ValueError("its attention has a window of its own")
     if getattr(config, "attention_chunk_size", None):
         raise ValueError("its attention is divided into chunks")
 
