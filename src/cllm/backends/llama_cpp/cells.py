@@ -136,11 +136,11 @@ class Cells:
                     first.setdefault(target, operation)
                 case Trim(seq_id) | Save(seq_id) | Load(_, seq_id):
                     first.setdefault(seq_id, operation)
-        for seq_id, length in self._padded.items():
+        padded, self._padded = self._padded, {}
+        for seq_id, length in padded.items():
             next_one = first.get(seq_id)
             keep = next_one.keep if isinstance(next_one, Trim) else length
             self.trim(seq_id, min(keep, length))
-        self._padded.clear()
 
     def _swap(self, first: int, second: int) -> None:
         raise EngineError("only paged memory can be swapped")
