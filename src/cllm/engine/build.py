@@ -43,9 +43,9 @@ log = logging.getLogger("cllm.engine")
 
 SHORT_PREFIX = 256  # tokens
 
-# On GPUs, prompts are computed in every step, because they hardly lengthen a step that decodes.
 # of the memory for keys and values, for the states of hybrids at positions where others continue
 CHECKPOINT_SHARE = 0.1
+# On GPUs, prompts are computed in every step, because they hardly lengthen a step that decodes.
 CPU_PREFILL_SHARE = 0.75
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 # Tokens in the largest step of a draft model: all sequences wait while it computes a new prompt.
