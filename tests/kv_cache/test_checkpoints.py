@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from cllm.core.batch import Drop, Load, Save
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.kv_cache.cache import KVCache
 from cllm.kv_cache.checkpoints import MIN_CHECKPOINT_TOKENS, Checkpoints
+from cllm.kv_cache.layouts import Partitioned
+from cllm.kv_cache.matching import Finder
+from cllm.kv_cache.model_state import Recurrent
 from cllm.kv_cache.radix_tree import RadixTree
+from cllm.kv_cache.snapshots import Snapshots
 
 SHORT, LONG = MIN_CHECKPOINT_TOKENS, 10 * MIN_CHECKPOINT_TOKENS
 
@@ -182,3 +190,25 @@ def test_checkpoints_are_a_tenth_of_the_cells(engine):
     for i in range(40):
         run(engine, f"r{i}", [*[10 + i] * 100, 200], (100,))
     assert checkpoints.num_bytes == 180  # of 1800 cells with one byte each
+
+
+def test_checkpoints_of_other_conversations_cost_little_time(monkeypatch):
+    """Keys and values are looked for only if a prompt contains all tokens of a checkpoint."""
+    examined = []
+    find_base = Finder._find_base
+
+    def count_find_base(self, checkpoint, matches):
+        examined.append(checkpoint.num_computed)
+        return find_base(self, checkpoint, matches)
+
+    monkeypatch.setattr(Finder, "_find_base", count_find_base)
+    snapshots = Snapshots(ram_bytes=1 << 20, bytes_per_token=1)
+    cache = KVCache(1000, 1000, 1, Partitioned(Recurrent()), snapshots, Checkpoints(1000, 1))
+    for kind in range(20):
+        path = np.append(tokens(99, LONG), tokens(kind, SHORT))
+        snapshots.add(path, "", cache.layout.state)
+        cache.checkpoints.add(snapshots.new_key(), path[:-1], "", 0)
+    cache.checkpoints.add(snapshots.new_key(), tokens(99, SHORT), "", 0)
+    seq = Sequence(Request("A", [99] * LONG + [50], SamplingParams()), 0, 0, 1000)
+    assert cache.find(seq).num_tokens == SHORT
+    assert examined == [SHORT]

@@ -71,7 +71,7 @@ class Finder:
             usable, base = shared, owner
             if saved is None:
                 usable = self._count_reusable(owner, shared)
-            elif (base := self._find_base(saved, matches)) is None or shared < saved.num_computed:
+            elif shared < saved.num_computed or (base := self._find_base(saved, matches)) is None:
                 continue
             net_tokens = usable - self._estimate_cost(base, usable)
             if net_tokens >= least:
