@@ -43,7 +43,7 @@ log = logging.getLogger("cllm.engine")
 
 SHORT_PREFIX = 256  # tokens
 
-# of the memory for keys and values, for the states of hybrids at positions where others continue
+# of the KV cache, which includes recurrent states, for those at positions where others continue
 CHECKPOINT_SHARE = 0.1
 # On GPUs, prompts are computed in every step, because they hardly lengthen a step that decodes.
 CPU_PREFILL_SHARE = 0.75
@@ -126,8 +126,9 @@ def build_engine(
         info.state_bytes_per_token,
         info.state_bytes,
     )
-    cell_bytes = info.num_cells * info.state_bytes_per_token
-    checkpoints = Checkpoints(int(cell_bytes * CHECKPOINT_SHARE), info.checkpoint_bytes)
+    num_states = info.max_num_seqs * (1 + (info.max_taken_back or 0))
+    kv_bytes = info.num_cells * info.state_bytes_per_token + num_states * info.checkpoint_bytes
+    checkpoints = Checkpoints(int(kv_bytes * CHECKPOINT_SHARE), info.checkpoint_bytes)
     layout = make_layout(info)
     kv_cache = KVCache(
         info.num_cells, info.context_length, info.max_num_seqs, layout, snapshots, checkpoints
