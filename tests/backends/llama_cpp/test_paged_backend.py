@@ -493,6 +493,18 @@ def test_state_of_another_form_is_noticed(make_backend, monkeypatch, caplog):
     assert "this model's state has another form" in caplog.text
 
 
+def test_windows_without_a_cache_of_their_own_are_not_paged(make_backend, monkeypatch, caplog):
+    """Nothing is known of the tokens that such a state may lack."""
+    from llama_cpp import llama_cpp as lib
+
+    monkeypatch.setattr(lib, "llama_model_n_swa", lambda _: 32)
+    backend, tokens = make_backend(layout="auto"), words(30)
+    assert (backend.info.layout, backend.info.checks_states) == ("partitioned", False)
+    assert "this model's state has another form" in caplog.text
+    expected = forward(backend, 0, tokens)
+    assert_same(forward(backend, 1, tokens, 20, [Save(0, 0), Load(0, 1, 20)]), expected)
+
+
 def test_unknown_version_of_ggml_has_no_paged_memory(make_backend, monkeypatch, caplog):
     """It is not tried, so there is no warning."""
     from cllm.backends.llama_cpp import ggml_memory

@@ -160,7 +160,7 @@ class States:
         """Return the caches in the state of seq_id 0, which has one token; none if states are not
         portable, or of an unknown format.
 
-        In an unknown format, those of a model with sliding windows are not portable.
+        Those of a model with sliding windows are portable only if it has two caches.
         """
         caches: list[Cache] = []
         if self._portable:
@@ -169,6 +169,7 @@ class States:
         self._has_windows = len(caches) > 1
         if windowed and not self._has_windows:
             self._portable, self.tail = False, 0
+            return []
         return caches
 
     def read(self, state: Bytes, gap: int = 0) -> list[Cache]:
