@@ -82,6 +82,21 @@ def test_hybrid_continues_at_its_last_checkpoint(tmp_path):
     assert (answer, num_computed) == ([21, 22], 3)
 
 
+def test_hybrid_learns_that_prompts_continue_after_answers(tmp_path):
+    """It goes back to the last checkpoint once, and then no more."""
+    engine = start(tmp_path, {"max_taken_back": 0, "checkpoint_bytes": 5})
+    prompt, nums_computed = [*LONG, 7], []
+    for _ in range(4):
+        answer, num_computed = ask(engine, prompt, boundaries=(len(prompt) - 1,))
+        nums_computed.append(num_computed)
+        while engine.idle():
+            pass
+        prompt += [*answer, 8, 7]
+    whole, *others = nums_computed
+    assert whole > len(LONG)
+    assert others == [6, 4, 4]
+
+
 class Closing:
     """An inbox that closes the engine immediately."""
 

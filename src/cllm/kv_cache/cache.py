@@ -72,7 +72,8 @@ class KVCache:
         self._idle: OrderedDict[int, Holding] = OrderedDict()
         # the source of a copy, which must not be evicted meanwhile
         self._needed: Holding | Snapshot | None = None
-        # the prompts that continued after an answer, minus those that went back to a checkpoint
+        # the prompts that continued after an answer, minus those that went back to the checkpoint
+        # before it
         self._num_continued = 0
         last = self.seq_ids.size + self.layout.num_spare_ids - 1
         self._spare = list(range(last, self.seq_ids.size - 1, -1))
@@ -116,6 +117,7 @@ class KVCache:
                 shared = common_prefix(idle.path, seq.reusable_tokens)
                 count = self.layout.state.count_reusable(idle, shared)
             source = idle if count else None
+        last_path = self._find_last_path(source, count)
         if (
             isinstance(source, Holding)
             and source.seq_id == seq_id
@@ -129,16 +131,26 @@ class KVCache:
             chain, operations = prepared
         if match.checkpoint is not None:
             self.checkpoints.note_use(match.checkpoint)
-            self._num_continued -= 1
             operations = [one for one in operations if one != Trim(seq_id, count)]
             operations.append(Load(match.checkpoint.key, seq_id, count, is_checkpoint=True))
-        elif count:
-            self._num_continued += 1
+        if last_path is not None:
+            continues = common_prefix(last_path, seq.array) == len(last_path)
+            self._num_continued += 1 if continues else -1
         self.seq_ids.lease(seq_id)
         holding = Holding(seq_id, chain, seq.shareable_tokens, seq)
         self._leased[seq_id] = holding
         self._tree.insert(holding.path, holding, holding.salt)
         return seq_id, count, operations
+
+    def _find_last_path(self, source: Holding | Snapshot | None, count: int) -> Tokens | None:
+        """Return the tokens of an idle prefix, as they were before ``_go_back``, if its last
+        checkpoint is within the first ``count`` and an answer follows it.
+        """
+        if not len(self.checkpoints) or not isinstance(source, Holding) or not source.is_final:
+            return None
+        path = source.path if source.whole_path is None else source.whole_path
+        last = self.checkpoints.find_last(path, source.salt)
+        return path if last is not None and last.num_computed <= min(count, len(path) - 1) else None
 
     def _reuse_in_place(self, holding: Holding, count: int) -> list[Operation]:
         """Lease the cells of an idle prefix again, after cutting it to ``count`` tokens."""
@@ -354,7 +366,7 @@ class KVCache:
         last = self.checkpoints.find_last(holding.path, holding.salt)
         if last is None or self._num_continued > 0 or last.num_computed == holding.chain.length:
             return []
-        count = last.num_computed
+        count, holding.whole_path = last.num_computed, holding.path
         self._shrink(holding, count, save=False)
         return [Load(last.key, holding.seq_id, count, is_checkpoint=True)]
 

@@ -16,7 +16,7 @@ class Holding:
     that the sequence had when it was admitted, some of which may not be computed yet.
     """
 
-    __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id")
+    __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id", "whole_path")
 
     def __init__(self, seq_id: int, chain: Chain, path: Tokens, seq: Sequence) -> None:
         self.seq_id = seq_id
@@ -26,6 +26,8 @@ class Holding:
         self.salt = seq.request.cache_salt
         # set by save_one_idle, so that it saves a prefix only once, even if the copy is evicted
         self.saved = False
+        # the tokens before an idle prefix was cut at its last checkpoint
+        self.whole_path: Tokens | None = None
 
     @property
     def num_computed(self) -> int:
