@@ -11,7 +11,7 @@ from template_texts import FAMILIES, FOLDER, TOOLS, Vocabulary, talk
 
 from cllm.text.templates.boundaries import count_shared, render_with_boundaries
 from cllm.text.templates.chat_template import ChatTemplate
-from cllm.text.templates.fences import BOUNDARY, CUT
+from cllm.text.templates.fences import BOUNDARY, CLOSE, CUT, OPEN
 
 CONTROL = re.compile(r"<[|｜]?[\w.▁/:]{1,30}[|｜]?>|\[/?[A-Z_]{3,20}\]")
 # these write the instructions, or the tools, into the first question
@@ -106,6 +106,18 @@ def test_control_tokens_of_users_are_no_boundaries():
         segment.text for segment in template.fences.split(text.replace(BOUNDARY, ""))
     )
     assert [part[0].text[:12] for part in parts[1:]] == ["<|im_start|>"]
+
+
+def test_control_tokens_within_fenced_beginnings_are_no_boundaries():
+    """A boundary there would divide the fenced text, and let a user write a control token."""
+    vocabulary = Vocabulary(
+        "<u>{{ messages[0].content }}{% if add_generation_prompt %}A{% endif %}"
+    )
+    vocabulary.control_tokens = ["[[x]]", "[x]", "<u>"]
+    template = ChatTemplate(vocabulary)
+    messages = [{"role": "user", "content": "a[[x]"}]
+    text = render_with_boundaries(template.render, template.fences, messages, [], "", {})
+    assert text == f"<u>a{OPEN}[[x]{CLOSE}A"
 
 
 def test_continued_message():

@@ -105,9 +105,16 @@ class Fences:
         window = SURROGATES.sub("?", text[first : end + self._longest + 1])
         found = 0
         for _, begin, _ in self._whole.find_matches_as_indexes(window):
-            if first + begin <= end and text[first + begin - 1 : first + begin] != OPEN:
+            if first + begin <= end and not self._is_fenced(text, first + begin):
                 found = first + begin
         return found
+
+    def _is_fenced(self, text: str, at: int) -> bool:
+        """Return whether the control token at ``at`` is within fences, possibly as a part of the
+        beginning of another one.
+        """
+        before = text[max(0, at - self._longest - 1) : at]
+        return before.rfind(OPEN) > before.rfind(CLOSE)
 
     def split_at_boundaries(self, text: str) -> list[list[Segment]]:
         """Return the segments of each part of rendered text. A part ends at each BOUNDARY."""
