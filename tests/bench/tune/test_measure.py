@@ -51,11 +51,11 @@ def test_crashed_child_is_reported_and_replaced(
     params: EngineParams, tiny_model, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF and nothing")
-    recurrent = msgspec.structs.replace(params, path=str(tiny_model("mamba")), layout="unified")
+    windowed = msgspec.structs.replace(params, path=str(tiny_model("gemma3")), layout="unified")
     with Bench() as bench:
         for wrong, words in (
             (msgspec.structs.replace(params, path=str(tmp_path / "bad.gguf")), "cannot load"),
-            (recurrent, "this model has no unified KV cache"),
+            (windowed, "this model has no unified KV cache"),
             (
                 msgspec.structs.replace(params, path=str(tiny_model("gemma3")), kv_type="q8_0"),
                 "n_embd_head_k=16",
