@@ -72,6 +72,7 @@ SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY, UINT32 = 8, 9, 4
 TOKENS = "tokenizer.ggml.tokens"
 
+RECURRENT_KEYS = (".ssm.", ".shortconv.", ".wkv.", ".kda.")  # parts of names of metadata
 # Limits far above every known model, and far below harmful sizes.
 MAX_KEYS, MAX_TENSORS, MAX_NAME, MAX_DIMS = 1 << 16, 1 << 17, 63, 4
 MAX_TEXT, MAX_KEY, MAX_HEADS = 1 << 26, 1 << 16, 1 << 20
@@ -206,6 +207,10 @@ def compute_kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int 
         * num_bytes
         // elements
     )
+
+
+def has_recurrent_layers(header: GgufHeader) -> bool:
+    return any(part in key for key in header.metadata for part in RECURRENT_KEYS)
 
 
 def check_kv_type(header: GgufHeader, kv_type: str) -> None:

@@ -53,6 +53,7 @@ from cllm.backends.llama_cpp.passes import Pass, plan_passes, plan_with_drafts
 from cllm.backends.llama_cpp.placement import (
     FLASH_ATTENTION,
     Placement,
+    can_reorder_weights,
     describe_positions,
     scale_positions,
     scaled_length,
@@ -346,6 +347,7 @@ class LlamaCppBackend:
         c_params = lib.llama_model_default_params()
         c_params.n_gpu_layers = options.n_gpu_layers
         placement.apply(c_params)
+        c_params.use_extra_bufts = can_reorder_weights(self._path)
         c_params.load_mode = {
             (True, False): lib.LLAMA_LOAD_MODE_MMAP,
             (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,

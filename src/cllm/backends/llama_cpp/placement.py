@@ -6,14 +6,17 @@ import ctypes
 import math
 import re
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp.devices import Device, device_handle, list_gpus
+from cllm.backends.llama_cpp.library import system_info
 from cllm.backends.llama_cpp.rpc import add_worker
 from cllm.backends.llama_cpp.variants import bind
 from cllm.errors import StartupError
+from cllm.models.gguf import has_recurrent_layers, read_header
 
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options
@@ -130,6 +133,20 @@ class Placement:
             c_params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         if self._options.numa != "off":
             init_numa(self._options.numa)
+
+
+def can_reorder_weights(path: Path) -> bool:
+    """Return whether llama.cpp may keep the weights of ``path`` in another order, for AMX.
+
+    Its products with AMX are wrong, and may crash, if the input has an axis for sequences, as in
+    recurrent layers: for later sequences, it reads behind the weights.
+    """
+    if "AMX_INT8 = 1" not in system_info():
+        return True
+    try:
+        return not has_recurrent_layers(read_header(path))
+    except StartupError:  # llama.cpp will say what is wrong
+        return True
 
 
 def scale_positions(options: Options, trained: int, c_params: Any) -> None:
