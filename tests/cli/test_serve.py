@@ -63,9 +63,9 @@ def test_truncated_model_gives_one_line(cllm, builtin_path: Path, tmp_path: Path
 
 
 @pytest.mark.llama
-@pytest.mark.parametrize("kind", ["gemma3", "lfm2"])
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
 def test_impossible_layout_gives_one_line(cllm, tiny_model, kind: str):
-    """Paged memory is for attention to all tokens."""
+    """Paged memory is for attention only."""
     result = cllm("serve", tiny_model(kind), "--kv.layout", "paged", "--port", 0)
     assert (result.code, result.out) == (2, "")
     *loading, error = result.err.splitlines()
