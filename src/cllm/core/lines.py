@@ -15,9 +15,11 @@ class Lines:
 
     __slots__ = ("_is_code", "_line")
 
-    def __init__(self) -> None:
+    def __init__(self, *, begun: bool = False) -> None:
+        """``begun``: the text continues one, probably within a line."""
         self._is_code = False
-        self._line = ""  # the beginning of the last line, without white space
+        # the beginning of the last line, without white space
+        self._line = "?" * MAX_LINE if begun else ""
 
     def add(self, text: str) -> None:
         """Take in the next piece of the text."""

@@ -105,7 +105,7 @@ class Parser:
         self._is_fresh = inside and not begun  # drop white space until other text arrives
         self._has_text = begun and not inside  # any text since the beginning or the last call
         self._joint: str | None = None  # white space around reasoning that has resumed after text
-        self._lines = Lines()  # of text, where reasoning may resume
+        self._lines = Lines(begun=self._has_text)  # of text, where reasoning may resume
         self._opener = ""
         self._num_seen = 0  # characters of a head that are already searched
         self._reader: ArgumentReader = Object()
