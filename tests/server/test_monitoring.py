@@ -134,10 +134,12 @@ def test_prometheus_evaluates_all_expressions_of_a_server_under_load(server, pro
             assert time.monotonic() < end
             use(server)
             try:
-                if ask(client, "cllm:request_failures:ratio_rate5m") == [0.0]:
-                    break
+                is_ready = client.get("/-/ready").status_code == 200
             except httpx2.TransportError:  # it has not started yet
-                time.sleep(0.05)
+                is_ready = False
+            if is_ready and ask(client, "cllm:request_failures:ratio_rate5m") == [0.0]:
+                break
+            time.sleep(0.05)
         for expression in list_expressions():
             ask(client, expression)
         assert ask(client, 'up{job="cllm"}') == [1.0]

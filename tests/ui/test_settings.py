@@ -92,6 +92,7 @@ def test_every_parameter_is_sent(visit, server):
         "logit_bias": {" maybe": -100},
         "stop": ["END", "STOP"],
         "include_stop_str_in_output": True,
+        "reasoning_control": True,
     }
 
 

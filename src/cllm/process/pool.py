@@ -365,24 +365,32 @@ class Pool:
         self._in_flight.backlog.check(Newcomer(account, priority, load, num_tokens), claim)
 
     def submit(
-        self, requests: list[Request], claim: Claim = NO_CLAIM, begun: Begun | None = None
+        self,
+        requests: list[Request],
+        claim: Claim = NO_CLAIM,
+        begun: Begun | None = None,
+        *,
+        ends_reasoning: bool = False,
     ) -> OutputStream:
         """Send requests to the engine, or find their results.
 
         The caller must call ``close_stream`` later. Requests that another pool has ``begun``
-        continue after what that has delivered.
+        continue after what that has delivered, and end their reasoning at once if their client has
+        asked for that (``ends_reasoning``).
 
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
         self.check_available()
         stream, new = self._in_flight.submit(requests, claim, begun)
+        for request in requests if ends_reasoning else ():
+            self._in_flight.end_reasoning(request.request_id)
         frames: dict[Member, list[bytes]] = {}
         for request in new:
             member, booked = self._assignments.assign(request)
             member.give(request.request_id, booked)
             if member.has(request.request_id):
-                command = begun and self._in_flight.make_command(request.request_id)
-                frames.setdefault(member, []).append(frame(command or Add(request)))
+                commands = self._in_flight.make_commands(request.request_id) if begun else []
+                frames.setdefault(member, []).extend(map(frame, commands or [Add(request)]))
         for member, own in frames.items():
             member.write(b"".join(own))
         self._send_yielding(stream)  # it may read what no other client reads

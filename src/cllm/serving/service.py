@@ -425,7 +425,12 @@ class Service:
         charge = self._reserve(generation)
         try:
             with self.admission():
-                stream = self.engine.submit(requests, generation.scheduling.claim, begun)
+                stream = self.engine.submit(
+                    requests,
+                    generation.scheduling.claim,
+                    begun,
+                    ends_reasoning=delivered is not None and delivered.ends_reasoning,
+                )
         except BaseException as error:
             if charge is not None:
                 charge.settle(failed=True)
@@ -433,9 +438,6 @@ class Service:
                 for request in requests:
                     self.recorder.record(request, 0.0, [0] * request.params.n, self.model_name)
             raise
-        if delivered is not None and delivered.ends_reasoning:
-            for request in requests:
-                self.engine.end_reasoning(request.request_id)
         generation.model, generation.adapters = self.model_name, self.adapter_use.contents
         usage.cached_tokens += stream.num_reused_tokens
         self.metrics.count_request(usage.prompt_tokens, stream.num_shared, stream.num_recalled)
