@@ -89,7 +89,11 @@ class InFlightRequests:
         return [first, *more, *([EndReasoning(request_id)] if entry.ends_reasoning else [])]
 
     def submit(
-        self, requests: list[Request], claim: Claim = NO_CLAIM, begun: Begun | None = None
+        self,
+        requests: list[Request],
+        claim: Claim = NO_CLAIM,
+        begun: Begun | None = None,
+        ends_reasoning: bool = False,
     ) -> tuple[OutputStream, list[Request]]:
         """Return a stream for ``requests``, and those of them that must be computed.
 
@@ -100,7 +104,7 @@ class InFlightRequests:
         shared.
 
         Requests that another pool has ``begun`` are computed by themselves, except those that it
-        has finished.
+        has finished. With ``ends_reasoning``, they end their reasoning at once.
         """
         keys = [None if begun is not None else digest(request) for request in requests]
         requests = [
@@ -132,6 +136,8 @@ class InFlightRequests:
                 own = None if begun is None else begun[request.request_id]
                 self._start(stream, request, key, positions[-1], own)
                 first = None
+                if ends_reasoning:
+                    self.end_reasoning(request.request_id)
         stream.queue_position = positions[0]
         return stream, list(new.values())
 

@@ -114,8 +114,7 @@ class Pool:
     @property
     def vocabulary(self) -> VocabularyTable | None:
         """The model's vocabulary; None until an engine has been ready."""
-        tables = (member.supervisor.vocabulary for member in self.members)
-        return next((table for table in tables if table is not None), None)
+        return next((one for m in self.members if (one := m.supervisor.vocabulary)), None)
 
     @property
     def ready(self) -> bool:
@@ -125,14 +124,12 @@ class Pool:
     @property
     def stats(self) -> Stats:
         """The latest statistics of the engines that are ready, or of all if none is."""
-        members = self._assignments.list_ready() or self.members
-        return combine_stats([member.stats for member in members])
+        return combine_stats([one.stats for one in self._assignments.list_ready() or self.members])
 
     @property
     def stats_since_start(self) -> Stats:
         """``stats``, with totals over all engines of this pool."""
-        totals = combine_stats([member.stats_since_start for member in self.members])
-        return self.stats.with_totals(totals)
+        return self.stats.with_totals(combine_stats([m.stats_since_start for m in self.members]))
 
     def may_start(self, stream: OutputStream) -> bool:
         """Return whether the first request of ``stream`` has started, or can start soon because its
@@ -369,7 +366,6 @@ class Pool:
         requests: list[Request],
         claim: Claim = NO_CLAIM,
         begun: Begun | None = None,
-        *,
         ends_reasoning: bool = False,
     ) -> OutputStream:
         """Send requests to the engine, or find their results.
@@ -381,15 +377,13 @@ class Pool:
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
         self.check_available()
-        stream, new = self._in_flight.submit(requests, claim, begun)
-        for request in requests if ends_reasoning else ():
-            self._in_flight.end_reasoning(request.request_id)
+        stream, new = self._in_flight.submit(requests, claim, begun, ends_reasoning)
         frames: dict[Member, list[bytes]] = {}
         for request in new:
             member, booked = self._assignments.assign(request)
             member.give(request.request_id, booked)
             if member.has(request.request_id):
-                commands = self._in_flight.make_commands(request.request_id) if begun else []
+                commands = begun and self._in_flight.make_commands(request.request_id)
                 frames.setdefault(member, []).extend(map(frame, commands or [Add(request)]))
         for member, own in frames.items():
             member.write(b"".join(own))
@@ -501,8 +495,7 @@ class Pool:
         """Use these shares of accounts from now on, and 1 for all others."""
         if weights == self.params.weights:
             return
-        # the policy and the backlog have the same mapping
-        self.params.weights.clear()
+        self.params.weights.clear()  # the policy and the backlog have the same mapping
         self.params.weights.update(weights)
         self.backlog.note_weights()
         for member in self.members:
