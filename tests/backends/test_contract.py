@@ -26,7 +26,8 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
 from cllm.kv_cache.layouts import LAYOUTS
-from cllm.models.gguf import compute_kv_bytes_per_token, read_header
+from cllm.models.gguf import read_header
+from cllm.models.sequence_memory import compute_kv_bytes_per_token
 from cllm.sampling.grammar import Grammar
 
 NUM_SEQS = 4

@@ -12,7 +12,8 @@ from msgspec import structs
 from cllm.backends.llama_cpp.quantize import quantize
 from cllm.bench.make_model import QUANTS, SHAPES, DeltaNet, make_model, tensors, vocabulary
 from cllm.errors import StartupError
-from cllm.models.gguf import compute_kv_bytes_per_token, read_header
+from cllm.models.gguf import read_header
+from cllm.models.sequence_memory import compute_kv_bytes_per_token
 
 # In a process of its own: a wrong call of libllama ends the process, and its log callback is one
 # for all.

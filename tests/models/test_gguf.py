@@ -13,13 +13,8 @@ import numpy as np
 import pytest
 
 from cllm.errors import StartupError
-from cllm.models.gguf import (
-    TENSOR_TYPES,
-    GgufHeader,
-    check_kv_type,
-    compute_kv_bytes_per_token,
-    read_header,
-)
+from cllm.models.gguf import TENSOR_TYPES, GgufHeader, read_header
+from cllm.models.sequence_memory import check_kv_type, compute_kv_bytes_per_token
 
 TOKENS = ["a", "b", "é", "x" * 40]
 

@@ -13,8 +13,9 @@ import msgspec
 from cllm.models.checkpoint import Checkpoint, read_checkpoint, read_templates
 from cllm.models.file_names import parse_quantization
 from cllm.models.file_start import compute_fingerprint
-from cllm.models.gguf import GgufHeader, compute_kv_bytes_per_token, read_header
+from cllm.models.gguf import GgufHeader, read_header
 from cllm.models.model_file import list_files
+from cllm.models.sequence_memory import compute_kv_bytes_per_token
 
 TEMPLATE = "tokenizer.chat_template"
 HALF = 2  # bytes of a number; the KV cache has this type unless kv.type says otherwise

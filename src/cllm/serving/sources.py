@@ -138,7 +138,7 @@ def check_template(model: ModelSettings) -> None:
     """Raise StartupError if the chat template that the settings name cannot be used."""
     if (name := model.chat_template_file) is None:
         return
-    from cllm.text.templates.chat_template import compile_template  # slow to import
+    from cllm.text.templates.sandbox import compile_template  # slow to import
 
     compile_template(read_template(name), name)
 

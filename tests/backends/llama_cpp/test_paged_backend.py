@@ -25,7 +25,8 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError, StartupError
-from cllm.models.gguf import compute_kv_bytes_per_token, read_header
+from cllm.models.gguf import read_header
+from cllm.models.sequence_memory import compute_kv_bytes_per_token
 
 pytestmark = [
     pytest.mark.llama,

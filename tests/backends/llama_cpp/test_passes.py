@@ -23,7 +23,8 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
-from cllm.models.gguf import compute_kv_bytes_per_token, read_header
+from cllm.models.gguf import read_header
+from cllm.models.sequence_memory import compute_kv_bytes_per_token
 
 MAX_TOKENS, CONTEXT = 256, 8192
 TOLERANCE = 0.05  # of the standard deviation of the logits, for their mean difference

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cllm.backends.params import BackendParams, ModelSize, SingleGpu
 from cllm.environment import child_environment
 from cllm.errors import StartupError
-from cllm.models.gguf import check_kv_type, compute_kv_bytes_per_token
+from cllm.models.sequence_memory import check_kv_type, compute_kv_bytes_per_token
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary

@@ -16,7 +16,8 @@ from cllm.backends.llama_cpp.library import system_info
 from cllm.backends.llama_cpp.rpc import add_worker
 from cllm.backends.llama_cpp.variants import bind
 from cllm.errors import StartupError
-from cllm.models.gguf import has_recurrent_layers, read_header
+from cllm.models.gguf import read_header
+from cllm.models.sequence_memory import has_recurrent_layers
 
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options

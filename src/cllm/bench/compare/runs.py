@@ -41,8 +41,9 @@ from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams
 from cllm.http_client import read_local
 from cllm.models.catalog import BUILTIN
-from cllm.models.gguf import compute_kv_bytes_per_token, format_size, read_header
+from cllm.models.gguf import format_size, read_header
 from cllm.models.memory import measure_available_bytes
+from cllm.models.sequence_memory import compute_kv_bytes_per_token
 from cllm.observe.cpu_time import read_cpu_seconds
 
 TEMPERATURE = 0.8

@@ -57,7 +57,8 @@ from cllm.engine.settings import make_engine_params
 from cllm.errors import StartupError
 from cllm.input_files import read_input_text
 from cllm.models import catalog, hub
-from cllm.models.gguf import GgufHeader, check_kv_type, format_size, read_header
+from cllm.models.gguf import GgufHeader, format_size, read_header
+from cllm.models.sequence_memory import check_kv_type
 
 if TYPE_CHECKING:
     from cllm.bench.tune.load import Served
