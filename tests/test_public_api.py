@@ -15,7 +15,8 @@ from cllm.environment import MemoryUse
 from cllm.observe.collectors import EngineFigures
 from cllm.observe.exposition import render
 from cllm.observe.machine import GpuUse, MachineUse
-from cllm.observe.metrics import Metrics, ServerMetrics
+from cllm.observe.metrics import Metrics
+from cllm.observe.server_metrics import ServerMetrics
 from cllm.observe.step_histograms import StepHistograms
 from cllm.routing.router import Router
 from cllm.server.app import routes

@@ -11,7 +11,7 @@ from cllm.environment import MemoryUse
 from cllm.observe import machine
 from cllm.observe.exposition import render
 from cllm.observe.machine import GpuUse, MachineUse, list_gpus, load_nvml
-from cllm.observe.metrics import ServerMetrics
+from cllm.observe.server_metrics import ServerMetrics
 
 
 class FakeNvmlError(Exception):

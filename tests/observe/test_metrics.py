@@ -11,15 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cllm.core.output import STAGES, TOTALS, SequenceTimes, Stats
 from cllm.observe.collectors import AccountUsageCollector, EngineFigures
 from cllm.observe.exposition import render
-from cllm.observe.metrics import (
-    COUNTERS,
-    GAUGES,
-    HITS,
-    VLLM_NAMES,
-    Metrics,
-    ServerMetrics,
-)
+from cllm.observe.metrics import COUNTERS, GAUGES, HITS, VLLM_NAMES, Metrics
 from cllm.observe.request_record import RequestRecord
+from cllm.observe.server_metrics import ServerMetrics
 from cllm.observe.step_histograms import StepHistograms
 from cllm.store.usage import UsageCounts
 

@@ -7,9 +7,9 @@ import pytest
 from cllm.config.settings import LogSettings
 from cllm.core.output import SequenceTimes
 from cllm.observe.log import REQUESTS
-from cllm.observe.metrics import ServerMetrics
 from cllm.observe.request_log import RequestLog
 from cllm.observe.request_record import RequestRecord
+from cllm.observe.server_metrics import ServerMetrics
 
 
 def make_record(**fields: object) -> RequestRecord:

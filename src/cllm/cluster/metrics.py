@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cllm.cluster.leases import Replicas
 from cllm.observe.collectors import AccountCounts
-from cllm.observe.metrics import ServerMetrics
+from cllm.observe.server_metrics import ServerMetrics
 
 
 class FrontMetrics:

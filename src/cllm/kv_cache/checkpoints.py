@@ -32,10 +32,6 @@ class Checkpoint:
     def num_computed(self) -> int:
         return len(self.tokens)
 
-    @property
-    def is_final(self) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return f"<Checkpoint {self.key} {len(self.tokens)} tokens>"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from cllm.config.settings import LogSettings
 from cllm.observe.log import REQUESTS
-from cllm.observe.metrics import ServerMetrics
 from cllm.observe.request_record import RequestRecord
+from cllm.observe.server_metrics import ServerMetrics
 
 log = logging.getLogger(REQUESTS)
 

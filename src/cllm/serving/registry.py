@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 from cllm.errors import CLLMError, StartupError, UnknownModel, describe_os_error
-from cllm.observe.metrics import ServerMetrics
+from cllm.observe.server_metrics import ServerMetrics
 from cllm.observe.trace_file import Recorder
 from cllm.serving.loaded_models import LoadedModels
 from cllm.serving.served_model import ServedModel

@@ -42,7 +42,6 @@ from cllm.backends.llama_cpp.library import (
     attention_kernel,
     check_pointer,
     last_error,
-    log_lines,
     read_metadata,
     supports_gpu_offload,
     system_info,
@@ -52,8 +51,6 @@ from cllm.backends.llama_cpp.paged_memory import NotPaged, PagedMemory
 from cllm.backends.llama_cpp.passes import Pass, plan_passes, plan_with_drafts
 from cllm.backends.llama_cpp.placement import (
     FLASH_ATTENTION,
-    Placement,
-    can_reorder_weights,
     describe_positions,
     scale_positions,
     scaled_length,
@@ -61,6 +58,7 @@ from cllm.backends.llama_cpp.placement import (
 from cllm.backends.llama_cpp.state_format import CELL
 from cllm.backends.llama_cpp.threads import Threads
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+from cllm.backends.llama_cpp.weights import describe, load_weights
 from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
@@ -74,7 +72,6 @@ log = logging.getLogger("cllm.llama_cpp")
 
 # A step is timed several times, because other processes may disturb a measurement.
 PROBES, PROBE_SECONDS = 3, 0.1
-WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the first progress report
 MULTI_ROPE = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
@@ -127,8 +124,7 @@ class LlamaCppBackend:
         """
         self._path, self._kv_type = Path(params.path), params.kv_type
         self._threads = Threads(read_options(params), on_gpu=uses_gpu(params))
-        self._model = self._load_model(read_options(params), progress)
-        self._check_architecture()
+        self._model = load_weights(self._path, read_options(params), self._kv_type, progress)
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
         # llama.cpp checks for other models that a sequence's positions follow each other
@@ -181,7 +177,7 @@ class LlamaCppBackend:
         self.info = ModelInfo(
             name=read_metadata(self._model, "general.name") or self._path.stem,
             architecture=read_metadata(self._model, "general.architecture") or "unknown",
-            description=self._describe(),
+            description=describe(self._model),
             vocabulary_size=vocabulary_size,
             context_length=sizes.context_length,
             trained_context_length=trained,
@@ -342,45 +338,6 @@ class LlamaCppBackend:
         self._cells.max_taken_back = max_taken_back
         return Probed(max_taken_back, checkpoint_bytes, first - per_token, per_token, row_seconds)
 
-    def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
-        placement = Placement(options, self._kv_type)
-        c_params = lib.llama_model_default_params()
-        c_params.n_gpu_layers = options.n_gpu_layers
-        placement.apply(c_params)
-        c_params.use_extra_bufts = can_reorder_weights(self._path)
-        c_params.load_mode = {
-            (True, False): lib.LLAMA_LOAD_MODE_MMAP,
-            (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
-            (False, True): lib.LLAMA_LOAD_MODE_MLOCK,
-            (False, False): lib.LLAMA_LOAD_MODE_NONE,
-        }[options.use_mmap, options.use_mlock]
-
-        failed: list[BaseException] = []
-
-        def report(share: float, _: ctypes.c_void_p) -> bool:
-            try:
-                if progress and not failed:
-                    progress(share)
-            except BaseException as error:  # noqa: BLE001  # raised when the load has ended; ctypes would swallow it
-                failed.append(error)
-            return not failed
-
-        # a local name keeps it alive during the load
-        callback = lib.llama_progress_callback(report)
-        c_params.progress_callback = callback
-
-        def listen(line: bytes) -> None:
-            if line.startswith(WEIGHTS_FOLLOW):
-                report(0.0, ctypes.c_void_p())
-
-        with log_lines(listen):
-            model = lib.llama_model_load_from_file(str(self._path).encode(), c_params)
-        if failed:
-            if model:
-                lib.llama_model_free(model)
-            raise failed[0]
-        return check_pointer(model, f"cannot load {self._path}")
-
     def _make_context(self, sizes: KVSizes) -> Any:
         params, options = self._params, self._options
         c_params = lib.llama_context_default_params()
@@ -410,22 +367,10 @@ class LlamaCppBackend:
         )
         return self._threads.keep("model", check_pointer(context, what))
 
-    def _check_architecture(self) -> None:
-        if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
-            raise StartupError(
-                f"{self._path} is an encoder model ({self._describe()}), which does not generate "
-                "text"
-            )
-
     def _name_attention(self, *, on_gpu: bool) -> str:
         """Return ModelInfo.attention: "" where llama.cpp computes attention itself."""
         is_flash = self._kv_type != "f16" or self._options.flash_attention != "off"
         return attention_kernel() if is_flash and self._kv_type != "q4_0" and not on_gpu else ""
-
-    def _describe(self) -> str:
-        buffer = ctypes.create_string_buffer(256)
-        lib.llama_model_desc(self._model, buffer, 256)
-        return buffer.value.decode("utf-8", "replace")
 
     def forward(self, batch: Batch) -> Logits:
         """Raises EngineError if llama_decode fails."""

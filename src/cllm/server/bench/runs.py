@@ -15,7 +15,7 @@ import msgspec
 
 from cllm.config.settings import Settings
 from cllm.errors import BadRequest, describe_os_error
-from cllm.observe.metrics import ServerMetrics
+from cllm.observe.server_metrics import ServerMetrics
 from cllm.server.access import Access
 from cllm.server.bench.messages import REQUEST_SECONDS, LoadPlan, Running, Send
 from cllm.server.bench.process import Refused, carry_out

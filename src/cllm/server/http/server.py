@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cllm import __version__
 from cllm.config.settings import Settings
 from cllm.errors import EngineError, StartupError
-from cllm.observe.metrics import ServerMetrics
 from cllm.observe.otel import SpanExporter
 from cllm.observe.request_log import RequestLog
+from cllm.observe.server_metrics import ServerMetrics
 from cllm.observe.summary import Summary
 from cllm.server.access import Access, expand
 from cllm.server.app import PATHS, answer_fault, create_app
