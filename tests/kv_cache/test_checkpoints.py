@@ -10,14 +10,14 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cache import KVCache
-from cllm.kv_cache.checkpoints import MIN_CHECKPOINT_TOKENS, Checkpoints
+from cllm.kv_cache.checkpoints import Checkpoints
 from cllm.kv_cache.layouts import Partitioned
 from cllm.kv_cache.matching import Finder
 from cllm.kv_cache.model_state import Recurrent
 from cllm.kv_cache.radix_tree import RadixTree
-from cllm.kv_cache.snapshots import Snapshots
+from cllm.kv_cache.snapshots import MIN_SAVED_TOKENS, Snapshots
 
-SHORT, LONG = MIN_CHECKPOINT_TOKENS, 10 * MIN_CHECKPOINT_TOKENS
+SHORT, LONG = MIN_SAVED_TOKENS, 10 * MIN_SAVED_TOKENS
 
 
 def tokens(kind, count):

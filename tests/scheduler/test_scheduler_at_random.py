@@ -276,7 +276,7 @@ LAYOUTS = {
 @pytest.fixture(autouse=True)
 def save_short_prefixes(monkeypatch):
     monkeypatch.setattr(snapshots, "MIN_SAVED_TOKENS", 10)
-    monkeypatch.setattr(checkpoints, "MIN_CHECKPOINT_TOKENS", 5)
+    monkeypatch.setattr(checkpoints, "MIN_SAVED_TOKENS", 5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -24,7 +24,7 @@ import numpy as np
 from cllm.core.batch import Copy, Load, Operation, Save, Swap, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cell_counts import CellCounts, Chain
-from cllm.kv_cache.checkpoints import Checkpoints
+from cllm.kv_cache.checkpoints import Checkpoint, Checkpoints
 from cllm.kv_cache.holding import Holding
 from cllm.kv_cache.layouts import Layout, Partitioned
 from cllm.kv_cache.matching import MIN_SHARED_TOKENS, Finder, Match
@@ -123,16 +123,17 @@ class KVCache:
             and source.seq_id == seq_id
             and not self._is_worth_moving(source, count)
         ):
-            chain, operations = source.chain, self._reuse_in_place(source, count)
+            chain = source.chain
+            operations = self._reuse_in_place(source, count, match.checkpoint)
         else:
             prepared = self._prepare_copy(source, count, seq_id)
             if prepared is None:
                 return None
             chain, operations = prepared
+            if match.checkpoint is not None:
+                operations.append(match.checkpoint.load(seq_id))
         if match.checkpoint is not None:
             self.checkpoints.note_use(match.checkpoint)
-            operations = [one for one in operations if one != Trim(seq_id, count)]
-            operations.append(Load(match.checkpoint.key, seq_id, count, is_checkpoint=True))
         if last_path is not None:
             continues = common_prefix(last_path, seq.array) == len(last_path)
             self._num_continued += 1 if continues else -1
@@ -152,11 +153,12 @@ class KVCache:
         last = self.checkpoints.find_last(path, source.salt)
         return path if last is not None and last.num_computed <= min(count, len(path) - 1) else None
 
-    def _reuse_in_place(self, holding: Holding, count: int) -> list[Operation]:
+    def _reuse_in_place(
+        self, holding: Holding, count: int, checkpoint: Checkpoint | None
+    ) -> list[Operation]:
         """Lease the cells of an idle prefix again, after cutting it to ``count`` tokens."""
-        operations = self._shrink(
-            holding, count, save=not self._finder.is_negligible(holding, count)
-        )
+        save = not self._finder.is_negligible(holding, count)
+        operations = self._shrink(holding, count, save=save, checkpoint=checkpoint)
         self._tree.remove(holding)
         del self._idle[holding.seq_id]
         self.cells.lease(holding.chain)
@@ -260,9 +262,16 @@ class KVCache:
             operations += self._shrink(holding, self.layout.state.count_remaining(keep))
         return operations
 
-    def _shrink(self, holding: Holding, keep: int, *, save: bool = True) -> list[Operation]:
-        """Keep only the first ``keep`` cells of an idle prefix; save the prefix first if that is
-        worth it.
+    def _shrink(
+        self,
+        holding: Holding,
+        keep: int,
+        *,
+        save: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> list[Operation]:
+        """Keep only the first ``keep`` cells of an idle prefix, whose state the ``checkpoint`` has
+        if it cannot be trimmed; save the prefix first if that is worth it.
         """
         if keep == holding.chain.length:
             return []
@@ -274,7 +283,8 @@ class KVCache:
             self._tree.insert(holding.path, holding, holding.salt)
         else:
             self._forget_idle(holding)
-        return [*operations, Trim(holding.seq_id, keep)]
+        seq_id = holding.seq_id
+        return [*operations, Trim(seq_id, keep) if checkpoint is None else checkpoint.load(seq_id)]
 
     def _forget_idle(self, holding: Holding) -> None:
         del self._idle[holding.seq_id]
@@ -366,9 +376,8 @@ class KVCache:
         last = self.checkpoints.find_last(holding.path, holding.salt)
         if last is None or self._num_continued > 0 or last.num_computed == holding.chain.length:
             return []
-        count, holding.whole_path = last.num_computed, holding.path
-        self._shrink(holding, count, save=False)
-        return [Load(last.key, holding.seq_id, count, is_checkpoint=True)]
+        holding.whole_path = holding.path
+        return self._shrink(holding, last.num_computed, save=False, checkpoint=last)
 
     def _save(self, seq_id: int, holding: Holding, tokens: Tokens) -> list[Operation]:
         """Save the ``tokens`` of ``seq_id``, unless they are too few, also stored elsewhere, or too

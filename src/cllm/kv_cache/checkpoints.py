@@ -12,8 +12,7 @@ from typing import Any
 
 from cllm.core.batch import Drop, Load, Operation, Save
 from cllm.kv_cache.radix_tree import RadixTree, Tokens
-
-MIN_CHECKPOINT_TOKENS = 64
+from cllm.kv_cache.snapshots import MIN_SAVED_TOKENS
 
 
 class Checkpoint:
@@ -31,6 +30,10 @@ class Checkpoint:
     @property
     def num_computed(self) -> int:
         return len(self.tokens)
+
+    def load(self, seq_id: int) -> Load:
+        """Return the operation that trims ``seq_id``, which has the tokens, to them."""
+        return Load(self.key, seq_id, len(self.tokens), is_checkpoint=True)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.key} {len(self.tokens)} tokens>"
@@ -66,7 +69,7 @@ class Checkpoints:
 
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a checkpoint after ``num_tokens`` is worth its memory."""
-        return self._max_num > 0 and num_tokens >= MIN_CHECKPOINT_TOKENS
+        return self._max_num > 0 and num_tokens >= MIN_SAVED_TOKENS
 
     def add(self, key: int, tokens: Tokens, salt: str, seq_id: int) -> list[Operation]:
         """Return operations that save the state of ``seq_id``, which has ``tokens``, under ``key``;
