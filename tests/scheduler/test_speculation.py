@@ -159,7 +159,7 @@ def test_rejected_draft_tokens_reduce_drafting():
     for rows in range(1, 8):
         cost.observe(rows, 0, 0.010 + 0.002 * rows)
     seq = sequence([1, 2, 1, 2, 1, 2])
-    speculation = Speculation(PromptLookup(), 6, 16)
+    speculation = Speculation([PromptLookup()], 6, 16)
     counts = []
     for _ in range(40):
         draft = speculation.propose([seq], cost, 100).get(seq, ())
@@ -187,13 +187,13 @@ def test_failing_drafter_disables_speculation(fake_engine, caplog):
         calls.append(wanted)
         raise EngineError("llama_decode returned -1")
 
-    engine.scheduler._speculation._drafter.draft = fail
+    engine.scheduler._speculation._sources[0].drafter.draft = fail
     request = engine.add("A", REPEATING)
     engine.finish()
     assert engine.tokens("A") == engine.right_tokens(request)
     assert len(calls) == 1
     assert [record.message for record in caplog.records] == [
-        "disabling speculation because the drafter failed: llama_decode returned -1"
+        "disabling a source of draft tokens because it failed: llama_decode returned -1"
     ]
 
 
@@ -204,7 +204,7 @@ def test_new_sequences_begin_with_the_rate_of_earlier_ones():
 
     def first_drafts(num_right: int) -> list[int]:
         """Return the number of draft tokens that each new sequence begins with."""
-        speculation, cost = Speculation(Repeats(), 8, 100), StepCost(16)
+        speculation, cost = Speculation([Repeats()], 8, 100), StepCost(16)
         for rows in range(1, 12):
             cost.observe(rows, 0, 0.010 + 0.002 * rows)
         begun = []
@@ -213,7 +213,7 @@ def test_new_sequences_begin_with_the_rate_of_earlier_ones():
             drafts = speculation.propose([seq], cost, 100)
             begun.append(len(drafts.get(seq, ())))
             for _ in range(20):
-                speculation.record_verification(seq, 4, num_right)
+                speculation._sources[0].record_verification(seq, 4, num_right)
             speculation.forget(seq)
         return begun
 
@@ -223,10 +223,13 @@ def test_new_sequences_begin_with_the_rate_of_earlier_ones():
 
 
 class Repeats:
-    """Drafts ones for all sequences."""
+    """Drafts ones for all sequences, or ``token`` at a cost of ``seconds`` for each."""
+
+    def __init__(self, token: int = 1, seconds: float = 0.0) -> None:
+        self.token, self.token_seconds, self.seconds = token, seconds, seconds
 
     def draft(self, wanted):
-        return {seq: (1,) * count for seq, count in wanted.items()}
+        return {seq: (self.token,) * count for seq, count in wanted.items()}
 
     def forget(self, seq) -> None:
         pass
@@ -234,7 +237,7 @@ class Repeats:
 
 def test_drafting_is_tried_again_after_bad_sequences():
     """Although a draft of these costs is worth nothing at the lowest rate."""
-    speculation, cost = Speculation(Repeats(), 8, 100), StepCost(16)
+    speculation, cost = Speculation([Repeats()], 8, 100), StepCost(16)
     for _ in range(10):
         for rows in range(1, 12):
             cost.observe(rows, 0, 0.030 + 0.012 * (rows - 1))
@@ -255,7 +258,7 @@ def test_drafting_is_tried_again_after_bad_sequences():
 
 def test_copied_text_is_drafted_at_length_until_it_changes():
     """The first token after a wrong one is less certain than those after a right one."""
-    speculation, cost = Speculation(Repeats(), 8, 100), StepCost(16)
+    speculation, cost = Speculation([Repeats()], 8, 100), StepCost(16)
     for _ in range(10):
         for rows in range(1, 12):
             cost.observe(rows, 0, 0.010 + 0.004 * rows)
@@ -269,6 +272,47 @@ def test_copied_text_is_drafted_at_length_until_it_changes():
     assert after[True] > after[False]
 
 
+def test_best_source_drafts():
+    """Of two that are equally good, the first one; else the one whose drafts are accepted. A source
+    whose drafts take too long is not asked.
+    """
+    cost = StepCost(16)
+    for _ in range(10):
+        for rows in range(1, 12):
+            cost.observe(rows, 0, 0.010 + 0.001 * rows)
+
+    def serve(*sources: Repeats, right: int, times: int = 60) -> list[int]:
+        """Return the first token of each draft, 0 without."""
+        speculation, seq = Speculation(sources, 8, 100), sequence([1, 2, 3])
+        tokens = []
+        for _ in range(times):
+            draft = speculation.propose([seq], cost, 100).get(seq, (0,))
+            tokens.append(draft[0])
+            if draft[0]:
+                num_right = len(draft) if draft[0] == right else 0
+                speculation.record_verification(seq, len(draft), num_right)
+        return tokens
+
+    assert set(serve(Repeats(1), Repeats(2), right=1)) == {1}
+    tokens = serve(Repeats(1), Repeats(2), right=2)
+    assert tokens[0] == 1
+    assert tokens[-30:].count(2) > 25
+    assert set(serve(Repeats(1, 0.2), right=1)[5:]) == {0}
+    assert serve(Repeats(1, 0.001), right=1)[-1] == 1
+    assert 1 in serve(Repeats(1, 0.015), right=1, times=2000)[1000:], "it is tried again"
+
+
+def test_source_that_fails_leaves_the_others():
+    speculation, cost = Speculation([Repeats(1), Repeats(2)], 8, 100), StepCost(16)
+    seq = sequence([1, 2, 3])
+
+    def fail(wanted):
+        raise EngineError("llama_decode returned -1")
+
+    speculation._sources[0].drafter.draft = fail
+    assert [speculation.propose([seq], cost, 100).get(seq) for _ in range(2)] == [(2,), (2,)]
+
+
 def test_long_contexts_make_drafts_dear():
     """Each draft token attends to all of them."""
     cost = StepCost(16)
@@ -280,7 +324,7 @@ def test_long_contexts_make_drafts_dear():
     def count(length: int) -> int:
         request = Request("A", [1] * length, SamplingParams())
         seq = Sequence(request, 0, 0, 10_000)
-        return len(Speculation(Repeats(), 8, 100).propose([seq], cost, 100).get(seq, ()))
+        return len(Speculation([Repeats()], 8, 100).propose([seq], cost, 100).get(seq, ()))
 
     assert count(100) > 0
     assert count(4000) == 0

@@ -182,7 +182,7 @@ def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | No
     if info.max_taken_back is not None:
         count = min(count, info.max_taken_back)
         needs_neighbours = info.layout != "unified"
-    return Speculation(drafter, count, info.max_num_samples, needs_neighbours=needs_neighbours)
+    return Speculation([drafter], count, info.max_num_samples, needs_neighbours=needs_neighbours)
 
 
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:

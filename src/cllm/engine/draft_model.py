@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 
 import numpy as np
@@ -27,13 +28,14 @@ class DraftModel:
     """
 
     def __init__(self, backend: Backend) -> None:
+        self.seconds = self.token_seconds = 0.0
         self._backend = backend
         self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()
         self._free = list(range(backend.info.max_num_seqs))
         self._saved: dict[int, int] = {}  # seq_id, also the snapshot's key -> its number of tokens
 
     def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        info = self._backend.info
+        info, started = self._backend.info, time.perf_counter()
         room = {
             seq: min(count, info.context_length - seq.num_tokens) for seq, count in wanted.items()
         }
@@ -43,6 +45,7 @@ class DraftModel:
         operations = [operation for seq in unfinished for operation in self._rewind(seq)]
         drafts: dict[Sequence, list[int]] = {seq: [] for seq in unfinished}
         while unfinished:
+            begun = time.perf_counter()
             rows = self._make_rows(list(unfinished))
             logits = self._backend.forward(
                 Batch(sorted(rows, key=lambda row: row.seq.seq_id), operations)
@@ -68,6 +71,8 @@ class DraftModel:
                 elif len(drafts[seq]) == 1 and info.max_taken_back is not None:
                     self._saved[shadow.seq_id] = shadow.num_computed_tokens
                     operations.append(Save(shadow.seq_id, shadow.seq_id))
+            self.token_seconds = time.perf_counter() - begun
+        self.seconds = time.perf_counter() - started
         return {seq: tuple(draft) for seq, draft in drafts.items() if draft}
 
     def _rewind(self, seq: Sequence) -> list[Operation]:

@@ -273,7 +273,7 @@ class Pacing:
         num_long_tokens = count_long_tokens(rows)
         num_before = count_tokens_before(rows)
         num_rows = step.num_rows + step.num_guesses
-        seconds, prefill = step.seconds, 0.0
+        seconds, prefill = step.seconds - step.draft_seconds, 0.0
         expected = self._cost.estimate_decode(num_rows, num_long_tokens)
         if step.num_prefill_tokens:
             prefill = max(0.0, seconds - expected)

@@ -26,6 +26,8 @@ class PromptLookup:
     O(1) per token.
     """
 
+    seconds = token_seconds = 0.0  # hardly any
+
     def __init__(self) -> None:
         self._texts: dict[Sequence, IndexedText] = {}
 

@@ -194,6 +194,7 @@ class Scheduler:
             drafts = self._speculation.propose(
                 decoding, self.cost, self.params.max_num_batched_tokens
             )
+            self.step.draft_seconds = self._speculation.seconds
         while (
             room := sequences.kv_cache.make_room(len(decoding) + sum(map(len, drafts.values())))
         ) is None:

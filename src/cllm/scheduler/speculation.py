@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Run
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from cllm.core.drafter import Drafter
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
 from cllm.scheduler.pacing import is_long
@@ -42,88 +44,34 @@ class Rates:
         self.following += weight * (target.following - self.following)
 
 
-class Drafter(Protocol):
-    """Predicts the next tokens of sequences."""
+class Choice(NamedTuple):
+    """A number of draft tokens for each sequence, and the tokens per second expected with them."""
 
-    def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Return at most ``wanted[seq]`` draft tokens for each sequence; omits sequences without
-        any.
-        """
-        ...
-
-    def forget(self, seq: Sequence) -> None: ...
+    num_tokens: int
+    speed: float
 
 
-class Speculation:
-    """Asks a drafter for as many draft tokens as are worth their cost.
-
-    By the learned step costs, a draft token costs as much as one more row, and an accepted one
-    saves the cost of a decoded token. So drafting stops by itself when rows are worth more to other
-    sequences, or when few drafts are accepted.
+class Source:
+    """A drafter, and what is known of it: how often its draft tokens are accepted, and how long
+    they take.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        max_draft_tokens: int,
-        max_samples: int,
-        *,
-        needs_neighbours: bool = False,
-    ) -> None:
-        """A step has at most ``max_samples`` rows of logits. If it ``needs_neighbours``, only
-        sequences with consecutive seq_ids get draft tokens.
-        """
-        self._drafter = drafter
-        self._max_draft_tokens = max_draft_tokens
-        self._needs_neighbours = needs_neighbours
-        self._max_samples = max_samples
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.has_failed = False
+        self._token_seconds = 0.0  # see Drafter; the mean, or less after a pause
         self._rates: dict[Sequence, Rates] = {}
         self._judged: set[Sequence] = set()  # sequences whose drafts have been verified
         self._following: set[Sequence] = set()  # sequences whose last draft was entirely right
         self._start = Rates()  # of new sequences
         self._share = 1.0  # of the sequences that wanted a draft and got one
-        self._has_failed = False
 
-    def propose(
-        self, seqs: list[Sequence], cost: StepCost, max_tokens: int
-    ) -> dict[Sequence, tuple[int, ...]]:
-        """Return draft tokens for some of ``seqs``, which all decode, in a step of at most
-        ``max_tokens``.
-        """
-        if self._has_failed:
-            return {}
-        space = min(self._max_samples, max_tokens) - len(seqs)
-        candidates = find_neighbours(seqs) if self._needs_neighbours else seqs
-        max_count = min(self._max_draft_tokens, space // len(seqs))
-        prospects = self._estimate(seqs, len(candidates), cost, max_count)
-        wanted: dict[Sequence, int] = {}
-        for seq in candidates:
-            rates = self._rates.get(seq)
-            if rates is None:
-                rates = self._rates[seq] = replace(self._start)
-            rates.move(self._start, RECOVERY)
-            params = seq.request.params
-            if params.looks_back or params.is_bound:
-                continue
-            first = rates.following if seq in self._following else rates.first
-            count = prospects.choose_count(first, rates.following)
-            if count := min(count, seq.limit - seq.num_tokens - 1):
-                wanted[seq] = count
-        if not wanted:
-            return {}
-        try:
-            drafts = self._drafter.draft(wanted)
-        except EngineError as error:
-            log.error("disabling speculation because the drafter failed: %s", error)
-            self._has_failed = True
-            return {}
-        self._share = update_mean(self._share, len(drafts) / len(wanted), MEMORY)
-        self._following &= drafts.keys()
-        return drafts
-
-    def _estimate(
+    def estimate(
         self, seqs: list[Sequence], num_candidates: int, cost: StepCost, max_count: int
     ) -> Prospects:
+        """Return the prospects of a step with ``seqs``, of which ``num_candidates`` may get up to
+        ``max_count`` draft tokens.
+        """
         num_rows = len(seqs)
         num_drafting = max(1, round(self._share * num_candidates))
         num_long_tokens = sum(seq.num_tokens for seq in seqs if is_long(seq.num_tokens))
@@ -131,12 +79,42 @@ class Speculation:
         return Prospects(
             num_rows,
             num_drafting,
-            [cost.estimate_decode(n, num_long_tokens * n // num_rows) for n in rows],
+            [
+                cost.estimate_decode(n, num_long_tokens * n // num_rows)
+                + count * self._token_seconds
+                for count, n in enumerate(rows)
+            ],
             lambda count: cost.is_known(rows[count]),
         )
 
+    def choose(self, seq: Sequence, prospects: Prospects) -> Choice:
+        """Return what is best for ``seq``."""
+        rates = self._rates.get(seq)
+        if rates is None:
+            rates = self._rates[seq] = replace(self._start)
+        rates.move(self._start, RECOVERY)
+        first = rates.following if seq in self._following else rates.first
+        return prospects.choose(first, rates.following)
+
+    def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """See Drafter."""
+        self._token_seconds *= 1 - RECOVERY
+        if not wanted:
+            return {}
+        try:
+            drafts = self.drafter.draft(wanted)
+        except EngineError as error:
+            log.error("disabling a source of draft tokens because it failed: %s", error)
+            self.has_failed = True
+            return {}
+        each = self.drafter.token_seconds
+        self._token_seconds = update_mean(self._token_seconds or None, each)
+        self._share = update_mean(self._share, len(drafts) / len(wanted), MEMORY)
+        self._following &= drafts.keys()
+        return drafts
+
     def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
-        """Learn that the first ``num_right`` of the draft tokens were accepted."""
+        """See Speculation."""
         rates = self._rates[seq]
         self._judged.add(seq)
         for i in range(min(num_guesses, num_right + 1)):  # those after a rejected one teach nothing
@@ -153,7 +131,7 @@ class Speculation:
     def forget(self, seq: Sequence) -> None:
         rates = self._rates.pop(seq, None)
         self._following.discard(seq)
-        self._drafter.forget(seq)
+        self.drafter.forget(seq)
         if seq in self._judged and rates is not None:
             self._judged.remove(seq)
             self._start.move(rates, CARRIED)
@@ -161,6 +139,76 @@ class Speculation:
             self._start.following = max(MIN_START, self._start.following)
         else:
             self._start.move(Rates(), FORGOTTEN)
+
+
+class Speculation:
+    """Asks drafters for as many draft tokens as are worth their cost.
+
+    By the learned step costs, a draft token costs as much as one more row, and what its drafter
+    takes. An accepted one saves the cost of a decoded token. So drafting stops by itself when rows
+    are worth more to other sequences, or when few drafts are accepted. ``seconds`` is the time of
+    the drafters in this step.
+    """
+
+    def __init__(
+        self,
+        drafters: Run[Drafter],
+        max_draft_tokens: int,
+        max_samples: int,
+        *,
+        needs_neighbours: bool = False,
+    ) -> None:
+        """Of equally good ``drafters``, the first one is asked first. A step has at most
+        ``max_samples`` rows of logits. If it ``needs_neighbours``, only sequences with consecutive
+        seq_ids get draft tokens.
+        """
+        self.seconds = 0.0
+        self._sources = [Source(drafter) for drafter in drafters]
+        self._last: dict[Sequence, Source] = {}  # of a sequence's last draft
+        self._max_draft_tokens = max_draft_tokens
+        self._needs_neighbours = needs_neighbours
+        self._max_samples = max_samples
+
+    def propose(
+        self, seqs: list[Sequence], cost: StepCost, max_tokens: int
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Return draft tokens for some of ``seqs``, which all decode, in a step of at most
+        ``max_tokens``.
+        """
+        self.seconds = 0.0
+        space = min(self._max_samples, max_tokens) - len(seqs)
+        candidates = find_neighbours(seqs) if self._needs_neighbours else seqs
+        max_count = min(self._max_draft_tokens, space // len(seqs))
+        sources = [source for source in self._sources if not source.has_failed]
+        prospects = [source.estimate(seqs, len(candidates), cost, max_count) for source in sources]
+        wanted: list[dict[Sequence, int]] = [{} for _ in sources]
+        for seq in candidates:
+            params = seq.request.params
+            if params.looks_back or params.is_bound:
+                continue
+            longest = seq.limit - seq.num_tokens - 1
+            best = 0.0
+            for i in reversed(range(len(sources))):
+                choice = sources[i].choose(seq, prospects[i])
+                if choice.speed >= best and (count := min(choice.num_tokens, longest)):
+                    wanted[i][seq], best = count, choice.speed
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        for source, counts in zip(sources, wanted, strict=True):
+            left = {seq: count for seq, count in counts.items() if seq not in drafts}
+            found = source.draft(left)
+            drafts |= found
+            self._last |= dict.fromkeys(found, source)
+            self.seconds += source.drafter.seconds if left else 0.0
+        return drafts
+
+    def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+        """Learn that the first ``num_right`` of the draft tokens were accepted."""
+        self._last[seq].record_verification(seq, num_guesses, num_right)
+
+    def forget(self, seq: Sequence) -> None:
+        self._last.pop(seq, None)
+        for source in self._sources:
+            source.forget(seq)
 
 
 def find_neighbours(seqs: list[Sequence]) -> list[Sequence]:
@@ -187,13 +235,13 @@ class Prospects(NamedTuple):
     seconds: list[float]
     is_known: Callable[[int], bool]
 
-    def choose_count(self, first: float, following: float) -> int:
+    def choose(self, first: float, following: float) -> Choice:
         """Return the number of draft tokens per sequence that maximizes the expected tokens per
         second, for a sequence with the rates ``first`` and ``following``; see Rates.
         """
         max_count = len(self.seconds) - 1
         if not self.seconds[0]:
-            return min(max_count, 1)
+            return Choice(min(max_count, 1), 0.0)
         best, best_speed = 0, self.num_rows / self.seconds[0]
         expected, probability = float(self.num_rows), first
         for count in range(1, max_count + 1):
@@ -205,5 +253,5 @@ class Prospects(NamedTuple):
         # the cost of a number of rows that was never tried is only a guess
         longer = min(2 * best, max_count)
         if following >= START and longer > best and not self.is_known(longer):
-            return longer
-        return best
+            return Choice(longer, best_speed)
+        return Choice(best, best_speed)

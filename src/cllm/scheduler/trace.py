@@ -13,7 +13,8 @@ MAX_NAMED = 100  # waiting sequences listed in one answer
 
 class Step(msgspec.Struct):
     """One step: when it began, its duration in seconds, its contents, and why the head of the queue
-    was not admitted or a running prompt got no row ("" if neither happened).
+    was not admitted or a running prompt got no row ("" if neither happened). The duration includes
+    ``draft_seconds`` for predicting draft tokens.
     """
 
     at: float
@@ -28,6 +29,7 @@ class Step(msgspec.Struct):
     num_operations: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    draft_seconds: float = 0.0
 
 
 class Statistics:
