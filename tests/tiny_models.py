@@ -23,6 +23,7 @@ KV_HEADS = (4, 2, 1, 2)  # of the layers of deci
 FEW_KV_HEADS = 2  # of the attention of hybrids and of gpt-oss
 GROUPS, DELTA_HEADS, DELTA_STATE = 2, 4, 16  # of recurrent layers with several heads
 EXPERTS, USED_EXPERTS, EXPERT_WIDTH = 4, 2, 32
+LARGE = 8  # of embeddings that decide what follows, more than the text before
 # of compressed keys: numbers in a compressed one, in its positional part, and in a whole one
 COMPRESSED, ROTATED, WHOLE = 32, 8, 24
 
@@ -125,9 +126,14 @@ class Weights:
         yield from (self.delta_net if recurrent else self.gated_attention)(prefix)
         yield from self.gated_units(prefix)
 
-    def next_token_layer(self, prefix: str) -> Tensors:
+    def draft_head(self, prefix: str) -> Tensors:
+        """Yield a layer that predicts mostly from the last token, as the model itself does if its
+        embeddings are as large.
+        """
         yield from self.qwen35_layer(prefix, recurrent=False)
-        yield f"{prefix}.nextn.eh_proj.weight", self.matrix(WIDTH, 2 * WIDTH)
+        weights = 0.1 * self.matrix(WIDTH, 2 * WIDTH)
+        weights[:, :WIDTH] += LARGE * np.eye(WIDTH, dtype=np.float32)
+        yield f"{prefix}.nextn.eh_proj.weight", weights
         yield f"{prefix}.nextn.enorm.weight", np.ones(WIDTH, np.float32)
         yield f"{prefix}.nextn.hnorm.weight", np.ones(WIDTH, np.float32)
 
@@ -177,7 +183,8 @@ class Weights:
         if kind in ENCODERS:
             yield from self.encoder(ranks=kind == "reranker")
             return
-        yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
+        size = math.sqrt(WIDTH) * (LARGE if kind == "qwen35_mtp" else 1)
+        yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * size
         yield "output.weight", self.matrix(VOCABULARY, WIDTH)
         yield (
             "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight",
@@ -212,7 +219,7 @@ class Weights:
                 yield f"{prefix}.post_ffw_norm.weight", np.ones(WIDTH, np.float32)
             yield from self.feed_forward(prefix)
         if kind == "qwen35_mtp":
-            yield from self.next_token_layer(f"blk.{LAYERS}")
+            yield from self.draft_head(f"blk.{LAYERS}")
 
 
 def norm(name: str) -> Tensors:
@@ -236,7 +243,7 @@ ENCODERS = {
 
 def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = None) -> None:
     """Write a model of ``kind``: mamba (recurrent), lfm2, qwen35 and nemotron_h (some of their
-    layers are recurrent), qwen35_mtp (qwen35 with a layer that predicts the next but one token),
+    layers are recurrent), qwen35_mtp (qwen35 with a draft head),
     gemma3 (a sliding window), gpt-oss (a sliding window, sinks and experts), deci (layers with
     different numbers of key heads), deepseek2 (compressed keys, no values), or one of ENCODERS.
     ``templates``: for chats, by name; without, it is a base model.

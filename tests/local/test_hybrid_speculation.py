@@ -12,7 +12,7 @@ import pytest
 from cllm import LLM, AsyncLLM, Output, SamplingParams
 from cllm.local.completion import Completion
 from cllm.scheduler.report import collect_stats
-from cllm.scheduler.speculation import Prospects
+from cllm.scheduler.speculation import Choice, Prospects
 
 pytestmark = pytest.mark.llama
 
@@ -37,7 +37,7 @@ def make_params(max_tokens: int) -> SamplingParams:
 @pytest.fixture(autouse=True)
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as possible, although most of them are rejected."""
-    monkeypatch.setattr(Prospects, "choose_count", lambda self, *_: len(self.seconds) - 1)
+    monkeypatch.setattr(Prospects, "choose", lambda self, *_: Choice(len(self.seconds) - 1, 1.0))
 
 
 def assert_same(completions: list[Completion], expected: list[Completion]) -> None:
@@ -65,6 +65,28 @@ def test_prompt_lookup_keeps_texts(tiny_model: Callable[[str], Path], kind: str)
         assert stats.num_guesses - 10 > stats.num_accepted > 20
         again = llm.generate(PROMPTS[:1], params[:1])
         assert_same(again, expected[:1])
+
+
+@pytest.mark.parametrize("speculation", ["mtp", "auto"])
+def test_own_heads_keep_texts(tiny_model: Callable[[str], Path], speculation: str) -> None:
+    """Some draft tokens are right. Prompts are longer than one call of the head, and than what it
+    attends to.
+    """
+    path = str(tiny_model("qwen35_mtp"))
+    settings = {**SETTINGS, "model_max_context_length": 2048}
+    params = [
+        SamplingParams(temperature=0.15, seed=5, max_tokens=count, ignore_eos=True, logprobs=2)
+        for count in (100, 20, 60, 700)
+    ]
+    prompts = [prompt * count for prompt, count in zip(PROMPTS, (1, 25, 60, 3), strict=True)]
+    with LLM(path, **settings, scheduler_speculation="off") as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(path, **settings, scheduler_speculation=speculation) as llm:
+        assert_same(llm.generate(prompts, params), expected)
+        stats = collect_stats(llm._engine.scheduler)
+        assert stats.num_guesses - 10 > stats.num_accepted > 100
+        again = llm.generate(prompts[2:], params[2:])  # with reused prefixes
+        assert_same(again, expected[2:])
 
 
 @pytest.mark.parametrize("kind", ["mamba", *KINDS])

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.batch import Batch, Chunk
+from cllm.core.drafter import Drafter
 from cllm.core.model_info import ModelInfo
 from cllm.core.segments import Tokenizer
 from cllm.core.vocabulary import VocabularyFacts
@@ -38,6 +39,13 @@ class Backend(Protocol):
 
     @property
     def info(self) -> ModelInfo: ...
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The model's own heads for draft tokens; None if it has none, or if they are not to be
+        used. It predicts tokens of sequences that ``forward`` has computed.
+        """
+        ...
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -77,7 +77,7 @@ HINTS = {
     (
         *("--speculative-config", "--draft", "--draft-max", "--draft-min", "--draft-p-min"),
         *("--spec-type", "--spec-draft-n-max"),
-    ): "Use --scheduler.speculation and --scheduler.max-draft-tokens.",
+    ): "Use --scheduler.speculation (mtp for a head) and --scheduler.max-draft-tokens.",
     ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--limit-mm-per-prompt"): (
         "Images are not supported."
     ),

@@ -290,10 +290,11 @@ class SchedulerSettings(Section):
         description="Highest classes of accounts, e.g. {user-nightly: batch}; a request may name "
         "a lower one. Use JSON in a variable or a flag.",
     )
-    speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
-        default="prompt_lookup",
-        description="Draft tokens and verify them in one step while that saves time: "
-        "prompt_lookup takes them from the text so far, draft_model from model.draft_path.",
+    speculation: Literal["auto", "prompt_lookup", "mtp", "draft_model", "off"] = Field(
+        default="auto",
+        description="Draft tokens and verify them in one step while that saves time: prompt_lookup "
+        "takes them from the text so far, mtp from heads that the model was trained with, "
+        "draft_model from model.draft_path. auto is prompt_lookup, and mtp if the model has heads.",
     )
     max_draft_tokens: int = Field(
         default=8,

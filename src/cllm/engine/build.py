@@ -11,6 +11,7 @@ import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
 from cllm.backends.registry import import_loader
+from cllm.core.drafter import Drafter
 from cllm.core.model_info import ModelInfo
 from cllm.core.vocabulary import Pieces
 from cllm.engine.disk import DiskTier
@@ -111,7 +112,10 @@ def build_backend(
 ) -> Backend:
     """Load the model, see ``Loader.load``. Raises StartupError if it cannot be loaded."""
     if params.speculation != "off":
-        params = msgspec.structs.replace(params, max_taken_back=params.max_draft_tokens)
+        heads = params.speculation in ("auto", "mtp")
+        params = msgspec.structs.replace(
+            params, max_taken_back=params.max_draft_tokens, draft_heads=heads
+        )
     return import_loader(params.backend).load(params, progress, on_abort)
 
 
@@ -145,7 +149,7 @@ def build_engine(
         ),
         info.end_tokens,
         make_policy(params.policy, params.weights),
-        build_speculation(params, info),
+        build_speculation(params, backend),
     )
     embeddings = Embeddings(backend, scheduler, clock)
     grammars = Grammars(
@@ -169,20 +173,32 @@ def build_engine(
     )
 
 
-def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:
+def build_speculation(params: EngineParams, backend: Backend) -> Speculation | None:
     """Return the speculation, or None if it is off or the model cannot take back rejected draft
     tokens.
+
+    Raises StartupError if a draft model cannot be loaded, or if ``mtp`` is set and the model has no
+    draft heads.
     """
+    info = backend.info
+    if params.speculation == "mtp" and backend.drafter is None:
+        raise StartupError(
+            "scheduler.speculation is mtp, but the model has no MTP heads that cLLM supports"
+        )
     if params.speculation == "off" or info.max_taken_back == 0:
         return None
-    drafter = (
-        build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
-    )
+    drafters: list[Drafter] = []
+    if params.speculation in ("auto", "prompt_lookup"):
+        drafters.append(PromptLookup())
+    if params.speculation == "draft_model":
+        drafters.append(build_draft_model(params, info))
+    if backend.drafter is not None:
+        drafters.append(backend.drafter)
     count, needs_neighbours = params.max_draft_tokens, False
     if info.max_taken_back is not None:
         count = min(count, info.max_taken_back)
         needs_neighbours = info.layout != "unified"
-    return Speculation([drafter], count, info.max_num_samples, needs_neighbours=needs_neighbours)
+    return Speculation(drafters, count, info.max_num_samples, needs_neighbours=needs_neighbours)
 
 
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:

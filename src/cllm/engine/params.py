@@ -42,7 +42,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
     prefill_share: float | None = None
     policy: str = "fair"
     weights: dict[str, float] = msgspec.field(default_factory=dict)
-    speculation: str = "prompt_lookup"
+    speculation: str = "auto"
     draft_path: str = ""
     draft_backend: str = ""
     draft_options: dict[str, Any] = msgspec.field(default_factory=dict)

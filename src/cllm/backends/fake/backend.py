@@ -31,6 +31,7 @@ from cllm.core.batch import (
     Swap,
     Trim,
 )
+from cllm.core.drafter import Drafter
 from cllm.core.model_info import ModelInfo
 from cllm.core.request import Adapters
 from cllm.core.sequence import Sequence
@@ -99,6 +100,8 @@ class FakeBackend:
     Without a ``layout``, it is unified if ``num_cells`` is set and partitioned otherwise. ``sleep``
     spends the cost of a step: time.sleep, or the advance of a simulated clock.
     """
+
+    drafter: Drafter | None = None
 
     def __init__(
         self,

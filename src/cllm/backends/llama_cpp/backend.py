@@ -25,6 +25,7 @@ from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.adapters import LoadedAdapters
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.cells import Cells, PagedCells
+from cllm.backends.llama_cpp.draft_heads import DraftHeads, has_heads
 from cllm.backends.llama_cpp.embedder import Embedder, read_embedding_facts
 from cllm.backends.llama_cpp.fit import (
     MIN_SEQS,
@@ -124,7 +125,10 @@ class LlamaCppBackend:
         """
         self._path, self._kv_type = Path(params.path), params.kv_type
         self._threads = Threads(read_options(params), on_gpu=uses_gpu(params))
-        self._model = load_weights(self._path, read_options(params), self._kv_type, progress)
+        self._has_heads = params.draft_heads and has_heads(self._path)
+        self._model = load_weights(
+            self._path, read_options(params), self._kv_type, progress, heads=self._has_heads
+        )
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
         # llama.cpp checks for other models that a sequence's positions follow each other
@@ -138,6 +142,7 @@ class LlamaCppBackend:
         self._addresses: KVAddresses | None = None
         self._new_pages = NewPages()
         self._pages: PagedMemory | None = None
+        self.drafter: DraftHeads | None = None
         self._open(params)
 
     def reopen(self, params: BackendParams) -> None:
@@ -166,6 +171,7 @@ class LlamaCppBackend:
         self._params, self._options = params, options
         # the bytes of a token in each of llama.cpp's caches: layers with a window have their own
         self._cache_bytes = [params.kv_bytes_per_token]
+        use_own_kernels(on=options.kernels == "auto")
         sizes, probed = self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
         generates = bool(self._memory)
         vectors = read_embedding_facts(self._model, self._context, vocabulary_size)
@@ -214,7 +220,6 @@ class LlamaCppBackend:
 
         Raises StartupError if that fails, or if paged memory was asked for.
         """
-        use_own_kernels(on=self._options.kernels == "auto")
         if self._is_recurrent:
             state_bytes = self._measure_kv().state_bytes
             sizes = fit_recurrent(self._params, trained, state_bytes, pages=pages)
@@ -230,7 +235,7 @@ class LlamaCppBackend:
         has_streams = sizes.layout == "paged" or (sizes.layout == "partitioned" and not on_gpu)
         self._in_passes = has_streams or sizes.num_past_states > 0
         try:
-            return sizes, self._open_context(sizes)
+            probed = self._open_context(sizes)
         except NotPaged as reason:
             self._close_context()
             expected = self._cache_bytes
@@ -241,6 +246,10 @@ class LlamaCppBackend:
                 log.warning("the KV cache has no paged memory: %s", reason)
                 pages = False
             return self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
+        if self._has_heads and probed.max_taken_back != 0:
+            c_params = self._make_params(sizes)
+            self.drafter = DraftHeads(self._model, self._context, c_params, self._threads)
+        return sizes, probed
 
     def _measure_kv(self) -> Probed:
         """Measure the memory of a token's keys and values, and what else only a context tells."""
@@ -291,6 +300,9 @@ class LlamaCppBackend:
         return self._probe()
 
     def _close_context(self) -> None:
+        if self.drafter is not None:
+            self.drafter.close()
+            self.drafter = None
         lib.llama_free(self._context)
         self._threads.forget("model")
         self._context = None  # so it is not freed again
@@ -338,7 +350,8 @@ class LlamaCppBackend:
         self._cells.max_taken_back = max_taken_back
         return Probed(max_taken_back, checkpoint_bytes, first - per_token, per_token, row_seconds)
 
-    def _make_context(self, sizes: KVSizes) -> Any:
+    def _make_params(self, sizes: KVSizes) -> Any:
+        """Return llama.cpp's parameters of a context."""
         params, options = self._params, self._options
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells + sizes.num_past_states * sizes.max_num_seqs  # for padding
@@ -360,9 +373,13 @@ class LlamaCppBackend:
             c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         c_params.kv_unified = sizes.layout == "unified"
         c_params.no_perf = True
+        return c_params
+
+    def _make_context(self, sizes: KVSizes) -> Any:
+        c_params = self._make_params(sizes)
         context = lib.llama_init_from_model(self._model, c_params)
         what = (
-            f"cannot create a context of {c_params.n_ctx} tokens with {params.kv_type} cells for "
+            f"cannot create a context of {c_params.n_ctx} tokens with {self._kv_type} cells for "
             f"{self._path}"
         )
         return self._threads.keep("model", check_pointer(context, what))
@@ -414,6 +431,8 @@ class LlamaCppBackend:
                     self._cells.free_padding(row)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
+        if self.drafter is not None:
+            self.drafter.record(rows)
         return list(self._read_logits()[: sum(row.num_samples for row in rows.rows)])
 
     def _read_logits(self) -> npt.NDArray[np.float32]:

@@ -24,8 +24,11 @@ def load_weights(
     options: Options,
     kv_type: str,
     progress: Callable[[float], None] | None,
+    *,
+    heads: bool = False,
 ) -> Any:
-    """Return the model of a file; ``progress`` receives the loaded share, 0 to 1.
+    """Return the model of a file, with its draft ``heads`` if wanted; ``progress`` receives the
+    loaded share, 0 to 1.
 
     Raises StartupError, also for encoders, and what ``progress`` raises.
     """
@@ -33,6 +36,7 @@ def load_weights(
     c_params = lib.llama_model_default_params()
     c_params.n_gpu_layers = options.n_gpu_layers
     placement.apply(c_params)
+    c_params.load_mtp = heads
     c_params.use_extra_bufts = can_reorder_weights(path)
     c_params.load_mode = {
         (True, False): lib.LLAMA_LOAD_MODE_MMAP,

@@ -129,6 +129,8 @@ def make_library_decoder(
 class TorchBackend:
     """Implements the contract of backends/base.py."""
 
+    drafter = None
+
     def __init__(
         self, params: BackendParams, progress: Callable[[float], None] | None = None
     ) -> None:

@@ -28,6 +28,8 @@ from cllm.models.checkpoint import CONFIG, read_checkpoint
 class EncoderBackend:
     """Implements the contract of backends/base.py."""
 
+    drafter = None
+
     def __init__(
         self, params: BackendParams, progress: Callable[[float], None] | None = None
     ) -> None:
