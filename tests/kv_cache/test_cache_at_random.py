@@ -18,7 +18,9 @@ from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Swap,
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.kv_cache import cache, checkpoints
 from cllm.kv_cache.cache import KVCache
+from cllm.kv_cache.checkpoints import Checkpoints
 from cllm.kv_cache.holding import Holding
 from cllm.kv_cache.layouts import Layout, Paged, Partitioned, Unified
 from cllm.kv_cache.matching import MIN_SHARED_TOKENS, Match
@@ -32,8 +34,21 @@ def common(a: list[int], b: list[int]) -> int:
     )
 
 
-ACTIONS = [*["admit"] * 5, "compute", "release", "checkpoint", "save_one_idle", "written", "swap"]
+ACTIONS = [
+    *["admit"] * 5,
+    *["checkpoint", "compute"] * 2,
+    "release",
+    "save_one_idle",
+    "written",
+    "swap",
+]
 COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
+
+
+@pytest.fixture(autouse=True)
+def save_and_evict_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "MIN_SAVED_TOKENS", 10)
+    monkeypatch.setattr(cache, "MIN_EVICTED_TOKENS", 4)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -48,6 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
     num_cells = 360
     ram_bytes = 200
     disk_bytes = 300
+    max_num_checkpoints = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +71,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10
         )
         self.cache = type(self).make_cache(
-            self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, snapshots
+            self.num_cells,
+            self.cells_per_seq,
+            self.max_num_seqs,
+            self.layout,
+            snapshots,
+            Checkpoints(self.max_num_checkpoints, bytes_each=1),
         )
         self.backend = FakeBackend(
             context_length=self.cells_per_seq,
@@ -65,6 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
             layout=type(self.layout).__name__.lower(),
             num_spare_ids=self.layout.num_spare_ids,
             max_taken_back=None if self.can_trim else 0,
+            checkpoint_bytes=min(1, self.max_num_checkpoints),
         )
         self.operations: list[Operation] = []
         self.rows: dict[int, Row] = {}
@@ -160,13 +182,18 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = prompt[:-1]
         offers = [list(snapshot.tokens) for snapshot in self.snapshots()]
         offers += [list(tokens) for tokens in self.cache.idle_prefixes().values()]
+        running = [self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()]
         if self.can_trim:
-            offers += [
-                self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()
-            ]
-            shared = [(common(offer, wanted), len(offer)) for offer in offers]
+            shared = [(common(offer, wanted), len(offer)) for offer in offers + running]
         else:
             shared = [(len(offer), len(offer)) for offer in offers if offer == wanted[: len(offer)]]
+            shared += [
+                (len(saved), len(base))
+                for saved in self.checkpoints().values()
+                if saved == wanted[: len(saved)]
+                for base in offers + running
+                if saved == base[: len(saved)]
+            ]
         worth = max((count - 4 - length // 16 for count, length in shared), default=0)
         source = match.source
         if source is None:
@@ -231,13 +258,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.remember(tokens)
 
     def checkpoint(self, data: st.DataObject) -> None:
-        if self.idle_rows() and not self.can_trim:
-            seq = self.running[data.draw(st.sampled_from(self.idle_rows()))]
-            self.operations += self.cache.checkpoint(seq)
+        for seq_id in () if self.can_trim else self.idle_rows():
+            self.operations += self.cache.checkpoint(self.running[seq_id])
 
     def succeed(self, data: st.DataObject) -> None:
         rows, operations = self.run_operations(len(self.operations), len(self.rows))
-        self.unwritten |= {op.snapshot for op in operations if isinstance(op, Save)}
+        self.unwritten |= {
+            op.snapshot for op in operations if isinstance(op, Save) and not op.is_checkpoint
+        }
         taken_back = False
         for row in rows:
             seq = row.seq
@@ -284,7 +312,12 @@ class CacheMachine(RuleBasedStateMachine):
         for seq in [seq for seq in self.running.values() if seq.seq_id in touched]:
             seq.num_computed_tokens = 0
             self.give_back(seq)
+        self.operations += self.cache.checkpoints.invalidate(operations)
         self.operations += self.cache.invalidate_seq_ids(touched)
+
+    def checkpoints(self) -> dict[int, list[int]]:
+        by_key = self.cache.checkpoints._by_key
+        return {key: checkpoint.tokens.tolist() for key, checkpoint in by_key.items()}
 
     # --- the disk
 
@@ -368,7 +401,12 @@ class CacheMachine(RuleBasedStateMachine):
         in_ram = {
             old.key: old.tokens.tolist() for old in self.snapshots() if old.tier is StorageTier.RAM
         }
+        in_ram |= self.checkpoints()
         assert {key: self.backend._saved(key)[0] for key in self.backend._snapshots} == in_ram
+        if not self.can_trim:
+            assert {seq_id: self.backend._states[seq_id] for seq_id in cells} == {
+                seq_id: len(held) for seq_id, held in cells.items()
+            }
 
     def teardown(self) -> None:
         self.run_operations(len(self.operations), 0)
@@ -404,6 +442,19 @@ class StateMachine(CacheMachine):
     layout = Partitioned(Recurrent())
 
 
+class UnifiedHybridMachine(UnifiedStateMachine):
+    """Sequences share cells, and can be cut where their states were saved."""
+
+    num_cells = 130
+    max_num_checkpoints = 4
+
+
+class HybridMachine(StateMachine):
+    """Each sequence has cells of its own, and can be cut where its state was saved."""
+
+    max_num_checkpoints = 4
+
+
 class NaiveMachine(CacheMachine):
     """The smallest cache: it finds nothing, and must keep all other invariants."""
 
@@ -437,4 +488,6 @@ TestUnified = UnifiedMachine.TestCase
 TestPaged = PagedMachine.TestCase
 TestUnifiedState = UnifiedStateMachine.TestCase
 TestState = StateMachine.TestCase
+TestUnifiedHybrid = UnifiedHybridMachine.TestCase
+TestHybrid = HybridMachine.TestCase
 TestNaive = NaiveMachine.TestCase

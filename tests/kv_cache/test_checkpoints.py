@@ -212,3 +212,47 @@ def test_checkpoints_of_other_conversations_cost_little_time(monkeypatch):
     seq = Sequence(Request("A", [99] * LONG + [50], SamplingParams()), 0, 0, 1000)
     assert cache.find(seq).num_tokens == SHORT
     assert examined == [SHORT]
+
+
+# --- eviction --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(fake_engine):
+    """An engine whose sequences share 600 cells, with nothing else to keep prefixes in."""
+    return fake_engine(
+        max_num_seqs=6,
+        num_cells=600,
+        context_length=600,
+        length=600,
+        max_taken_back=0,
+        checkpoint_bytes=5,
+    )
+
+
+def list_idle_lengths(engine):
+    return [len(path) for path, _ in engine.kv_cache.list_idle()]
+
+
+@pytest.mark.parametrize(
+    ("size", "length"),
+    [(350, 205), (430, 150), (480, 100), (520, 0)],
+    ids=["nothing", "the answer", "the question", "all"],
+)
+def test_as_much_of_a_prefix_is_evicted_as_is_needed(pool, size, length):
+    """It then ends at a checkpoint, or is lost as a whole."""
+    run(pool, "a", [*SYSTEM, *range(50), *range(50), 200], (100, 150))
+    assert list_idle_lengths(pool) == [205]
+    run(pool, "b", [9] * size, num_tokens=1)
+    assert list_idle_lengths(pool) == [length] * (length > 0) + [size]
+    question = [*SYSTEM, *range(50), 201]
+    assert run(pool, "c", question, (100, 150)) == min(length, 150)
+
+
+def test_instructions_of_many_survive_the_eviction_of_conversations(pool):
+    for i in range(4):
+        assert run(pool, f"a{i}", [*SYSTEM, *[i] * 60, 200], (100, 160)) == (100 if i else 0)
+    assert pool.kv_cache.cells.num_used == 100 + 4 * 65
+    run(pool, "long", [9] * 490, num_tokens=1)
+    assert list_idle_lengths(pool) == [100, 490]
+    assert run(pool, "b", [*SYSTEM, *[8] * 60, 200], (100, 160)) == 100

@@ -246,8 +246,8 @@ class KVCache:
         return None if num_tokens > self.num_available else self._evict(num_tokens)
 
     def _evict(self, num_tokens: int) -> list[Operation]:
-        """Shrink idle prefixes from their ends, least recently used first, until ``num_tokens``
-        cells are free.
+        """Shrink idle prefixes from their ends, those of hybrids to a checkpoint, least recently
+        used first, until ``num_tokens`` cells are free.
         """
         operations: list[Operation] = []
         for holding in list(self._idle.values()) if self.cells.num_free < num_tokens else ():
@@ -259,7 +259,9 @@ class KVCache:
             keep = holding.chain.length - max(missing, MIN_EVICTED_TOKENS)
             if keep < MIN_SHARED_TOKENS or self.cells.count_private(holding.chain) < missing:
                 keep = 0
-            operations += self._shrink(holding, self.layout.state.count_remaining(keep))
+            last = self.checkpoints.find_last(holding.path[:keep], holding.salt)
+            keep = self.layout.state.count_remaining(keep) if last is None else last.num_computed
+            operations += self._shrink(holding, keep, checkpoint=last)
         return operations
 
     def _shrink(

@@ -99,7 +99,7 @@ class Checkpoints:
 
     def find_last(self, tokens: Tokens, salt: str) -> Checkpoint | None:
         """Return the last checkpoint within ``tokens``."""
-        for owner, shared in self._tree.match(tokens, salt):
+        for owner, shared in self._tree.match(tokens, salt) if self._by_key else ():
             if isinstance(owner, Checkpoint) and len(owner.tokens) == shared:
                 return owner
         return None
