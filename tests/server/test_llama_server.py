@@ -270,6 +270,14 @@ def test_answers_have_timings(fake_server, path, asked):
         assert chunks[-1]["timings"]["predicted_n"] == 8
 
 
+def test_timings_count_draft_tokens(fake_server):
+    """The fake model counts on, so this text repeats its prompt."""
+    body = {"prompt": [*range(40, 90), *range(40, 44)], **LIMIT, "max_tokens": 40}
+    timings = fake_server.client.post("/v1/completions", json=body).json()["timings"]
+    assert 10 < timings["draft_n_accepted"] <= timings["draft_n"]
+    assert timings["predicted_n"] == 40
+
+
 def test_timings_count_cached_tokens(fake_server):
     body = {"messages": [{"role": "user", "content": "timings " * 20}], **LIMIT}
     first = fake_server.client.post(CHAT, json=body).json()

@@ -88,6 +88,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     If the request wants it, outputs with NO_TOKEN that do not finish have the ``prefill`` of its
     prompt, before the first token of index 0.
+
+    If a step has verified draft tokens, its first token says how many (``num_guesses``), and how
+    many of them were right (``num_accepted``).
     """
 
     request_id: str
@@ -101,6 +104,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mirostat_mu: float | None = None
     times: SequenceTimes | None = None
     prefill: PrefillProgress | None = None
+    num_guesses: int = 0
+    num_accepted: int = 0
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

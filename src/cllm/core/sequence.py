@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cllm.core.output import (
     NO_TOKEN,
     FinishReason,
+    Logprobs,
     PrefillChunk,
     PrefillProgress,
     SequenceTimes,
@@ -321,6 +322,11 @@ class Sequence:
                 begin, num_tokens = last.begin, last.num_tokens + num_tokens
             self.chunks.append(PrefillChunk(begin, ended - admitted, num_tokens))
         return self._report_prefill(ended) if self.request.reports_prefill else []
+
+    def report_prompt_logprobs(self, logprobs: list[Logprobs]) -> TokenOutput:
+        """Return an output with the logprobs of the next prompt tokens."""
+        self.num_pending_prompt_logprobs -= len(logprobs)
+        return TokenOutput(self.request.request_id, self.index, NO_TOKEN, prompt_logprobs=logprobs)
 
     def _report_prefill(self, now: float) -> list[TokenOutput]:
         """Return how far the prompt is: the first time also what the cache had of it."""

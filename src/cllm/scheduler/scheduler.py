@@ -406,12 +406,9 @@ class Scheduler:
                 continue
             if row.num_prompt_logprobs:
                 scored = [logprobs[i] for i in range(begin - row.num_prompt_logprobs, begin)]
-                outputs.append(self._report_prompt_logprobs(seq, scored))
-            num_accepted = 0
-            while (
-                num_accepted < len(row.draft) and sampled[num_accepted] == row.draft[num_accepted]
-            ):
-                num_accepted += 1
+                outputs.append(seq.report_prompt_logprobs(scored))
+            num_accepted = count_accepted(row, sampled)
+            verified = len(row.draft), num_accepted
             seq.num_computed_tokens = row.start + row.num_tokens + num_accepted
             seq.num_failures = 0
             if seq.first_token_at is None:
@@ -426,7 +423,8 @@ class Scheduler:
                 self._speculation.record_verification(seq, len(row.draft), num_accepted)
             seq_id = seq.seq_id
             for i, token in enumerate(sampled[: num_accepted + 1], begin):
-                outputs.append(self._append(seq, token, logprobs.get(i), now))
+                outputs.append(self._append(seq, token, logprobs.get(i), now, verified))
+                verified = (0, 0)
                 if seq.status is Status.FINISHED:
                     break
             if num_accepted < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
@@ -442,12 +440,13 @@ class Scheduler:
         sequences.suspects = ()
         return sequences.take_outputs()
 
-    def _report_prompt_logprobs(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
-        seq.num_pending_prompt_logprobs -= len(logprobs)
-        return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
-
     def _append(
-        self, seq: Sequence, token: int, logprobs: Logprobs | None, now: float
+        self,
+        seq: Sequence,
+        token: int,
+        logprobs: Logprobs | None,
+        now: float,
+        verified: tuple[int, int],
     ) -> TokenOutput:
         is_first = seq.first_token_at is None
         if is_first:
@@ -486,4 +485,14 @@ class Scheduler:
             logprobs,
             mirostat_mu=mu,
             times=seq.sum_up_times() if is_first or finish else None,
+            num_guesses=verified[0],
+            num_accepted=verified[1],
         )
+
+
+def count_accepted(row: Row, sampled: list[int]) -> int:
+    """Return how many draft tokens of ``row`` equal the tokens sampled at their positions."""
+    for i, token in enumerate(row.draft):
+        if sampled[i] != token:
+            return i
+    return len(row.draft)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NotRequired
+
 from typing_extensions import TypedDict
 
 from cllm.core.output import PrefillProgress
@@ -10,7 +12,8 @@ from cllm.serving.answer import Generation
 
 class Timings(TypedDict):
     """Times in milliseconds. ``cache_n`` is the number of prompt tokens from the cache.
-    ``prompt_ms`` includes time in the queue. A rate is 0 if its divisor is 0.
+    ``prompt_ms`` includes time in the queue. A rate is 0 if its divisor is 0. ``draft_n`` draft
+    tokens were verified, if any, and ``draft_n_accepted`` of them were right.
     """
 
     cache_n: int
@@ -22,6 +25,8 @@ class Timings(TypedDict):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    draft_n: NotRequired[int]
+    draft_n_accepted: NotRequired[int]
 
 
 class PromptProgress(TypedDict):
@@ -51,7 +56,7 @@ def build_timings(generation: Generation) -> Timings:
     reading = times.first - times.submitted
     # all tokens may have come in one step
     writing = times.latest - times.first or times.latest - times.submitted
-    return {
+    timings: Timings = {
         "cache_n": usage.cached_tokens,
         "prompt_n": num_read,
         "prompt_ms": reading * 1000,
@@ -62,6 +67,9 @@ def build_timings(generation: Generation) -> Timings:
         "predicted_per_token_ms": writing * 1000 / num_written if num_written else 0.0,
         "predicted_per_second": num_written / writing if writing else 0.0,
     }
+    if usage.num_guesses:
+        timings |= {"draft_n": usage.num_guesses, "draft_n_accepted": usage.num_accepted}
+    return timings
 
 
 EXAMPLE_TIMINGS: Timings = {

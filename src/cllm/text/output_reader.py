@@ -43,13 +43,16 @@ class Delta(msgspec.Struct, gc=False):
 class Usage:
     """Token counts of a whole request, complete when its deltas have ended.
 
-    Reasoning tokens are completion tokens.
+    Reasoning tokens are completion tokens. ``num_guesses`` draft tokens were verified, of which
+    ``num_accepted`` were right.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    num_guesses: int = 0
+    num_accepted: int = 0
 
 
 class Ended(msgspec.Struct, gc=False):
@@ -141,6 +144,8 @@ class OutputReader:
             count = int(output.token >= 0)
             usage.cached_tokens += output.num_cached_tokens
             usage.completion_tokens += count
+            usage.num_guesses += output.num_guesses
+            usage.num_accepted += output.num_accepted
             if output.token == self._opener and self._plan and not choice.parser:
                 choice.begin_parsing(self._plan.pieces, self._plan.parser())
             if choice.parser:

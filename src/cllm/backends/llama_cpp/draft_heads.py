@@ -102,7 +102,7 @@ class DraftHeads:
     def __init__(self, model: Any, target: Any, c_params: Any, threads: Threads) -> None:
         """``c_params`` are those of the model's context ``target``.
 
-        Raises StartupError if llama.cpp makes no context for the heads.
+        Raises StartupError if llama.cpp makes no context for the heads, EngineError if they fail.
         """
         self.seconds = self.token_seconds = 0.0
         self._threads, self._target = threads, target
@@ -128,6 +128,8 @@ class DraftHeads:
         self._free = list(range(MAX_SEQS))
         # seq_id -> the position after the last one that was computed from the model's hidden states
         self._ends: dict[int, int] = {}
+        self._decode([Inputs(0, 0, [0], self._hidden[:1])])  # the first call takes longer
+        lib.llama_memory_clear(self._memory, False)
 
     def record(self, rows: Pass) -> None:
         """Keep the hidden states of the rows that the model has just computed.
