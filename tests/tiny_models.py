@@ -23,6 +23,7 @@ KV_HEADS = (4, 2, 1, 2)  # of the layers of deci
 FEW_KV_HEADS = 2  # of the attention of hybrids and of gpt-oss
 GROUPS, DELTA_HEADS, DELTA_STATE = 2, 4, 16  # of recurrent layers with several heads
 EXPERTS, USED_EXPERTS, EXPERT_WIDTH = 4, 2, 32
+HEAD = "_mtp"  # end of the name of a kind with a draft head
 LARGE = 8  # of embeddings that decide what follows, more than the text before
 # of compressed keys: numbers in a compressed one, in its positional part, and in a whole one
 COMPRESSED, ROTATED, WHOLE = 32, 8, 24
@@ -120,17 +121,30 @@ class Weights:
         yield f"{prefix}.attn_q_norm.weight", np.ones(WIDTH // HEADS, np.float32)
         yield f"{prefix}.attn_k_norm.weight", np.ones(WIDTH // HEADS, np.float32)
 
-    def qwen35_layer(self, prefix: str, *, recurrent: bool) -> Tensors:
+    def qwen35_layer(self, prefix: str, *, recurrent: bool, experts: bool) -> Tensors:
         yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
         yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
         yield from (self.delta_net if recurrent else self.gated_attention)(prefix)
-        yield from self.gated_units(prefix)
+        if not experts:
+            yield from self.gated_units(prefix)
+            return
+        yield f"{prefix}.ffn_gate_inp.weight", self.matrix(EXPERTS, WIDTH)
+        yield f"{prefix}.ffn_gate_inp_shexp.weight", self.matrix(1, WIDTH)[0]
+        for name, expert in self.expert_units():
+            yield f"{prefix}.ffn_{name}_exps.weight", np.stack(expert)
+            yield f"{prefix}.ffn_{name}_shexp.weight", expert[0]
 
-    def draft_head(self, prefix: str) -> Tensors:
+    def expert_units(self) -> Iterator[tuple[str, list[np.ndarray]]]:
+        """Yield the matrices of all experts by their names."""
+        for name in ("gate", "up", "down"):
+            rows, columns = (WIDTH, EXPERT_WIDTH) if name == "down" else (EXPERT_WIDTH, WIDTH)
+            yield name, [self.matrix(rows, columns) for _ in range(EXPERTS)]
+
+    def draft_head(self, prefix: str, *, experts: bool) -> Tensors:
         """Yield a layer that predicts mostly from the last token, as the model itself does if its
         embeddings are as large.
         """
-        yield from self.qwen35_layer(prefix, recurrent=False)
+        yield from self.qwen35_layer(prefix, recurrent=False, experts=experts)
         weights = 0.1 * self.matrix(WIDTH, 2 * WIDTH)
         weights[:, :WIDTH] += LARGE * np.eye(WIDTH, dtype=np.float32)
         yield f"{prefix}.nextn.eh_proj.weight", weights
@@ -155,11 +169,9 @@ class Weights:
         yield f"{prefix}.attn_sinks.weight", np.ones(HEADS, np.float32)
         yield f"{prefix}.ffn_gate_inp.weight", self.matrix(EXPERTS, WIDTH)
         yield f"{prefix}.ffn_gate_inp.bias", np.zeros(EXPERTS, np.float32)
-        for name in ("gate", "up", "down"):
-            rows, columns = (WIDTH, EXPERT_WIDTH) if name == "down" else (EXPERT_WIDTH, WIDTH)
-            experts = [self.matrix(rows, columns) for _ in range(EXPERTS)]
+        for name, experts in self.expert_units():
             yield f"{prefix}.ffn_{name}_exps.weight", np.stack(experts)
-            yield f"{prefix}.ffn_{name}_exps.bias", np.zeros((EXPERTS, rows), np.float32)
+            yield f"{prefix}.ffn_{name}_exps.bias", np.zeros((EXPERTS, len(experts[0])), np.float32)
 
     def encoder(self, *, ranks: bool) -> Tensors:
         yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
@@ -183,7 +195,8 @@ class Weights:
         if kind in ENCODERS:
             yield from self.encoder(ranks=kind == "reranker")
             return
-        size = math.sqrt(WIDTH) * (LARGE if kind == "qwen35_mtp" else 1)
+        has_head, has_experts = kind.endswith(HEAD), kind.startswith("qwen35moe")
+        size = math.sqrt(WIDTH) * (LARGE if has_head else 1)
         yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * size
         yield "output.weight", self.matrix(VOCABULARY, WIDTH)
         yield (
@@ -193,7 +206,8 @@ class Weights:
         for layer in range(LAYERS):
             prefix = f"blk.{layer}"
             if kind.startswith("qwen35"):
-                yield from self.qwen35_layer(prefix, recurrent=layer % 2 == 0)
+                recurrent = layer % 2 == 0
+                yield from self.qwen35_layer(prefix, recurrent=recurrent, experts=has_experts)
                 continue
             if kind == "nemotron_h":
                 yield from self.nemotron_h_layer(prefix, layer)
@@ -218,8 +232,8 @@ class Weights:
                 yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
                 yield f"{prefix}.post_ffw_norm.weight", np.ones(WIDTH, np.float32)
             yield from self.feed_forward(prefix)
-        if kind == "qwen35_mtp":
-            yield from self.draft_head(f"blk.{LAYERS}")
+        if has_head:
+            yield from self.draft_head(f"blk.{LAYERS}", experts=has_experts)
 
 
 def norm(name: str) -> Tensors:
@@ -243,17 +257,17 @@ ENCODERS = {
 
 def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = None) -> None:
     """Write a model of ``kind``: mamba (recurrent), lfm2, qwen35 and nemotron_h (some of their
-    layers are recurrent), qwen35_mtp (qwen35 with a draft head),
-    gemma3 (a sliding window), gpt-oss (a sliding window, sinks and experts), deci (layers with
+    layers are recurrent), qwen35_mtp and qwen35moe_mtp (with a draft head, without and with
+    experts), gemma3 (a sliding window), gpt-oss (a sliding window, sinks and experts), deci (layers with
     different numbers of key heads), deepseek2 (compressed keys, no values), or one of ENCODERS.
     ``templates``: for chats, by name; without, it is a base model.
     """
-    architecture = "bert" if kind in ENCODERS else kind.removesuffix("_mtp")
+    architecture = "bert" if kind in ENCODERS else kind.removesuffix(HEAD)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {kind}")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS + (kind == "qwen35_mtp"))
+    writer.add_block_count(LAYERS + kind.endswith(HEAD))
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_head_count(0 if kind == "mamba" else HEADS)
     if kind == "nemotron_h":
@@ -275,14 +289,18 @@ def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = N
         case "lfm2":
             writer.add_head_count_kv([HEADS * (layer % 2) for layer in range(LAYERS)])
             writer.add_shortconv_l_cache(CONV)
-        case "qwen35" | "qwen35_mtp":
+        case "qwen35" | "qwen35_mtp" | "qwen35moe_mtp":
             writer.add_head_count_kv(FEW_KV_HEADS)
             add_state_space(writer, DELTA_HEADS * DELTA_STATE, DELTA_STATE, DELTA_HEADS)
             writer.add_ssm_group_count(GROUPS)
             writer.add_full_attention_interval(2)
             writer.add_rope_dimension_count(ROTATED)
             writer.add_rope_dimension_sections([2, 1, 1, 0])
-            writer.add_nextn_predict_layers(int(kind == "qwen35_mtp"))
+            writer.add_nextn_predict_layers(int(kind.endswith(HEAD)))
+            writer.add_expert_count(EXPERTS * ("moe" in kind))
+            writer.add_expert_used_count(USED_EXPERTS * ("moe" in kind))
+            writer.add_expert_feed_forward_length(EXPERT_WIDTH)
+            writer.add_expert_shared_feed_forward_length(EXPERT_WIDTH)
         case "nemotron_h":
             heads = [FEW_KV_HEADS * (layer == 1) for layer in range(LAYERS)]
             writer.add_head_count_kv(heads)

@@ -67,16 +67,21 @@ def test_prompt_lookup_keeps_texts(tiny_model: Callable[[str], Path], kind: str)
         assert_same(again, expected[:1])
 
 
-@pytest.mark.parametrize("speculation", ["mtp", "auto"])
-def test_own_heads_keep_texts(tiny_model: Callable[[str], Path], speculation: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "speculation"),
+    [("qwen35_mtp", "mtp"), ("qwen35_mtp", "auto"), ("qwen35moe_mtp", "mtp")],
+)
+def test_own_heads_keep_texts(
+    tiny_model: Callable[[str], Path], kind: str, speculation: str
+) -> None:
     """Some draft tokens are right. Prompts are longer than one call of the head, and than what it
     attends to.
     """
-    path = str(tiny_model("qwen35_mtp"))
+    path = str(tiny_model(kind))
     settings = {**SETTINGS, "model_max_context_length": 2048}
     params = [
         SamplingParams(temperature=0.15, seed=5, max_tokens=count, ignore_eos=True, logprobs=2)
-        for count in (100, 20, 60, 700)
+        for count in (100, 20, 60, 560)
     ]
     prompts = [prompt * count for prompt, count in zip(PROMPTS, (1, 25, 60, 3), strict=True)]
     with LLM(path, **settings, scheduler_speculation="off") as llm:
