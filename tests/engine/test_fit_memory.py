@@ -9,7 +9,8 @@ from checkpoints import write_checkpoint
 from tiny_models import write_tiny_model
 
 from cllm.config.settings import KVSettings, Settings
-from cllm.engine.build import fit_memory
+from cllm.engine.build import build_backend, build_engine, fit_memory
+from cllm.engine.params import EngineParams
 from cllm.engine.settings import make_engine_params
 from cllm.models import memory
 
@@ -45,3 +46,19 @@ def test_encoder_takes_no_memory_for_keys_and_values(tmp_path, form, ram_cache_m
     fitted = fit_memory(make_engine_params(settings, write_encoder(tmp_path, form)))
     assert fitted.ram_cache_bytes == 0
     assert memory.COMPUTE_BYTES < fitted.max_bytes < memory.COMPUTE_BYTES + 20_000_000
+
+
+@pytest.mark.llama
+def test_cells_states_and_checkpoints_of_a_hybrid_take_the_given_memory(tmp_path) -> None:
+    write_tiny_model("lfm2", tmp_path / "model.gguf")
+    params = EngineParams(
+        path=str(tmp_path / "model.gguf"), kv_memory=500_000, speculation="off", max_num_seqs=50
+    )
+    backend = build_backend(params)
+    engine = build_engine(backend, params)
+    info, checkpoints = backend.info, engine.scheduler.sequences.kv_cache.checkpoints
+    backend.close()
+    num_states = info.max_num_seqs + checkpoints._max_num
+    taken = info.num_cells * info.kv_bytes_per_token + num_states * info.checkpoint_bytes
+    assert checkpoints._max_num > 20
+    assert 480_000 < taken <= 500_000

@@ -356,9 +356,9 @@ class KVSettings(Section):
         default=None,
         ge=1,
         le=100_000_000,
-        description="Memory for the KV cache in MB; null means half of the memory that the weights "
-        "leave free, at most 4 GiB, or four fifths of the memory that they leave on GPUs. A paged "
-        "cache takes it only as tokens need it.",
+        description="Memory for the KV cache in MB, with recurrent states and their checkpoints; "
+        "null means half of the memory that the weights leave free, at most 4 GiB, or four fifths "
+        "of the memory that they leave on GPUs. A paged cache takes it only as tokens need it.",
     )
     ram_cache_mb: int | None = Field(
         default=None,

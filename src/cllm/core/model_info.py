@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+# of the memory for the KV cache of a hybrid; the rest is for cells and the states of sequences
+CHECKPOINT_SHARE = 0.1
+
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """The properties of a loaded model.

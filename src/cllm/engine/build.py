@@ -12,7 +12,7 @@ import msgspec
 from cllm.backends.base import Backend, Vocabulary
 from cllm.backends.registry import import_loader
 from cllm.core.drafter import Drafter
-from cllm.core.model_info import ModelInfo
+from cllm.core.model_info import CHECKPOINT_SHARE, ModelInfo
 from cllm.core.vocabulary import Pieces
 from cllm.engine.disk import DiskTier
 from cllm.engine.draft_model import DraftModel
@@ -44,8 +44,6 @@ log = logging.getLogger("cllm.engine")
 
 SHORT_PREFIX = 256  # tokens
 
-# of the KV cache, which includes recurrent states, for those at positions where others continue
-CHECKPOINT_SHARE = 0.1
 # On GPUs, prompts are computed in every step, because they hardly lengthen a step that decodes.
 CPU_PREFILL_SHARE = 0.75
 MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
@@ -132,7 +130,8 @@ def build_engine(
     )
     num_states = info.max_num_seqs * (1 + (info.max_taken_back or 0))
     kv_bytes = info.num_cells * info.state_bytes_per_token + num_states * info.checkpoint_bytes
-    checkpoints = Checkpoints(int(kv_bytes * CHECKPOINT_SHARE), info.checkpoint_bytes)
+    checkpoint_bytes = int(min(kv_bytes, params.kv_memory) * CHECKPOINT_SHARE)
+    checkpoints = Checkpoints(checkpoint_bytes, info.checkpoint_bytes)
     layout = make_layout(info)
     kv_cache = KVCache(
         info.num_cells, info.context_length, info.max_num_seqs, layout, snapshots, checkpoints

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from cllm.backends.params import BackendParams
+from cllm.core.model_info import CHECKPOINT_SHARE
 from cllm.errors import StartupError
 
 MIN_SAMPLES = 16  # room for draft tokens when few sequences run
@@ -91,12 +93,14 @@ def fit_recurrent(
 ) -> KVSizes:
     """Divide kv_memory into recurrent states of ``state_bytes``, one for each sequence, and cells.
 
-    The states take at most STATES_SHARE of the memory. Each sequence keeps up to max_taken_back
-    past states, too; there are fewer sequences if that leaves less than MIN_PAST_STATES to each.
-    With ``pages``, memory is taken when it is used, and only the past states of MAX_DRAFTING
-    sequences are counted. A sequence may be as long as the model was trained for, or as the cells
-    allow. The layout ``auto`` is partitioned if each sequence gets cells for a whole context,
-    otherwise unified. Raises StartupError, with the sizes, if not even one sequence fits.
+    The states take at most STATES_SHARE of the memory. If tokens have keys and values too, the
+    model is a hybrid, and CHECKPOINT_SHARE is left for its checkpoints. Each sequence keeps up to
+    max_taken_back past states, too; there are fewer sequences if that leaves less than
+    MIN_PAST_STATES to each. With ``pages``, memory is taken when it is used, and only the past
+    states of MAX_DRAFTING sequences are counted. A sequence may be as long as the model was trained
+    for, or as the cells allow. The layout ``auto`` is partitioned if each sequence gets cells for a
+    whole context, otherwise unified. Raises StartupError, with the sizes, if not even one sequence
+    fits.
     """
     if params.layout == "paged":
         raise StartupError(NOT_PAGED)
@@ -109,12 +113,14 @@ def fit_recurrent(
     num_drafting = min(num_seqs, MAX_DRAFTING) if pages else num_seqs
     num_past_states = max(0, num_states - num_seqs) // num_drafting
     num_past_states = min(params.max_taken_back, num_past_states)
-    memory = params.kv_memory - (num_seqs + num_drafting * num_past_states) * state_bytes
+    share = 1 - (CHECKPOINT_SHARE if params.kv_bytes_per_token else 0)
+    memory = int(params.kv_memory * share)
+    memory -= (num_seqs + num_drafting * num_past_states) * state_bytes
     affordable = max(0, memory) // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, affordable))
     if context > affordable:
         need = context * params.kv_bytes_per_token + state_bytes
-        raise too_little_memory(params, context, need)
+        raise too_little_memory(params, context, math.ceil(need / share))
     wanted = num_seqs * context
     if params.layout == "unified" or (params.layout == "auto" and wanted > affordable):
         return KVSizes(context, num_seqs, min(affordable, wanted), "unified", num_past_states)
