@@ -145,7 +145,7 @@ class Weights:
         embeddings are as large.
         """
         yield from self.qwen35_layer(prefix, recurrent=False, experts=experts)
-        weights = 0.1 * self.matrix(WIDTH, 2 * WIDTH)
+        weights = 4 * self.matrix(WIDTH, 2 * WIDTH)
         weights[:, :WIDTH] += LARGE * np.eye(WIDTH, dtype=np.float32)
         yield f"{prefix}.nextn.eh_proj.weight", weights
         yield f"{prefix}.nextn.enorm.weight", np.ones(WIDTH, np.float32)

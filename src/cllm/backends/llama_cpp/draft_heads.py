@@ -13,6 +13,7 @@ AI, "DeepSeek-V3 Technical Report", 2024.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -117,8 +118,8 @@ class DraftHeads:
         self._width = int(lib.llama_model_n_embd_out(model))
         vocabulary = lib.llama_model_get_vocab(model)
         self._vocabulary_size = int(lib.llama_vocab_n_tokens(vocabulary))
-        ext.llama_set_embeddings_nextn(target, True, False)
-        ext.llama_set_embeddings_nextn(self._context, True, True)
+        for each in (target, self._context):  # of all tokens, because "masked" returns other ones
+            ext.llama_set_embeddings_nextn(each, True, False)
         self._arrays = BatchArrays(MAX_TOKENS, MAX_SEQS)
         self._hidden = np.zeros((MAX_TOKENS, self._width), np.float32)
         self._arrays.batch.embd = self._hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
@@ -212,10 +213,14 @@ class DraftHeads:
     def _compute(self, inputs: list[Inputs]) -> list[tuple[int, Rows]]:
         """Return the likeliest next token of each input, and the head's hidden state before it."""
         self._decode(inputs)
-        count = len(inputs)
-        logits = self._view(lib.llama_get_logits(self._context), count, self._vocabulary_size)
-        hidden = self._view(ext.llama_get_embeddings_nextn(self._context), count, self._width)
-        return [(int(logits[i].argmax()), hidden[i : i + 1].copy()) for i in range(count)]
+        ends = list(itertools.accumulate(len(each.tokens) for each in inputs))
+        pointer = lib.llama_get_logits(self._context)
+        logits = self._view(pointer, len(inputs), self._vocabulary_size)
+        hidden = self._view(ext.llama_get_embeddings_nextn(self._context), ends[-1], self._width)
+        return [
+            (int(row.argmax()), hidden[end - 1 : end].copy())
+            for row, end in zip(logits, ends, strict=True)
+        ]
 
     def _decode(self, inputs: list[Inputs], *, logits: bool = True) -> None:
         arrays, begin = self._arrays, 0
