@@ -87,8 +87,8 @@ class NaiveCache(KVCache):
             self._empty(seq_id)
         return [Trim(seq_id, 0) for seq_id in sorted(seq_ids)]
 
-    def idle_prefixes(self) -> dict[int, Tokens]:
-        return {seq_id: tokens for seq_id, (_, tokens) in self._rests.items()}
+    def list_idle(self) -> dict[int, tuple[Tokens, str]]:
+        return {seq_id: (tokens, "") for seq_id, (_, tokens) in self._rests.items()}
 
     def check(self) -> None:
         self.seq_ids.check()

@@ -82,6 +82,45 @@ def test_hybrid_continues_at_its_last_checkpoint(tmp_path):
     assert (answer, num_computed) == ([21, 22], 3)
 
 
+def test_evicted_conversations_of_a_hybrid_continue_after_a_restart(tmp_path):
+    """They leave the cells before the engine ends, but their files end where the next turns begin."""
+    options = {"max_taken_back": 0, "checkpoint_bytes": 5}
+    first = start(tmp_path, options)
+    prompts = [[i, *LONG, 7] for i in range(5)]
+    for prompt in prompts:
+        ask(first, prompt, boundaries=(len(prompt) - 1,))
+    close(first)
+    second = start(tmp_path, options)
+    for prompt in prompts:
+        turn = [*prompt[:-1], 9, 20]
+        assert ask(second, turn, boundaries=(len(turn) - 1,)) == ([21, 22], 3)
+
+
+SYSTEM = [3 * i % 250 for i in range(100)]
+
+
+def test_instructions_shared_by_conversations_of_a_hybrid_outlive_restarts(tmp_path):
+    """They have a file of their own, since a longer prefix in a file can be used only as a whole."""
+    options = {"max_taken_back": 0, "checkpoint_bytes": 5}
+
+    def ask_about(engine: Engine, number: int) -> int:
+        prompt = [*SYSTEM, *[200 + number] * 30, 7]
+        answer, num_computed = ask(engine, prompt, boundaries=(len(SYSTEM), len(prompt) - 1))
+        assert answer == [8, 9]
+        return num_computed
+
+    engine = start(tmp_path, options)
+    assert [ask_about(engine, i) for i in range(5)] == [132, 32, 32, 32, 32]
+    close(engine)
+    for i in (5, 6):
+        engine = start(tmp_path, options)
+        assert ask_about(engine, i) == 32
+        checkpoints = engine.scheduler.sequences.kv_cache.checkpoints
+        assert checkpoints.find(np.array(SYSTEM, np.int32), "") is not None
+        assert ask_about(engine, 10 + i) == 32
+        close(engine)
+
+
 def test_hybrid_learns_that_prompts_continue_after_answers(tmp_path):
     """It goes back to the last checkpoint once, and then no more."""
     engine = start(tmp_path, {"max_taken_back": 0, "checkpoint_bytes": 5})

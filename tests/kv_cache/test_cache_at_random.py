@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(match.source, Snapshot) and match.source.tier is not StorageTier.RAM:
             self.fetch(match.source)
             return
-        before, idle = str(self.cache), self.cache.idle_prefixes()
+        before, idle = str(self.cache), self.list_idle()
         leased = self.cache.lease(seq, match)
         if leased is None:
             assert isinstance(match.source, Snapshot)
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert str(self.cache) == before
             return
         seq.seq_id, seq.num_computed_tokens, operations = leased
-        left = list(idle.get(seq.seq_id, [])) if match.source is None else []
+        left = idle.get(seq.seq_id, []) if match.source is None else []
         self.check_lease(match.num_tokens, common(left, prompt[:-1]), len(left), seq)
         assert seq.seq_id not in self.running
         self.operations += operations
@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
         """
         wanted = prompt[:-1]
         offers = [list(snapshot.tokens) for snapshot in self.snapshots()]
-        offers += [list(tokens) for tokens in self.cache.idle_prefixes().values()]
+        offers += self.list_idle().values()
         running = [self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()]
         if self.can_trim:
             shared = [(common(offer, wanted), len(offer)) for offer in offers + running]
@@ -218,6 +218,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.admitted[leader.seq_id][: match.num_inflight_tokens]
                 == wanted[: match.num_inflight_tokens]
             )
+
+    def list_idle(self) -> dict[int, list[int]]:
+        return {i: tokens.tolist() for i, (tokens, _) in self.cache.list_idle().items()}
 
     def idle_rows(self) -> list[int]:
         return sorted(self.running.keys() - self.rows.keys())
@@ -386,7 +389,7 @@ class CacheMachine(RuleBasedStateMachine):
     def matches_backend(self) -> None:
         """Compare the records of the cache with the cells of the backend."""
         cells = {seq_id: held for seq_id, held in self.backend._cells.items() if held}
-        believed = {i: list(tokens) for i, tokens in self.cache.idle_prefixes().items()}
+        believed = self.list_idle()
         believed |= {
             i: seq.tokens[: seq.num_computed_tokens]
             for i, seq in self.running.items()

@@ -231,7 +231,7 @@ def pool(fake_engine):
 
 
 def list_idle_lengths(engine):
-    return [len(path) for path, _ in engine.kv_cache.list_idle()]
+    return [len(path) for path, _ in engine.kv_cache.list_idle().values()]
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,7 @@ LAYOUTS = {
         "max_taken_back": 4,
         "checkpoint_bytes": 5,
         "engine_ram_cache_bytes": 300,
+        "engine_disk_cache_bytes": 300,
     },
     "speculating": {"engine_speculation": "prompt_lookup"},
     "first come first served": {"engine_policy": "fcfs"},

@@ -70,3 +70,21 @@ def test_edited_question(server):
     messages[-1] = {"role": "user", "content": "another question"}
     _, num_tokens, num_cached = ask(server, messages)
     assert num_tokens - num_cached < 70
+
+
+def test_shared_instructions_outlive_a_restart(start_server, tmp_path):
+    """A new conversation computes only its own tokens, and its text is right."""
+    path = tmp_path / "model.gguf"
+    write_tiny_model("lfm2", path, {"default": (FOLDER / "qwen3.jinja").read_text()})
+    options = ["--model", str(path), "--model.max_context_length", "2048"]
+    options += ["--kv.disk-cache", str(tmp_path / "cache")]
+    system = {"role": "system", "content": SYSTEM * 9}
+    for start in (0, 5):
+        server = start_server(*options)
+        for number in range(start, start + 5):
+            messages = [system, {"role": "user", "content": f"question {number}"}]
+            text, num_tokens, num_cached = ask(server, messages)
+            assert num_tokens > 1000
+            assert number == 0 or num_tokens - num_cached < 30
+        assert ask(server, messages, "alone")[0] == text
+        assert server.stop() == 0

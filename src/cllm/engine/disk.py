@@ -122,4 +122,4 @@ class DiskTier(SideJob):
                 pass
         finally:
             self._files.flush(seconds)
-            self._files.note_use(self._sequences.kv_cache.list_idle())
+            self._files.note_use(self._sequences.kv_cache.list_idle().values())

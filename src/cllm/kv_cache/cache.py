@@ -72,9 +72,6 @@ class KVCache:
         self._idle: OrderedDict[int, Holding] = OrderedDict()
         # the source of a copy, which must not be evicted meanwhile
         self._needed: Holding | Snapshot | None = None
-        # the prompts that continued after an answer, minus those that went back to the checkpoint
-        # before it
-        self._num_continued = 0
         last = self.seq_ids.size + self.layout.num_spare_ids - 1
         self._spare = list(range(last, self.seq_ids.size - 1, -1))
 
@@ -117,7 +114,7 @@ class KVCache:
                 shared = common_prefix(idle.path, seq.reusable_tokens)
                 count = self.layout.state.count_reusable(idle, shared)
             source = idle if count else None
-        last_path = self._find_last_path(source, count)
+        last_path = source.last_path if isinstance(source, Holding) else None
         if (
             isinstance(source, Holding)
             and source.seq_id == seq_id
@@ -134,24 +131,34 @@ class KVCache:
                 operations.append(match.checkpoint.load(seq_id))
         if match.checkpoint is not None:
             self.checkpoints.note_use(match.checkpoint)
-        if last_path is not None:
-            continues = common_prefix(last_path, seq.array) == len(last_path)
-            self._num_continued += 1 if continues else -1
         self.seq_ids.lease(seq_id)
         holding = Holding(seq_id, chain, seq.shareable_tokens, seq)
         self._leased[seq_id] = holding
         self._tree.insert(holding.path, holding, holding.salt)
+        if last_path is not None:
+            self.checkpoints.note_prompt(seq.array, count, last_path, holding.salt)
+        operations += self._save_shared(holding, match, seq)
         return seq_id, count, operations
 
-    def _find_last_path(self, source: Holding | Snapshot | None, count: int) -> Tokens | None:
-        """Return the tokens of an idle prefix, as they were before ``_go_back``, if its last
-        checkpoint is within the first ``count`` and an answer follows it.
+    def _save_shared(self, holding: Holding, match: Match, seq: Sequence) -> list[Operation]:
+        """Save the state of a hybrid with which a sequence begins, if others may continue there.
+
+        A prefix in a file has no checkpoints, so the shorter ones that are shared get files too. At
+        a boundary, the state of a snapshot becomes a checkpoint again, so that others share cells.
         """
-        if not len(self.checkpoints) or not isinstance(source, Holding) or not source.is_final:
-            return None
-        path = source.path if source.whole_path is None else source.whole_path
-        last = self.checkpoints.find_last(path, source.salt)
-        return path if last is not None and last.num_computed <= min(count, len(path) - 1) else None
+        source, count = match.source, match.num_tokens
+        if match.checkpoint is not None:
+            is_shared = not isinstance(source, Holding) or source.seq_id != holding.seq_id
+            if is_shared and self.snapshots.disk_bytes:
+                return self._save(holding.seq_id, holding, match.checkpoint.tokens)
+        elif (
+            isinstance(source, Snapshot)
+            and self.checkpoints.can_hold(count)
+            and count in seq.list_boundaries()
+        ):
+            key = self.snapshots.new_key()
+            return self.checkpoints.add(key, source.tokens, source.salt, holding.seq_id)
+        return []
 
     def _reuse_in_place(
         self, holding: Holding, count: int, checkpoint: Checkpoint | None
@@ -273,11 +280,16 @@ class KVCache:
         checkpoint: Checkpoint | None = None,
     ) -> list[Operation]:
         """Keep only the first ``keep`` cells of an idle prefix, whose state the ``checkpoint`` has
-        if it cannot be trimmed; save the prefix first if that is worth it.
+        if it cannot be trimmed; save the prefix first if that is worth it, as ``save_one_idle``.
         """
         if keep == holding.chain.length:
             return []
-        operations = self._save(holding.seq_id, holding, holding.path) if save else []
+        operations: list[Operation] = []
+        if save:
+            operations += self._go_back(holding) if self.snapshots.disk_bytes else ()
+            if keep == holding.chain.length:
+                return operations
+            operations += self._save(holding.seq_id, holding, holding.path)
         self._tree.remove(holding)
         self.cells.cut(holding.chain, keep)
         if keep:
@@ -375,8 +387,8 @@ class KVCache:
         """Cut an idle prefix of a hybrid at its last checkpoint, if that is where most prompts
         continue; return operations for that.
         """
-        last = self.checkpoints.find_last(holding.path, holding.salt)
-        if last is None or self._num_continued > 0 or last.num_computed == holding.chain.length:
+        last = self.checkpoints.find_return(holding.path, holding.salt)
+        if last is None or last.num_computed == holding.chain.length:
             return []
         holding.whole_path = holding.path
         return self._shrink(holding, last.num_computed, save=False, checkpoint=last)
@@ -422,13 +434,9 @@ class KVCache:
             self.checkpoints,
         )
 
-    def list_idle(self) -> list[tuple[Tokens, str]]:
-        """Return the tokens and the salt of each idle prefix, least recently used first."""
-        return [(holding.path, holding.salt) for holding in self._idle.values()]
-
-    def idle_prefixes(self) -> dict[int, Tokens]:
-        """Return the tokens that free seq_ids keep, least recently used first."""
-        return {seq_id: holding.path for seq_id, holding in self._idle.items()}
+    def list_idle(self) -> dict[int, tuple[Tokens, str]]:
+        """Return the tokens and salt of each idle prefix by seq_id, least recently used first."""
+        return {seq_id: (holding.path, holding.salt) for seq_id, holding in self._idle.items()}
 
     # --- invariants ------------------------------------------------------------------------------
 

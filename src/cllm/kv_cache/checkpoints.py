@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cllm.core.batch import Drop, Load, Operation, Save
-from cllm.kv_cache.radix_tree import RadixTree, Tokens
+from cllm.kv_cache.radix_tree import RadixTree, Tokens, common_prefix
 from cllm.kv_cache.snapshots import MIN_SAVED_TOKENS
 
 
@@ -52,6 +52,9 @@ class Checkpoints:
         self._bytes_each = bytes_each
         self._by_key: dict[int, Checkpoint] = {}
         self._clock = 0  # the priority of the last one that was evicted
+        # the prompts that continued after an answer, minus those that went back to the checkpoint
+        # before it
+        self._num_continued = 0
         self._tree: RadixTree[Any] = RadixTree()
 
     def __len__(self) -> int:
@@ -103,6 +106,17 @@ class Checkpoints:
             if isinstance(owner, Checkpoint) and len(owner.tokens) == shared:
                 return owner
         return None
+
+    def note_prompt(self, prompt: Tokens, count: int, path: Tokens, salt: str) -> None:
+        """Learn where prompts continue, from one that reuses ``count`` tokens of an idle prefix."""
+        last = self.find_last(path, salt)
+        if last is not None and last.num_computed <= min(count, len(path) - 1):
+            continues = common_prefix(path, prompt) == len(path)
+            self._num_continued += 1 if continues else -1
+
+    def find_return(self, tokens: Tokens, salt: str) -> Checkpoint | None:
+        """Return the last checkpoint within ``tokens`` if most prompts go back to such ones."""
+        return self.find_last(tokens, salt) if self._num_continued <= 0 else None
 
     def has_later(self, tokens: Tokens, num_tokens: int, salt: str) -> bool:
         """Return whether there is a checkpoint within ``tokens`` and after ``num_tokens``."""

@@ -34,6 +34,13 @@ class Holding:
         return self.chain.length if self.seq is None else self.seq.num_computed_tokens
 
     @property
+    def last_path(self) -> Tokens | None:
+        """The tokens of an idle prefix, before it was cut at its last checkpoint."""
+        if self.seq is not None:
+            return None
+        return self.path if self.whole_path is None else self.whole_path
+
+    @property
     def is_final(self) -> bool:
         return self.seq is None
 
