@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from cllm import LLM, AsyncLLM, Output, SamplingParams
+from cllm.cli.remarks import capacity
+from cllm.errors import StartupError
 from cllm.local.completion import Completion
 from cllm.scheduler.report import collect_stats
 from cllm.scheduler.speculation import Choice, Prospects
@@ -85,13 +87,20 @@ def test_own_heads_keep_texts(
     ]
     prompts = [prompt * count for prompt, count in zip(PROMPTS, (1, 25, 60, 3), strict=True)]
     with LLM(path, **settings, scheduler_speculation="off") as llm:
+        assert "draft tokens" not in capacity(llm.info)
         expected = llm.generate(prompts, params)
     with LLM(path, **settings, scheduler_speculation=speculation) as llm:
+        assert capacity(llm.info).endswith("draft tokens by its own head")
         assert_same(llm.generate(prompts, params), expected)
         stats = collect_stats(llm._engine.scheduler)
         assert stats.num_guesses - 10 > stats.num_accepted > 100
         again = llm.generate(prompts[2:], params[2:])  # with reused prefixes
         assert_same(again, expected[2:])
+
+
+def test_model_without_head_cannot_use_one(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(StartupError, match=r"^scheduler\.speculation is mtp, but the model has no"):
+        LLM(str(tiny_model("qwen35")), **SETTINGS, scheduler_speculation="mtp")
 
 
 @pytest.mark.parametrize("kind", ["mamba", *KINDS])

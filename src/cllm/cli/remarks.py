@@ -61,7 +61,7 @@ def capacity(info: ModelInfo, num_engines: int = 1) -> str:
     return (
         f"{several}{info.max_num_seqs} sequence{'s' * (info.max_num_seqs != 1)} at a time, up to "
         f"{info.context_length} tokens each ({info.layout} KV cache, {most}{size:.0f} MB)"
-        f"{attention}"
+        f"{attention}{', draft tokens by its own head' * info.drafts}"
     )
 
 

@@ -198,6 +198,7 @@ class LlamaCppBackend:
             system=system_info(),
             on_gpu=on_gpu,
             row_seconds=probed.row_seconds,
+            drafts=self.drafter is not None,
             attention=self._name_attention(on_gpu=on_gpu),
             max_taken_back=probed.max_taken_back,
             checkpoint_bytes=probed.checkpoint_bytes,
