@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cllm.backends.base import Backend
@@ -60,14 +59,13 @@ def make(backend) -> Iterator[Callable[..., Sequence]]:
         backend.forward(Batch([], [Trim(seq.seq_id, 0)]))
 
 
-def compute(backend, seq: Sequence, end: int, size: int = 200) -> np.ndarray:
-    """Compute the tokens up to ``end``, ``size`` at a time; return the logits after the last one."""
+def compute(backend, seq: Sequence, end: int, size: int = 200) -> None:
+    """Compute the tokens up to ``end``, ``size`` at a time, with logits of the last ones."""
     while seq.num_computed_tokens < end:
         count = min(size, end - seq.num_computed_tokens)
-        row = Row(seq, seq.num_computed_tokens, count, 1)
-        logits = backend.forward(Batch([row], []))[0].copy()
+        num_samples = int(seq.num_computed_tokens + count == end)
+        backend.forward(Batch([Row(seq, seq.num_computed_tokens, count, num_samples)], []))
         seq.num_computed_tokens += count
-    return logits
 
 
 def draft(backend, *seqs: Sequence, count: int = NUM_DRAFTED) -> list[tuple[int, ...]]:
