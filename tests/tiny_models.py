@@ -134,17 +134,31 @@ class Weights:
             yield f"{prefix}.ffn_{name}_exps.weight", np.stack(expert)
             yield f"{prefix}.ffn_{name}_shexp.weight", expert[0]
 
+    def glm4moe_layer(self, prefix: str) -> Tensors:
+        yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
+        yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
+        yield from self.grouped_attention(prefix, FEW_KV_HEADS)
+        yield from self.head_norms(prefix)
+        yield f"{prefix}.ffn_gate_inp.weight", self.matrix(EXPERTS, WIDTH)
+        yield f"{prefix}.exp_probs_b.bias", np.zeros(EXPERTS, np.float32)
+        for name, expert in self.expert_units():
+            yield f"{prefix}.ffn_{name}_exps.weight", np.stack(expert)
+            yield f"{prefix}.ffn_{name}_shexp.weight", expert[0]
+
     def expert_units(self) -> Iterator[tuple[str, list[np.ndarray]]]:
         """Yield the matrices of all experts by their names."""
         for name in ("gate", "up", "down"):
             rows, columns = (WIDTH, EXPERT_WIDTH) if name == "down" else (EXPERT_WIDTH, WIDTH)
             yield name, [self.matrix(rows, columns) for _ in range(EXPERTS)]
 
-    def draft_head(self, prefix: str, *, experts: bool) -> Tensors:
+    def draft_head(self, prefix: str, kind: str) -> Tensors:
         """Yield a layer that predicts mostly from the last token, as the model itself does if its
         embeddings are as large.
         """
-        yield from self.qwen35_layer(prefix, recurrent=False, experts=experts)
+        if kind.startswith("glm"):
+            yield from self.glm4moe_layer(prefix)
+        else:
+            yield from self.qwen35_layer(prefix, recurrent=False, experts="moe" in kind)
         weights = 4 * self.matrix(WIDTH, 2 * WIDTH)
         weights[:, :WIDTH] += LARGE * np.eye(WIDTH, dtype=np.float32)
         yield f"{prefix}.nextn.eh_proj.weight", weights
@@ -195,7 +209,7 @@ class Weights:
         if kind in ENCODERS:
             yield from self.encoder(ranks=kind == "reranker")
             return
-        has_head, has_experts = kind.endswith(HEAD), kind.startswith("qwen35moe")
+        has_head = kind.endswith(HEAD)
         size = math.sqrt(WIDTH) * (LARGE if has_head else 1)
         yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * size
         yield "output.weight", self.matrix(VOCABULARY, WIDTH)
@@ -207,10 +221,13 @@ class Weights:
             prefix = f"blk.{layer}"
             if kind.startswith("qwen35"):
                 recurrent = layer % 2 == 0
-                yield from self.qwen35_layer(prefix, recurrent=recurrent, experts=has_experts)
+                yield from self.qwen35_layer(prefix, recurrent=recurrent, experts="moe" in kind)
                 continue
             if kind == "nemotron_h":
                 yield from self.nemotron_h_layer(prefix, layer)
+                continue
+            if kind.startswith("glm"):
+                yield from self.glm4moe_layer(prefix)
                 continue
             if kind == "gpt-oss":
                 yield from self.gpt_oss_layer(prefix)
@@ -233,7 +250,7 @@ class Weights:
                 yield f"{prefix}.post_ffw_norm.weight", np.ones(WIDTH, np.float32)
             yield from self.feed_forward(prefix)
         if has_head:
-            yield from self.draft_head(f"blk.{LAYERS}", experts=has_experts)
+            yield from self.draft_head(f"blk.{LAYERS}", kind)
 
 
 def norm(name: str) -> Tensors:
@@ -258,7 +275,7 @@ ENCODERS = {
 def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = None) -> None:
     """Write a model of ``kind``: mamba (recurrent), lfm2, qwen35 and nemotron_h (some of their
     layers are recurrent), qwen35_mtp and qwen35moe_mtp (with a draft head, without and with
-    experts), gemma3 (a sliding window), gpt-oss (a sliding window, sinks and experts), deci (layers with
+    experts), glm4moe_mtp (attention, experts and a draft head), gemma3 (a sliding window), gpt-oss (a sliding window, sinks and experts), deci (layers with
     different numbers of key heads), deepseek2 (compressed keys, no values), or one of ENCODERS.
     ``templates``: for chats, by name; without, it is a base model.
     """
@@ -301,6 +318,14 @@ def write_tiny_model(kind: str, path: Path, templates: dict[str, str] | None = N
             writer.add_expert_used_count(USED_EXPERTS * ("moe" in kind))
             writer.add_expert_feed_forward_length(EXPERT_WIDTH)
             writer.add_expert_shared_feed_forward_length(EXPERT_WIDTH)
+        case "glm4moe_mtp":
+            writer.add_head_count_kv(FEW_KV_HEADS)
+            writer.add_rope_dimension_count(WIDTH // HEADS)
+            writer.add_nextn_predict_layers(1)
+            writer.add_expert_count(EXPERTS)
+            writer.add_expert_used_count(USED_EXPERTS)
+            writer.add_expert_feed_forward_length(EXPERT_WIDTH)
+            writer.add_expert_shared_count(1)
         case "nemotron_h":
             heads = [FEW_KV_HEADS * (layer == 1) for layer in range(LAYERS)]
             writer.add_head_count_kv(heads)

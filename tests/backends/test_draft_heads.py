@@ -22,7 +22,7 @@ NUM_DRAFTED = 5
 TEXT = [(7 * i * i + i) % 400 + 5 for i in range(1200)]
 
 
-@pytest.fixture(scope="module", params=["qwen35_mtp", "qwen35moe_mtp"])
+@pytest.fixture(scope="module", params=["qwen35_mtp", "qwen35moe_mtp", "glm4moe_mtp"])
 def backend(request, tiny_model: Callable[[str], Path]) -> Iterator[Backend]:
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
 

@@ -71,7 +71,12 @@ def test_prompt_lookup_keeps_texts(tiny_model: Callable[[str], Path], kind: str)
 
 @pytest.mark.parametrize(
     ("kind", "speculation"),
-    [("qwen35_mtp", "mtp"), ("qwen35_mtp", "auto"), ("qwen35moe_mtp", "mtp")],
+    [
+        ("qwen35_mtp", "mtp"),
+        ("qwen35_mtp", "auto"),
+        ("qwen35moe_mtp", "mtp"),
+        ("glm4moe_mtp", "mtp"),
+    ],
 )
 def test_own_heads_keep_texts(
     tiny_model: Callable[[str], Path], kind: str, speculation: str

@@ -33,7 +33,7 @@ from cllm.errors import EngineError
 
 NAME = "draft heads"  # of the context
 # whose heads work as described above
-ARCHITECTURES = ("qwen35", "qwen35moe")
+ARCHITECTURES = ("qwen35", "qwen35moe", "glm4moe")
 HEAD_TENSOR = ".nextn.eh_proj.weight"
 MAX_SEQS = 16  # sequences with draft tokens at the same time
 WINDOW = 512  # tokens of a sequence that a head attends to
