@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -261,17 +261,17 @@ def train_tokenizer() -> Tokenizer:
 
 
 def packed(
-    tokenizer: Tokenizer, rng: random.Random, phase: Phase, rows: int, length: int
+    tokenizer: Tokenizer, draw: Callable[[], list[tuple[str, float]]], rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return rows filled with dialogues: token ids (rows, length + 1), and loss weights of the same
-    shape.
+    """Return rows filled with what ``draw`` returns, texts with the weight of their loss: token ids
+    (rows, length + 1), and weights of the same shape.
     """
     ids = np.zeros((rows, length + 1), np.int64)
     weights = np.zeros((rows, length + 1), np.float32)
     for row in range(rows):
         at = 0
         while at <= length:
-            for text, weight in dialogue(rng, phase):
+            for text, weight in draw():
                 tokens = tokenizer.encode(text).ids[: length + 1 - at]
                 ids[row, at : at + len(tokens)] = tokens
                 weights[row, at : at + len(tokens)] = weight
@@ -363,7 +363,7 @@ def train(model: Model, tokenizer: Tokenizer, phase: Phase, seed: int, save: Pat
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows, length = phase.rows if step < phase.steps * (1 - phase.long_share) else LONG_ROWS
-        ids, weights = packed(tokenizer, rng, phase, rows, length)
+        ids, weights = packed(tokenizer, lambda: dialogue(rng, phase), rows, length)
         logits = model(ids[:, :-1])
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weight = weights[:, 1:].flatten()
@@ -383,6 +383,29 @@ def train(model: Model, tokenizer: Tokenizer, phase: Phase, seed: int, save: Pat
             )
         if step % 200 == 199 or last:
             torch.save({"model": model.state_dict(), "tokenizer": tokenizer.to_str()}, save)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Add the tokenizer and the chat template."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
+    assert len(tokens) == VOCABULARY, len(tokens)
+    kinds = dict.fromkeys(CONTROL, gguf.TokenType.CONTROL) | dict.fromkeys(
+        MARKS, gguf.TokenType.USER_DEFINED
+    )
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    )
+    writer.add_eos_token_id(vocabulary["<|im_end|>"])
+    writer.add_bos_token_id(vocabulary["<|endoftext|>"])
+    writer.add_pad_token_id(vocabulary["<|endoftext|>"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((BUILTIN / "chat_template.jinja").read_text())
 
 
 def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
@@ -405,26 +428,7 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
 
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
-    assert len(tokens) == VOCABULARY, len(tokens)
-    kinds = dict.fromkeys(CONTROL, gguf.TokenType.CONTROL) | dict.fromkeys(
-        MARKS, gguf.TokenType.USER_DEFINED
-    )
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-    )
-    writer.add_eos_token_id(vocabulary["<|im_end|>"])
-    writer.add_bos_token_id(vocabulary["<|endoftext|>"])
-    writer.add_pad_token_id(vocabulary["<|endoftext|>"])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template((BUILTIN / "chat_template.jinja").read_text())
-
+    add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():
         values = weight.detach().numpy().astype(np.float32)
         if values.ndim == 2:
@@ -445,11 +449,18 @@ def load(model: Model, path: Path) -> Tokenizer:
         model.load_state_dict(checkpoint["model"])
         return Tokenizer.from_str(checkpoint["tokenizer"])
     reader = gguf.GGUFReader(path)
-    weights = {
+    model.load_state_dict(read_weights(reader))
+    return read_tokenizer(reader)
+
+
+def read_weights(reader: gguf.GGUFReader) -> dict[str, Tensor]:
+    return {
         tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         for tensor in reader.tensors
     }
-    model.load_state_dict(weights)
+
+
+def read_tokenizer(reader: gguf.GGUFReader) -> Tokenizer:
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     merges = reader.fields["tokenizer.ggml.merges"].contents()
     special = set(CONTROL + MARKS)
