@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cllm.core.batch import Batch, Copy, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.models.gguf import UINT32
 
 pytestmark = pytest.mark.llama
 
@@ -20,6 +22,20 @@ CONTEXT = 1536
 NUM_SEQS = 20  # more than a head has cells for
 NUM_DRAFTED = 5
 TEXT = [(7 * i * i + i) % 400 + 5 for i in range(1200)]
+
+
+def test_models_with_several_heads_do_not_use_them(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """llama.cpp would abort the process."""
+    from cllm.backends.llama_cpp.draft_heads import has_heads
+
+    path, key = tiny_model("qwen35_mtp"), b"qwen35.nextn_predict_layers"
+    one, two = (key + struct.pack("<II", UINT32, count) for count in (1, 2))
+    changed = tmp_path / "two.gguf"
+    changed.write_bytes(path.read_bytes().replace(one, two))
+    assert has_heads(path)
+    assert not has_heads(changed)
 
 
 @pytest.fixture(scope="module", params=["qwen35_mtp", "qwen35moe_mtp", "glm4moe_mtp"])

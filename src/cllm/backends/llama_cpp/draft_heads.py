@@ -30,6 +30,7 @@ from cllm.backends.llama_cpp.passes import Pass
 from cllm.backends.llama_cpp.threads import Threads
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
+from cllm.models.gguf import read_start
 
 NAME = "draft heads"  # of the context
 # whose heads work as described above
@@ -44,11 +45,16 @@ Rows = npt.NDArray[np.float32]
 
 
 def has_heads(path: Path) -> bool:
-    """Return whether the model of this file, which can be loaded, has draft heads."""
+    """Return whether the model of this file has a draft head that llama.cpp computes: it aborts the
+    process if there are several. Raises StartupError if the file cannot be read.
+    """
     from cllm.models.model_file import read_parts  # only models with draft heads need it
 
+    # a whole header takes 0.1 s, which other models should not wait for
+    if read_start(path)[0].get("general.architecture") not in ARCHITECTURES:
+        return False
     parts = read_parts(path)
-    return parts[0].architecture in ARCHITECTURES and any(
+    return parts[0].get_number("nextn_predict_layers") == 1 and any(
         tensor.name.endswith(HEAD_TENSOR) for part in parts for tensor in part.tensors
     )
 
@@ -98,7 +104,7 @@ class Inputs(NamedTuple):
 
 
 class DraftHeads:
-    """A Drafter. With several heads, the first one predicts all tokens."""
+    """A Drafter. One head predicts all tokens, one after the other."""
 
     def __init__(self, model: Any, target: Any, c_params: Any, threads: Threads) -> None:
         """``c_params`` are those of the model's context ``target``.
