@@ -453,8 +453,9 @@ class UnifiedHybridMachine(UnifiedStateMachine):
 
 
 class HybridMachine(StateMachine):
-    """Each sequence has cells of its own, and can be cut where its state was saved."""
+    """Each sequence has cells of its own, and can be cut where its state was saved. No files."""
 
+    disk_bytes = 0
     max_num_checkpoints = 4
 
 

@@ -217,17 +217,20 @@ def test_checkpoints_of_other_conversations_cost_little_time(monkeypatch):
 # --- eviction --------------------------------------------------------------------------------------
 
 
+POOL = {
+    "max_num_seqs": 6,
+    "num_cells": 600,
+    "context_length": 600,
+    "length": 600,
+    "max_taken_back": 0,
+    "checkpoint_bytes": 5,
+}
+
+
 @pytest.fixture
 def pool(fake_engine):
     """An engine whose sequences share 600 cells, with nothing else to keep prefixes in."""
-    return fake_engine(
-        max_num_seqs=6,
-        num_cells=600,
-        context_length=600,
-        length=600,
-        max_taken_back=0,
-        checkpoint_bytes=5,
-    )
+    return fake_engine(**POOL)
 
 
 def list_idle_lengths(engine):
@@ -247,6 +250,18 @@ def test_as_much_of_a_prefix_is_evicted_as_is_needed(pool, size, length):
     assert list_idle_lengths(pool) == [length] * (length > 0) + [size]
     question = [*SYSTEM, *range(50), 201]
     assert run(pool, "c", question, (100, 150)) == min(length, 150)
+
+
+def test_prefix_that_is_cut_twice_is_saved_once(fake_engine):
+    """The longer one in RAM and the checkpoint are enough for the shorter one."""
+    engine = fake_engine(**POOL, engine_ram_cache_bytes=5000)
+    run(engine, "a", [*SYSTEM, *range(50), *range(50), 200], (100, 150))
+    run(engine, "b", [9] * 430, num_tokens=1)
+    assert list_idle_lengths(engine) == [150, 430]
+    run(engine, "c", [8] * 60, num_tokens=1)
+    assert list_idle_lengths(engine) == [100, 430, 60]
+    assert [len(saved.tokens) for saved in engine.kv_cache.snapshots.ram.values()] == [205]
+    assert run(engine, "d", [*SYSTEM, *range(50), 201], (100, 150)) == 150
 
 
 def test_instructions_of_many_survive_the_eviction_of_conversations(pool):

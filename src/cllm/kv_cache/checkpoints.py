@@ -93,7 +93,7 @@ class Checkpoints:
 
     def find(self, tokens: Tokens, salt: str) -> Checkpoint | None:
         """Return the checkpoint after exactly ``tokens``."""
-        for owner, shared in self._tree.match(tokens, salt):
+        for owner, shared in self._tree.match(tokens, salt) if self._by_key else ():
             if shared < len(tokens):
                 break
             if isinstance(owner, Checkpoint) and len(owner.tokens) == shared:

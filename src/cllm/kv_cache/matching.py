@@ -143,12 +143,16 @@ class Finder:
         return not self._checkpoints.has_later(holding.path, count, holding.salt)
 
     def is_stored_elsewhere(self, holding: Holding, tokens: Tokens) -> bool:
-        """Return whether ``tokens`` can be reused from another owner than ``holding``."""
+        """Return whether ``tokens`` can be reused from another owner than ``holding``, with a
+        checkpoint if there are no files, which do not have any.
+        """
+        checkpoint = self._checkpoints.find(tokens, holding.salt)
+        is_cut = checkpoint is not None and not self._snapshots.disk_bytes
         for owner, shared in self._tree.match(tokens, holding.salt):
             if shared < len(tokens):
                 return False
             if owner is holding or isinstance(owner, Checkpoint):
                 continue
-            if self._count_reusable(owner, shared) == shared:
+            if self._count_reusable(owner, shared) == shared or (is_cut and owner.is_final):
                 return True
         return False
