@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cllm import LLM, AsyncLLM, Output, SamplingParams
+from cllm.backends.llama_cpp.draft_heads import DraftHeads, Inputs
 from cllm.cli.remarks import capacity
-from cllm.errors import StartupError
+from cllm.errors import EngineError, StartupError
 from cllm.local.completion import Completion
 from cllm.scheduler.report import collect_stats
 from cllm.scheduler.speculation import Choice, Prospects
@@ -101,6 +102,33 @@ def test_own_heads_keep_texts(
         assert stats.num_guesses - 10 > stats.num_accepted > 100
         again = llm.generate(prompts[2:], params[2:])  # with reused prefixes
         assert_same(again, expected[2:])
+
+
+@pytest.mark.parametrize("num_calls", [0, 30])
+def test_requests_survive_a_failing_head(
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_calls: int,
+) -> None:
+    """It fails at the start or later, and is reported once."""
+    path, params = str(tiny_model("qwen35_mtp")), make_params(40)
+    with LLM(path, **SETTINGS, scheduler_speculation="off") as llm:
+        expected = llm.generate(PROMPTS, params)
+    calls, decode = iter(range(num_calls)), DraftHeads._decode
+
+    def fail(self: DraftHeads, inputs: list[Inputs], *, logits: bool = True) -> None:
+        if next(calls, None) is None:
+            raise EngineError("a test lets it fail")
+        decode(self, inputs, logits=logits)
+
+    monkeypatch.setattr(DraftHeads, "_decode", fail)
+    with LLM(path, **SETTINGS) as llm:
+        assert llm.info.drafts == (num_calls > 0)
+        for _ in range(2):
+            assert_same(llm.generate(PROMPTS, params), expected)
+    [record] = [each for each in caplog.records if "a test lets it fail" in each.message]
+    assert record.levelname == ("ERROR" if num_calls else "WARNING")
 
 
 def test_model_without_head_cannot_use_one(tiny_model: Callable[[str], Path]) -> None:

@@ -29,7 +29,7 @@ from cllm.backends.llama_cpp.library import check_pointer
 from cllm.backends.llama_cpp.passes import Pass
 from cllm.backends.llama_cpp.threads import Threads
 from cllm.core.sequence import Sequence
-from cllm.errors import EngineError
+from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import read_start
 
 NAME = "draft heads"  # of the context
@@ -109,7 +109,7 @@ class DraftHeads:
     def __init__(self, model: Any, target: Any, c_params: Any, threads: Threads) -> None:
         """``c_params`` are those of the model's context ``target``.
 
-        Raises StartupError if llama.cpp makes no context for the heads, EngineError if they fail.
+        Raises StartupError if llama.cpp makes no context for the head or cannot compute it.
         """
         self.seconds = self.token_seconds = 0.0
         self._threads, self._target = threads, target
@@ -135,7 +135,11 @@ class DraftHeads:
         self._free = list(range(MAX_SEQS))
         # seq_id -> the position after the last one that was computed from the model's hidden states
         self._ends: dict[int, int] = {}
-        self._decode([Inputs(0, 0, [0], self._hidden[:1])])  # the first call takes longer
+        try:  # the first call takes longer
+            self._decode([Inputs(0, 0, [0], self._hidden[:1])])
+        except EngineError as error:
+            self.close()
+            raise StartupError(str(error)) from None
         lib.llama_memory_clear(self._memory, False)
 
     def record(self, rows: Pass) -> None:
@@ -254,10 +258,12 @@ class DraftHeads:
 
     def _release(self, seq: Sequence) -> None:
         seq_id = self._seq_ids.pop(seq)
+        del self._ends[seq_id]
         lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
         self._free.append(seq_id)
 
     def close(self) -> None:
         self._threads.forget(NAME)
+        ext.llama_set_embeddings_nextn(self._target, False, False)
         lib.llama_free(self._context)
         self._context = None  # so it is not freed again
