@@ -39,6 +39,7 @@ function(cllm_add_kernels)
     ggml_compute_forward_mul_mat_tiled=ggml_original_mul_mat_tiled
     ggml_compute_forward_mul_mat_id_tiled=ggml_original_mul_mat_id_tiled)
   cllm_rename(${first} traits.cpp ggml_cpu_extra_compute_forward=ggml_original_extra_compute_forward)
+  cllm_rename(${first} amx/amx.cpp ggml_is_contiguous=cllm_fits_amx)
   set(options "")
   if(NOT MSVC)
     # The same operations everywhere: the compiler must not make one of a product and a sum.

@@ -14,6 +14,7 @@
 #include "ggml-backend-impl.h"
 #include "ggml-common.h"
 #include "ggml-cpu-impl.h"
+#include "ops.h"
 #include "repack.h"
 #include "switch.h"
 #include "vectors.h"
@@ -491,6 +492,35 @@ static bool multiply_quantized(const ggml_compute_params *, ggml_tensor *) { ret
 // with weights that are not stored as in the file, such as repacked ones.
 extern "C" bool ggml_original_extra_compute_forward(ggml_compute_params *params, ggml_tensor *op);
 
-extern "C" bool ggml_cpu_extra_compute_forward(ggml_compute_params *params, ggml_tensor *op) {
+static bool multiply(ggml_compute_params *params, ggml_tensor *op) {
     return cllm::multiply_quantized(params, op) || ggml_original_extra_compute_forward(params, op);
+}
+
+// Returns whether the rows of all sequences, for which recurrent layers have an axis, become rows of
+// one product. ggml unpacks the weights anew for each sequence, and with AMX reads behind them for
+// all but the first. Python looks whether the library has this function (placement.py).
+CLLM_API bool cllm_joins_sequences(const ggml_tensor *op) {
+    return op->op == GGML_OP_MUL_MAT && op->src[0]->ne[2] * op->src[0]->ne[3] == 1 &&
+           op->ne[2] * op->ne[3] != 1 && ggml_is_contiguous(op->src[1]) && ggml_is_contiguous(op);
+}
+
+extern "C" bool ggml_cpu_extra_compute_forward(ggml_compute_params *params, ggml_tensor *op) {
+    if (!cllm_joins_sequences(op)) return multiply(params, op);
+    ggml_tensor input = *op->src[1], joined = *op;
+    joined.src[1] = &input;
+    for (ggml_tensor *each : {&input, &joined}) {
+        each->ne[1] = ggml_nrows(each);
+        each->ne[2] = each->ne[3] = 1;
+        each->nb[2] = each->nb[3] = ggml_nbytes(each);
+    }
+    if (!multiply(params, &joined)) ggml_compute_forward_mul_mat(params, &joined);
+    return true;
+}
+
+// Returns whether products with AMX take these weights or this input. amx.cpp asks this instead of
+// ggml_is_contiguous (llama.cmake). Our own products are faster, and AMX's take no third axis of weights.
+extern "C" bool cllm_fits_amx(const ggml_tensor *tensor) {
+    if (!ggml_is_contiguous(tensor)) return false;
+    if (tensor->type == GGML_TYPE_F32) return true;  // an input
+    return ggml_n_dims(tensor) == 2 && !cllm::has_own_product(tensor->type);
 }

@@ -183,13 +183,13 @@ void run_product(int type, const int64_t *sizes, const void *weights, const floa
                  const int32_t *ids, float *out, int threads, int ours, int repacked,
                  double *seconds) {
     const int64_t columns = sizes[0], rows = sizes[1], experts = sizes[2], tokens = sizes[3],
-                  used = sizes[4];
+                  used = sizes[4], sequences = sizes[5];
     if (enable_linked) enable_linked(ours);
     ggml_cpu_init();
     ggml_context *context = ggml_init({ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true});
     ggml_tensor *w = ggml_new_tensor_3d(context, (ggml_type)type, columns, rows, experts);
     ggml_tensor *x = ids ? ggml_new_tensor_3d(context, GGML_TYPE_F32, columns, 1, tokens)
-                         : ggml_new_tensor_2d(context, GGML_TYPE_F32, columns, tokens);
+                         : ggml_new_tensor_3d(context, GGML_TYPE_F32, columns, tokens / sequences, sequences);
     ggml_tensor *chosen = ggml_new_tensor_2d(context, GGML_TYPE_I32, used, tokens);
     ggml_tensor *dst = ids ? ggml_mul_mat_id(context, w, x, chosen) : ggml_mul_mat(context, w, x);
     w->data = (void *)weights, x->data = (void *)input, chosen->data = (void *)ids, dst->data = out;

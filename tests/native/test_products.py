@@ -112,7 +112,9 @@ def make_weights(kind: int, rows: int, columns: int) -> np.ndarray:
 
 
 class Product:
-    """A product with weights of a type. With ``experts``, each token uses some of the matrices."""
+    """A product with weights of a type. With ``experts``, each token uses some of the matrices;
+    without, the tokens are those of some sequences.
+    """
 
     def __init__(
         self,
@@ -121,12 +123,14 @@ class Product:
         *,
         experts: int = 0,
         used: int = 1,
+        sequences: int = 1,
         shape: tuple[int, int] = (96, 768),
         repacked: int = False,
     ) -> None:
         rng = np.random.default_rng(tokens)
         rows, columns = shape
         self.kind, self.sizes = kind, (columns, rows, max(experts, 1), tokens, used)
+        self.sequences = sequences
         self.weights = make_weights(kind, max(experts, 1) * rows, columns)
         self.input = rng.standard_normal((tokens, columns), dtype=np.float32)
         order = np.argsort(rng.random((tokens, max(experts, 1))), -1)
@@ -141,7 +145,7 @@ class Product:
             *(ctypes.c_int, *[POINTER] * 5, *[ctypes.c_int] * 3, POINTER),
         ]
         library.run_product(
-            *(self.kind, (ctypes.c_int64 * 5)(*self.sizes)),
+            *(self.kind, (ctypes.c_int64 * 6)(*self.sizes, self.sequences)),
             *(self.weights.ctypes.data, self.input.ctypes.data),
             *(None if self.dense else self.ids.ctypes.data, self.out.ctypes.data),
             *(threads, ours, self.repacked, ctypes.byref(seconds)),
@@ -210,6 +214,18 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(library, kind, rep
         part.input[:] = whole.input[:tokens]
         part.run(library, ours=True, threads=1 + tokens % 3)
         np.testing.assert_array_equal(part.out, whole.out[:tokens])
+
+
+@pytest.mark.usefixtures("linked")
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("kind", "repacked"), [*OWN, (Q5_K, False)])
+def test_sequences_become_rows_of_one_product(library, kind, repacked, ours) -> None:
+    whole = Product(kind, 12, repacked=repacked)
+    whole.run(library, ours=ours, threads=2)
+    for sequences in (2, 12):
+        product = Product(kind, 12, sequences=sequences, repacked=repacked)
+        product.run(library, ours=ours, threads=2)
+        np.testing.assert_array_equal(product.out, whole.out)
 
 
 @pytest.mark.usefixtures("linked")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny_models import write_tiny_model
 
 from cllm import LLM
 from cllm.backends.llama_cpp import placement
@@ -139,3 +140,22 @@ def test_shares_are_passed_on() -> None:
     placed = placement.Placement(Options(), "f16")
     placed.apply(c_params)
     assert vars(c_params) == {"split_mode": 1, "main_gpu": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "info", "expected"),
+    [
+        ("qwen35", "AMX_INT8 = 1", False),
+        ("qwen35", "", True),
+        ("deepseek2", "AMX_INT8 = 1", False),
+        ("deci", "AMX_INT8 = 1", True),
+    ],
+)
+def test_without_own_kernels_amx_computes_no_products_with_a_third_axis(
+    tmp_path, monkeypatch, kind, info, expected
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_tiny_model(kind, path)
+    monkeypatch.setattr(placement, "own_kernels", lambda: None)
+    monkeypatch.setattr(placement, "system_info", lambda: info)
+    assert placement.can_reorder_weights(path) == expected

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp.devices import Device, device_handle, list_gpus
-from cllm.backends.llama_cpp.library import system_info
+from cllm.backends.llama_cpp.library import own_kernels, system_info
 from cllm.backends.llama_cpp.rpc import add_worker
 from cllm.backends.llama_cpp.variants import bind
 from cllm.errors import StartupError
@@ -139,13 +139,17 @@ class Placement:
 def can_reorder_weights(path: Path) -> bool:
     """Return whether llama.cpp may keep the weights of ``path`` in another order, for AMX.
 
-    Its products with AMX are wrong, and may crash, if the input has an axis for sequences, as in
-    recurrent layers: for later sequences, it reads behind the weights.
+    Its products with AMX are wrong, or it aborts, if there is a third axis: of the input for
+    sequences, as in recurrent layers, or of the weights for heads, as with compressed keys. Builds
+    with cLLM's kernels give it neither.
     """
-    if "AMX_INT8 = 1" not in system_info():
+    is_safe = hasattr(own_kernels(), "cllm_joins_sequences")
+    if is_safe or "AMX_INT8 = 1" not in system_info():
         return True
     try:
-        return not has_recurrent_layers(read_header(path))
+        header = read_header(path)
+        compressed = header.get_number("attention.kv_lora_rank") is not None
+        return not (compressed or has_recurrent_layers(header))
     except StartupError:  # llama.cpp will say what is wrong
         return True
 
