@@ -38,6 +38,29 @@ def test_models_with_several_heads_do_not_use_them(
     assert not has_heads(changed)
 
 
+def test_warns_without_memory_for_past_states(
+    tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    from cllm.backends.llama_cpp.backend import LlamaCppBackend
+
+    made = LlamaCppBackend(
+        BackendParams(
+            path=str(tiny_model("qwen35_mtp")),
+            context_length=64,
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            layout="unified",
+            kv_memory=40_000,
+            max_taken_back=4,
+            draft_heads=True,
+        )
+    )
+    assert made.info.max_taken_back == 0
+    assert made.drafter is None
+    assert "kv.max_memory_mb leaves no memory for past" in caplog.text
+    made.close()
+
+
 @pytest.fixture(scope="module", params=["qwen35_mtp", "qwen35moe_mtp", "glm4moe_mtp"])
 def backend(request, tiny_model: Callable[[str], Path]) -> Iterator[Backend]:
     from cllm.backends.llama_cpp.backend import LlamaCppBackend

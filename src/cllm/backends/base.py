@@ -42,8 +42,8 @@ class Backend(Protocol):
 
     @property
     def drafter(self) -> Drafter | None:
-        """The model's own heads for draft tokens; None if it has none, or if they are not to be
-        used. It predicts tokens of sequences that ``forward`` has computed.
+        """Predicts tokens with the model's own head, of sequences that ``forward`` has computed;
+        None if it has no head, or if that cannot or shall not be used.
         """
         ...
 

@@ -176,13 +176,13 @@ def build_speculation(params: EngineParams, backend: Backend) -> Speculation | N
     """Return the speculation, or None if it is off or the model cannot take back rejected draft
     tokens.
 
-    Raises StartupError if a draft model cannot be loaded, or if ``mtp`` is set and the model has no
-    draft heads.
+    Raises StartupError if a draft model cannot be loaded, or if ``mtp`` is set and the model does
+    not draft with a head of its own.
     """
     info = backend.info
     if params.speculation == "mtp" and backend.drafter is None:
         raise StartupError(
-            "scheduler.speculation is mtp, but the model has no MTP heads that cLLM supports"
+            "scheduler.speculation is mtp, but the model has no MTP head that cLLM can use"
         )
     if params.speculation == "off" or info.max_taken_back == 0:
         return None

@@ -247,18 +247,19 @@ class LlamaCppBackend:
                 log.warning("the KV cache has no paged memory: %s", reason)
                 pages = False
             return self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
-        if self._has_heads and probed.max_taken_back != 0:
-            self.drafter = self._make_heads(sizes)
+        if self._has_heads:
+            self._open_heads(sizes, probed)
         return sizes, probed
 
-    def _make_heads(self, sizes: KVSizes) -> DraftHeads | None:
-        """Return the model's draft heads; None, with a warning, if llama.cpp cannot use them."""
-        c_params = self._make_params(sizes)
+    def _open_heads(self, sizes: KVSizes, probed: Probed) -> None:
+        """Make the model draft with its own head, or warn that it cannot."""
         try:
-            return DraftHeads(self._model, self._context, c_params, self._threads)
+            if probed.max_taken_back == 0:
+                raise StartupError("kv.max_memory_mb leaves no memory for past recurrent states")
+            c_params = self._make_params(sizes)
+            self.drafter = DraftHeads(self._model, self._context, c_params, self._threads)
         except StartupError as error:
             log.warning("the model does not draft with its own head: %s", error)
-            return None
 
     def _measure_kv(self) -> Probed:
         """Measure the memory of a token's keys and values, and what else only a context tells."""
