@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cllm.backends.llama_cpp.options import Options
-from cllm.bench.tune.measure import Bench, CandidateError, SpeedWork
+from cllm.bench.tune.measure import Bench, CandidateError, Measure, SpeedWork, fit_job
 from cllm.engine.params import EngineParams
 
 pytestmark = [pytest.mark.llama, pytest.mark.slow]
@@ -45,6 +45,12 @@ def test_one_child_measures_many_candidates(params: EngineParams, tmp_path: Path
     assert (same.kl, same.top1, same.num_tokens) == (pytest.approx(0, abs=1e-9), 1.0, 540)
     assert other.kl > 1e-4
     assert child.poll() is not None
+
+
+def test_all_candidates_are_measured_without_speculation(params: EngineParams) -> None:
+    """Only the first one loads the model, so only it could have past states and a draft head."""
+    assert params.speculation == "auto"
+    assert fit_job(Measure(params, WORK)).speculation == "off"
 
 
 def test_crashed_child_is_reported_and_replaced(

@@ -205,13 +205,17 @@ def main() -> None:
 
 
 def fit_job(job: Measure | Judge) -> EngineParams:
-    """Return the job's parameters with cells for this job and no more."""
+    """Return the job's parameters with cells for this job and no more, and without speculation."""
     if isinstance(job, Measure):
         num_seqs, context = job.work.num_seqs, job.work.prompt_tokens + job.work.steps + 1
     else:
         num_seqs, context = 1, WINDOW
     return msgspec.structs.replace(
-        job.params, max_num_seqs=num_seqs, context_length=context, kv_memory=1 << 62
+        job.params,
+        max_num_seqs=num_seqs,
+        context_length=context,
+        kv_memory=1 << 62,
+        speculation="off",
     )
 
 
