@@ -67,7 +67,12 @@ def test_only_neighbours_get_drafts_together(fake_engine, layout):
     }
     assert (("0.0", "2.0", "3.0") if layout == "unified" else ("2.0", "3.0")) in with_draft
     assert ("0.0", "1.0", "2.0", "3.0") in with_draft
-    has_gap = [names for names in with_draft if "0.0" in names[:-1] and "1.0" not in names]
+    has_gap = [
+        batch
+        for batch in engine.backend.batches
+        if {"0.0", "2.0"} <= {row.seq.name for row in batch.rows if row.draft}
+        and "1.0" not in {row.seq.name for row in batch.rows}
+    ]
     assert bool(has_gap) == (layout == "unified")
 
 
@@ -123,9 +128,9 @@ def test_text_can_end_within_draft(fake_engine):
 
 def test_cells_after_speculation_serve_next_turn(fake_engine):
     """The cells hold exactly the text, so the next turn finds all of it."""
-    engine = run(fake_engine, "prompt_lookup", [REPEATING], stop_token_ids=(30,))
+    engine = run(fake_engine, "prompt_lookup", [REPEATING], stop_token_ids=(29,))
     engine.add("next", [*REPEATING, *engine.tokens("0"), 9], max_tokens=1)
-    assert engine.finish() == [f"next.0 {len(REPEATING) + 19}+1 sample"], (
+    assert engine.finish() == [f"next.0 {len(REPEATING) + 18}+1 sample"], (
         "the last token was an accepted draft token"
     )
 
@@ -162,7 +167,7 @@ def test_rejected_draft_tokens_reduce_drafting():
     speculation = Speculation([PromptLookup()], 6, 16)
     counts = []
     for _ in range(40):
-        draft = speculation.propose([seq], cost, 100).get(seq, ())
+        draft = speculation.propose([seq], cost, cost, 100).get(seq, ())
         counts.append(len(draft))
         if draft:
             speculation.record_verification(seq, len(draft), 0)
@@ -210,7 +215,7 @@ def test_new_sequences_begin_with_the_rate_of_earlier_ones():
         begun = []
         for _ in range(8):
             seq = sequence([1, 2, 3])
-            drafts = speculation.propose([seq], cost, 100)
+            drafts = speculation.propose([seq], cost, cost, 100)
             begun.append(len(drafts.get(seq, ())))
             for _ in range(20):
                 speculation._sources[0].record_verification(seq, 4, num_right)
@@ -245,7 +250,7 @@ def test_drafting_is_tried_again_after_bad_sequences():
     def serve(num_right: int) -> int:
         seq = sequence([1, 2, 3])
         for _ in range(30):
-            draft = speculation.propose([seq], cost, 100).get(seq, ())
+            draft = speculation.propose([seq], cost, cost, 100).get(seq, ())
             if draft:
                 speculation.record_verification(seq, len(draft), min(num_right, len(draft)))
         speculation.forget(seq)
@@ -265,10 +270,10 @@ def test_copied_text_is_drafted_at_length_until_it_changes():
     seq = sequence([1, 2, 3])
     after = {True: 0, False: 0}
     for i in range(60):
-        count = len(speculation.propose([seq], cost, 100).get(seq, ()))
+        count = len(speculation.propose([seq], cost, cost, 100).get(seq, ()))
         is_right = i % 3 != 2
         speculation.record_verification(seq, count, count if is_right else 0)
-        after[is_right] = len(speculation.propose([seq], cost, 100).get(seq, ()))
+        after[is_right] = len(speculation.propose([seq], cost, cost, 100).get(seq, ()))
     assert after[True] > after[False]
 
 
@@ -286,7 +291,7 @@ def test_best_source_drafts():
         speculation, seq = Speculation(sources, 8, 100), sequence([1, 2, 3])
         tokens = []
         for _ in range(times):
-            draft = speculation.propose([seq], cost, 100).get(seq, (0,))
+            draft = speculation.propose([seq], cost, cost, 100).get(seq, (0,))
             tokens.append(draft[0])
             if draft[0]:
                 num_right = len(draft) if draft[0] == right else 0
@@ -304,13 +309,49 @@ def test_best_source_drafts():
 
 def test_source_that_fails_leaves_the_others():
     speculation, cost = Speculation([Repeats(1), Repeats(2)], 8, 100), StepCost(16)
+    cost.observe(1, 0, 0.010)
     seq = sequence([1, 2, 3])
 
     def fail(wanted):
         raise EngineError("llama_decode returned -1")
 
     speculation._sources[0].drafter.draft = fail
-    assert [speculation.propose([seq], cost, 100).get(seq) for _ in range(2)] == [(2,), (2,)]
+    for _ in range(2):
+        assert set(speculation.propose([seq], cost, cost, 100)[seq]) == {2}
+
+
+def test_rows_of_drafts_and_of_sequences_cost_differently():
+    """Eight sequences are cheap without drafts; with a draft each, sixteen rows are not. This is not
+    learned from steps of few sequences, whose drafts pay.
+    """
+    speculation, cost, drafted = Speculation([Repeats()], 8, 100), StepCost(16), StepCost(16)
+    cost.observe(1, 0, 0.010)
+    for _ in range(10):
+        for rows in range(2, 10):
+            drafted.observe(rows, 0, 0.014 + 0.001 * rows)
+    alone, seqs = sequence([1, 2, 3]), [sequence([i, 2, 3]) for i in range(8)]
+    assert len(speculation.propose([alone], cost, drafted, 100)[alone]) > 1
+    assert speculation.propose(seqs, cost, drafted, 100) == {}, "their cost is not known"
+    cost.observe(8, 0, 0.012)
+    drafted.observe(16, 0, 0.030)
+    assert speculation.propose(seqs, cost, drafted, 100) == {}
+    drafted.observe(16, 0, 0.014)
+    for _ in range(20):
+        drafted.observe(16, 0, 0.014)
+    assert len(speculation.propose(seqs, cost, drafted, 100)) == 8
+
+
+def test_some_steps_have_no_drafts():
+    """So that their cost is known, however good the drafts are."""
+    speculation, cost, seq = Speculation([Repeats()], 8, 100), StepCost(16), sequence([1, 2, 3])
+    cost.observe(1, 0, 0.010)
+    counts = []
+    for _ in range(200):
+        draft = speculation.propose([seq], cost, cost, 100).get(seq, ())
+        counts.append(len(draft))
+        if draft:
+            speculation.record_verification(seq, len(draft), len(draft))
+    assert counts.count(0) == 3
 
 
 def test_long_contexts_make_drafts_dear():
@@ -324,7 +365,7 @@ def test_long_contexts_make_drafts_dear():
     def count(length: int) -> int:
         request = Request("A", [1] * length, SamplingParams())
         seq = Sequence(request, 0, 0, 10_000)
-        return len(Speculation([Repeats()], 8, 100).propose([seq], cost, 100).get(seq, ()))
+        return len(Speculation([Repeats()], 8, 100).propose([seq], cost, cost, 100).get(seq, ()))
 
     assert count(100) > 0
     assert count(4000) == 0

@@ -87,6 +87,7 @@ class Pacing:
 
     def __init__(self, cost: StepCost, params: SchedulerParams) -> None:
         self._cost = cost
+        self.drafted = StepCost()  # of steps with draft tokens
         self._max_tokens = params.max_num_batched_tokens
         self._target = params.target_itl
         self._was_measured = params.row_seconds > 0
@@ -274,7 +275,8 @@ class Pacing:
         num_before = count_tokens_before(rows)
         num_rows = step.num_rows + step.num_guesses
         seconds, prefill = step.seconds - step.draft_seconds, 0.0
-        expected = self._cost.estimate_decode(num_rows, num_long_tokens)
+        known = self.drafted if step.num_guesses else self._cost
+        expected = known.estimate_decode(num_rows, num_long_tokens)
         if step.num_prefill_tokens:
             prefill = max(0.0, seconds - expected)
             if usual := self._cost.estimate_prefill(step.num_prefill_tokens, num_before):
@@ -295,7 +297,7 @@ class Pacing:
         self.waited = 0.0 if num_rows else self.waited + seconds
         self._prompts_came = not num_rows
         self.long_rows = min(0.0, self.long_rows - long + (decode - long) * self._weight)
-        self._cost.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
+        known.observe(num_rows, step.num_prefill_tokens, seconds, num_long_tokens, num_before)
 
     def estimate_seconds(self, rows: Run[Row]) -> float:
         """Return the expected seconds of a step with ``rows``; 0 if nothing is known.

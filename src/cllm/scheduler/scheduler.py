@@ -192,7 +192,7 @@ class Scheduler:
             and not sequences.waiting
         ):
             drafts = self._speculation.propose(
-                decoding, self.cost, self.params.max_num_batched_tokens
+                decoding, self.cost, self.pacing.drafted, self.params.max_num_batched_tokens
             )
             self.step.draft_seconds = self._speculation.seconds
         while (

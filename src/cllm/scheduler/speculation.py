@@ -28,6 +28,7 @@ RECOVERY = 0.002
 CARRIED = 0.3  # weight of a finished sequence in the rates of new ones
 FORGOTTEN = 0.1  # weight of START in these rates after each sequence that never had a draft
 MIN_START = 0.3  # so that new sequences try at all
+MAX_STEPS = 64  # with draft tokens, before one without
 
 
 @dataclass(slots=True)
@@ -67,10 +68,15 @@ class Source:
         self._share = 1.0  # of the sequences that wanted a draft and got one
 
     def estimate(
-        self, seqs: list[Sequence], num_candidates: int, cost: StepCost, max_count: int
+        self,
+        seqs: list[Sequence],
+        num_candidates: int,
+        cost: StepCost,
+        drafted: StepCost,
+        max_count: int,
     ) -> Prospects:
         """Return the prospects of a step with ``seqs``, of which ``num_candidates`` may get up to
-        ``max_count`` draft tokens.
+        ``max_count`` draft tokens. See ``Speculation.propose`` for the costs.
         """
         num_rows = len(seqs)
         num_drafting = max(1, round(self._share * num_candidates))
@@ -80,11 +86,13 @@ class Source:
             num_rows,
             num_drafting,
             [
-                cost.estimate_decode(n, num_long_tokens * n // num_rows)
+                (drafted if count and drafted.per_rows else cost).estimate_decode(
+                    n, num_long_tokens * n // num_rows
+                )
                 + count * self._token_seconds
                 for count, n in enumerate(rows)
             ],
-            lambda count: cost.is_known(rows[count]),
+            lambda count: drafted.is_known(rows[count]),
         )
 
     def choose(self, seq: Sequence, prospects: Prospects) -> Choice:
@@ -148,6 +156,10 @@ class Speculation:
     takes. An accepted one saves the cost of a decoded token. So drafting stops by itself when rows
     are worth more to other sequences, or when few drafts are accepted. ``seconds`` is the time of
     the drafters in this step.
+
+    A row with a draft token may cost more than one of another sequence, because recurrent layers
+    compute the tokens of a sequence one after the other, and keep its past states. So the costs of
+    both are learned apart. To compare them, some steps have no draft tokens.
     """
 
     def __init__(
@@ -163,6 +175,7 @@ class Speculation:
         seq_ids get draft tokens.
         """
         self.seconds = 0.0
+        self._num_steps = 0  # with draft tokens, since the last one without
         self._sources = [Source(drafter) for drafter in drafters]
         self._last: dict[Sequence, Source] = {}  # of a sequence's last draft
         self._max_draft_tokens = max_draft_tokens
@@ -170,17 +183,23 @@ class Speculation:
         self._max_samples = max_samples
 
     def propose(
-        self, seqs: list[Sequence], cost: StepCost, max_tokens: int
+        self, seqs: list[Sequence], cost: StepCost, drafted: StepCost, max_tokens: int
     ) -> dict[Sequence, tuple[int, ...]]:
         """Return draft tokens for some of ``seqs``, which all decode, in a step of at most
-        ``max_tokens``.
+        ``max_tokens``. A step costs ``cost`` without draft tokens, and ``drafted`` with them.
         """
         self.seconds = 0.0
+        self._num_steps += 1
+        if self._num_steps > MAX_STEPS or not cost.has_seen(len(seqs)):
+            self._num_steps = 0
+            return {}
         space = min(self._max_samples, max_tokens) - len(seqs)
         candidates = find_neighbours(seqs) if self._needs_neighbours else seqs
         max_count = min(self._max_draft_tokens, space // len(seqs))
         sources = [source for source in self._sources if not source.has_failed]
-        prospects = [source.estimate(seqs, len(candidates), cost, max_count) for source in sources]
+        prospects = [
+            source.estimate(seqs, len(candidates), cost, drafted, max_count) for source in sources
+        ]
         wanted: list[dict[Sequence, int]] = [{} for _ in sources]
         for seq in candidates:
             params = seq.request.params
@@ -199,6 +218,8 @@ class Speculation:
             drafts |= found
             self._last |= dict.fromkeys(found, source)
             self.seconds += source.drafter.seconds if left else 0.0
+        if not drafts:
+            self._num_steps = 0
         return drafts
 
     def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:

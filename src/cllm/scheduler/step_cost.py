@@ -75,6 +75,7 @@ class StepCost:
                 each = max(left, SHORTEST) / max(num_tokens, LEAST)
                 self._observe_prefill(each, num_before, num_tokens / CHUNK, exact=left == seconds)
         elif num_long_tokens and rows and not self.includes_long:
+            self._observed.setdefault(num_rows, (0, self._num_steps))
             each = max(0.0, seconds - rows) / num_long_tokens
             self.per_long_token = update_mean(self.per_long_token, each)
         else:
@@ -121,6 +122,10 @@ class StepCost:
         """
         known = [n for n, (count, _) in self._observed.items() if count and n <= num_rows]
         return self.per_rows[max(known)] if known else 0.0
+
+    def has_seen(self, num_rows: int) -> bool:
+        """Return whether a step with this number of decoding rows has been observed."""
+        return num_rows in self._observed
 
     def is_known(self, num_rows: int) -> bool:
         """Return whether a similar number of decoding rows has been observed several times."""
