@@ -88,10 +88,10 @@ def test_memory_is_limited_and_counted():
     """A result that is larger than the limit leaves nothing behind. A result that is stored twice
     counts once.
     """
-    cache = ResultCache(1000, 5000)
+    cache = ResultCache(1000, 6000)
     for i in range(100):
         cache.store(b"%d" % (i % 30), outputs(i))
-        assert cache.num_bytes <= 5000
+        assert cache.num_bytes <= 6000
         assert cache.num_bytes == sum(OVERHEAD + len(result) for result in cache._results.values())
     assert len(cache) > 2
     cache.store(b"huge", outputs(5000))
