@@ -333,12 +333,27 @@ def test_rows_of_drafts_and_of_sequences_cost_differently():
     assert len(speculation.propose([alone], cost, drafted, 100)[alone]) > 1
     assert speculation.propose(seqs, cost, drafted, 100) == {}, "their cost is not known"
     cost.observe(8, 0, 0.012)
-    drafted.observe(16, 0, 0.030)
+    for _ in range(5):
+        drafted.observe(16, 0, 0.030)
     assert speculation.propose(seqs, cost, drafted, 100) == {}
-    drafted.observe(16, 0, 0.014)
     for _ in range(20):
         drafted.observe(16, 0, 0.014)
     assert len(speculation.propose(seqs, cost, drafted, 100)) == 8
+
+
+def test_slow_first_steps_do_not_end_drafting():
+    """Nor do steps that were slow because the machine had other work."""
+    speculation, cost, drafted = Speculation([Repeats()], 8, 100), StepCost(16), StepCost(16)
+    seq = sequence([1, 2, 3])
+    cost.observe(1, 0, 0.010)
+    drafted.observe(2, 0, 0.500)
+    assert speculation.propose([seq], cost, drafted, 100)
+    for rows in range(2, 10):
+        for _ in range(5):
+            drafted.observe(rows, 0, 0.500)
+    counts = [len(speculation.propose([seq], cost, drafted, 100)) for _ in range(1100)]
+    assert counts[:900] == [0] * 900
+    assert sum(counts) > 0
 
 
 def test_some_steps_have_no_drafts():

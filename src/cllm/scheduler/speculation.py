@@ -17,7 +17,7 @@ from cllm.core.drafter import Drafter
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
 from cllm.scheduler.pacing import is_long
-from cllm.scheduler.step_cost import StepCost, update_mean
+from cllm.scheduler.step_cost import STALE, StepCost, update_mean
 
 log = logging.getLogger("cllm.scheduler")
 
@@ -78,6 +78,15 @@ class Source:
         """Return the prospects of a step with ``seqs``, of which ``num_candidates`` may get up to
         ``max_count`` draft tokens. See ``Speculation.propose`` for the costs.
         """
+
+        def estimate(n: int, num_long_tokens: int, *, is_drafted: bool) -> float:
+            plain = cost.estimate_decode(n, num_long_tokens)
+            if not is_drafted or not drafted.per_rows:
+                return plain
+            seconds = drafted.estimate_decode(n, num_long_tokens)
+            # the first steps may be far too slow
+            return seconds if drafted.is_known(n) else min(plain, seconds)
+
         num_rows = len(seqs)
         num_drafting = max(1, round(self._share * num_candidates))
         num_long_tokens = sum(seq.num_tokens for seq in seqs if is_long(seq.num_tokens))
@@ -86,9 +95,7 @@ class Source:
             num_rows,
             num_drafting,
             [
-                (drafted if count and drafted.per_rows else cost).estimate_decode(
-                    n, num_long_tokens * n // num_rows
-                )
+                estimate(n, num_long_tokens * n // num_rows, is_drafted=count > 0)
                 + count * self._token_seconds
                 for count, n in enumerate(rows)
             ],
@@ -175,7 +182,8 @@ class Speculation:
         seq_ids get draft tokens.
         """
         self.seconds = 0.0
-        self._num_steps = 0  # with draft tokens, since the last one without
+        # steps with draft tokens since the last one without, and the other way round
+        self._num_steps = self._num_plain = 0
         self._sources = [Source(drafter) for drafter in drafters]
         self._last: dict[Sequence, Source] = {}  # of a sequence's last draft
         self._max_draft_tokens = max_draft_tokens
@@ -218,8 +226,13 @@ class Speculation:
             drafts |= found
             self._last |= dict.fromkeys(found, source)
             self.seconds += source.drafter.seconds if left else 0.0
-        if not drafts:
+        if drafts:
+            self._num_plain = 0
+        else:
             self._num_steps = 0
+            self._num_plain += 1
+            if self._num_plain % STALE == 0:
+                drafted.forget()
         return drafts
 
     def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:

@@ -80,7 +80,8 @@ class StepCost:
             self.per_long_token = update_mean(self.per_long_token, each)
         else:
             if self.includes_long and not num_long_tokens:
-                self.per_rows, self._observed, rows = {}, {}, 0.0
+                self.forget()
+                rows = 0.0
             self.includes_long = num_long_tokens > 0
             self._num_steps += 1
             count, _ = self._observed.get(num_rows, (0, 0))
@@ -122,6 +123,10 @@ class StepCost:
         """
         known = [n for n, (count, _) in self._observed.items() if count and n <= num_rows]
         return self.per_rows[max(known)] if known else 0.0
+
+    def forget(self) -> None:
+        """Forget the costs of rows, because the machine may have other work now."""
+        self.per_rows, self._observed = {}, {}
 
     def has_seen(self, num_rows: int) -> bool:
         """Return whether a step with this number of decoding rows has been observed."""
