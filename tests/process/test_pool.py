@@ -539,7 +539,8 @@ def test_three_poisons_among_thirty_fail_alone(monkeypatch, caplog):
             assert isinstance(end, FatalRequest) if i % 10 == 5 else len(end) == 50
         for one in late:
             assert await (one if isinstance(one, asyncio.Task) else tokens(one))
-        assert pool.num_restarts <= 10
+        # 10 if the first step has all requests; on a busy machine, some come later
+        assert pool.num_restarts <= 12
         pauses = [
             record.args[-1]
             for record in caplog.records
