@@ -78,15 +78,6 @@ class Source:
         """Return the prospects of a step with ``seqs``, of which ``num_candidates`` may get up to
         ``max_count`` draft tokens. See ``Speculation.propose`` for the costs.
         """
-
-        def estimate(n: int, num_long_tokens: int, *, is_drafted: bool) -> float:
-            plain = cost.estimate_decode(n, num_long_tokens)
-            if not is_drafted or not drafted.per_rows:
-                return plain
-            seconds = drafted.estimate_decode(n, num_long_tokens)
-            # the first steps may be far too slow
-            return seconds if drafted.is_known(n) else min(plain, seconds)
-
         num_rows = len(seqs)
         num_drafting = max(1, round(self._share * num_candidates))
         num_long_tokens = sum(seq.num_tokens for seq in seqs if is_long(seq.num_tokens))
@@ -95,9 +86,12 @@ class Source:
             num_rows,
             num_drafting,
             [
-                estimate(n, num_long_tokens * n // num_rows, is_drafted=count > 0)
-                + count * self._token_seconds
-                for count, n in enumerate(rows)
+                cost.estimate_decode(num_rows, num_long_tokens),
+                *(
+                    estimate_drafted(cost, drafted, n, num_long_tokens * n // num_rows)
+                    + count * self._token_seconds
+                    for count, n in enumerate(rows[1:], 1)
+                ),
             ],
             lambda count: drafted.is_known(rows[count]),
         )
@@ -243,6 +237,19 @@ class Speculation:
         self._last.pop(seq, None)
         for source in self._sources:
             source.forget(seq)
+
+
+def estimate_drafted(
+    cost: StepCost, drafted: StepCost, num_rows: int, num_long_tokens: int
+) -> float:
+    """Return the expected seconds of a step whose rows include draft tokens; see
+    ``Speculation.propose`` for the costs.
+    """
+    seconds = drafted.estimate_decode(num_rows, num_long_tokens)
+    if drafted.is_known(num_rows):
+        return seconds
+    plain = cost.estimate_decode(num_rows, num_long_tokens)
+    return min(plain, seconds or plain)  # the first steps may be far too slow
 
 
 def find_neighbours(seqs: list[Sequence]) -> list[Sequence]:
