@@ -103,7 +103,7 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
                 sizes["kv_memory"] += NUM_SEQS * CONTEXT * POSITION_BYTES * num_caches
         options = Options(n_threads=1, n_gpu_layers=0).model_dump()
         return LlamaCppBackend(
-            BackendParams(path=str(path), layout=layout, options=options, draft_heads=True, **sizes)
+            BackendParams(path=str(path), layout=layout, options=options, draft_head=True, **sizes)
         )
 
     return make

@@ -28,14 +28,14 @@ def test_models_with_several_heads_do_not_use_them(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """llama.cpp would abort the process."""
-    from cllm.backends.llama_cpp.draft_heads import has_heads
+    from cllm.backends.llama_cpp.draft_head import has_head
 
     path, key = tiny_model("qwen35_mtp"), b"qwen35.nextn_predict_layers"
     one, two = (key + struct.pack("<II", UINT32, count) for count in (1, 2))
     changed = tmp_path / "two.gguf"
     changed.write_bytes(path.read_bytes().replace(one, two))
-    assert has_heads(path)
-    assert not has_heads(changed)
+    assert has_head(path)
+    assert not has_head(changed)
 
 
 def test_warns_without_memory_for_past_states(
@@ -52,7 +52,7 @@ def test_warns_without_memory_for_past_states(
             layout="unified",
             kv_memory=40_000,
             max_taken_back=4,
-            draft_heads=True,
+            draft_head=True,
         )
     )
     assert made.info.max_taken_back == 0
@@ -74,7 +74,7 @@ def backend(request, tiny_model: Callable[[str], Path]) -> Iterator[Backend]:
             layout="unified",
             kv_memory=1 << 28,
             max_taken_back=4,
-            draft_heads=True,
+            draft_head=True,
         )
     )
     yield made

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cllm import LLM, AsyncLLM, Output, SamplingParams
-from cllm.backends.llama_cpp.draft_heads import DraftHeads, Inputs
+from cllm.backends.llama_cpp.draft_head import DraftHead, Inputs
 from cllm.cli.remarks import capacity
 from cllm.errors import EngineError, StartupError
 from cllm.local.completion import Completion
@@ -115,14 +115,14 @@ def test_requests_survive_a_failing_head(
     path, params = str(tiny_model("qwen35_mtp")), make_params(40)
     with LLM(path, **SETTINGS, scheduler_speculation="off") as llm:
         expected = llm.generate(PROMPTS, params)
-    calls, decode = iter(range(num_calls)), DraftHeads._decode
+    calls, decode = iter(range(num_calls)), DraftHead._decode
 
-    def fail(self: DraftHeads, inputs: list[Inputs], *, logits: bool = True) -> None:
+    def fail(self: DraftHead, inputs: list[Inputs], *, logits: bool = True) -> None:
         if next(calls, None) is None:
             raise EngineError("a test lets it fail")
         decode(self, inputs, logits=logits)
 
-    monkeypatch.setattr(DraftHeads, "_decode", fail)
+    monkeypatch.setattr(DraftHead, "_decode", fail)
     with LLM(path, **SETTINGS) as llm:
         assert llm.info.drafts == (num_calls > 0)
         for _ in range(2):

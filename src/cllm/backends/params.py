@@ -14,7 +14,7 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
     decide. ``max_num_seqs`` is a limit; a backend may choose fewer. ``layout`` and ``kv_type`` are
     the settings kv.layout and kv.type. ``kv_bytes_per_token`` 0 means unknown. The backend should
     keep what it needs for taking back ``max_taken_back`` tokens (see ModelInfo), and draft tokens
-    with the model's own heads if it has ``draft_heads``. ``options`` has
+    with the model's own head if ``draft_head``. ``options`` has
     all fields of the backend's ``options.py``, or none for the defaults. ``adapters`` maps the
     names of LoRA adapters to their files.
     """
@@ -28,7 +28,7 @@ class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: int = 1 << 31
     kv_bytes_per_token: int = 0
     max_taken_back: int = 0
-    draft_heads: bool = False
+    draft_head: bool = False
     options: dict[str, Any] = {}
     adapters: dict[str, str] = {}
 

@@ -293,8 +293,8 @@ class SchedulerSettings(Section):
     speculation: Literal["auto", "prompt_lookup", "mtp", "draft_model", "off"] = Field(
         default="auto",
         description="Draft tokens and verify them in one step while that saves time: prompt_lookup "
-        "takes them from the text so far, mtp from heads that the model was trained with, "
-        "draft_model from model.draft_path. auto is prompt_lookup, and mtp if the model has heads.",
+        "takes them from the text so far, mtp from a head that the model was trained with, "
+        "draft_model from model.draft_path. auto is prompt_lookup, and mtp if there is a head.",
     )
     max_draft_tokens: int = Field(
         default=8,

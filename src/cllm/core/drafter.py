@@ -24,5 +24,5 @@ class Drafter(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Forget ``seq``, which has ended or must be computed anew."""
+        """Forget ``seq``, which has ended."""
         ...

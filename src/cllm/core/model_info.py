@@ -28,7 +28,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tokens takes ``state_bytes + n * state_bytes_per_token``. The ``fingerprint`` is a hash of the
     file, and of everything else that its saved states depend on. If the model ``checks_states``,
     saved states that another machine has sent can do no harm. ``on_gpu`` says that the weights
-    are on a GPU, and ``drafts`` that the model's own heads draft tokens. A step with one row, and
+    are on a GPU, and ``drafts`` that the model's own head drafts tokens. A step with one row, and
     few tokens before it, took ``row_seconds`` at load; 0 if unknown. ``attention`` names the
     instructions that cLLM's attention kernel uses; "" if it is not in use.
 

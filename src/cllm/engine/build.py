@@ -110,9 +110,9 @@ def build_backend(
 ) -> Backend:
     """Load the model, see ``Loader.load``. Raises StartupError if it cannot be loaded."""
     if params.speculation != "off":
-        heads = params.speculation in ("auto", "mtp")
+        head = params.speculation in ("auto", "mtp")
         params = msgspec.structs.replace(
-            params, max_taken_back=params.max_draft_tokens, draft_heads=heads
+            params, max_taken_back=params.max_draft_tokens, draft_head=head
         )
     return import_loader(params.backend).load(params, progress, on_abort)
 

@@ -25,7 +25,7 @@ from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.adapters import LoadedAdapters
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.cells import Cells, PagedCells
-from cllm.backends.llama_cpp.draft_heads import DraftHeads, has_heads
+from cllm.backends.llama_cpp.draft_head import DraftHead, has_head
 from cllm.backends.llama_cpp.embedder import Embedder, read_embedding_facts
 from cllm.backends.llama_cpp.fit import (
     MIN_SEQS,
@@ -125,9 +125,9 @@ class LlamaCppBackend:
         """
         self._path, self._kv_type = Path(params.path), params.kv_type
         self._threads = Threads(read_options(params), on_gpu=uses_gpu(params))
-        self._has_heads = params.draft_heads and has_heads(self._path)
+        self._has_head = params.draft_head and has_head(self._path)
         self._model = load_weights(
-            self._path, read_options(params), self._kv_type, progress, heads=self._has_heads
+            self._path, read_options(params), self._kv_type, progress, head=self._has_head
         )
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
@@ -142,7 +142,7 @@ class LlamaCppBackend:
         self._addresses: KVAddresses | None = None
         self._new_pages = NewPages()
         self._pages: PagedMemory | None = None
-        self.drafter: DraftHeads | None = None
+        self.drafter: DraftHead | None = None
         self._open(params)
 
     def reopen(self, params: BackendParams) -> None:
@@ -247,7 +247,7 @@ class LlamaCppBackend:
                 log.warning("the KV cache has no paged memory: %s", reason)
                 pages = False
             return self._open_fitting(trained, pages=pages, on_gpu=on_gpu)
-        if self._has_heads:
+        if self._has_head:
             self._open_heads(sizes, probed)
         return sizes, probed
 
@@ -257,7 +257,7 @@ class LlamaCppBackend:
             if probed.max_taken_back == 0:
                 raise StartupError("kv.max_memory_mb leaves no memory for past recurrent states")
             c_params = self._make_params(sizes)
-            self.drafter = DraftHeads(self._model, self._context, c_params, self._threads)
+            self.drafter = DraftHead(self._model, self._context, c_params, self._threads)
         except StartupError as error:
             log.warning("the model does not draft with its own head: %s", error)
 

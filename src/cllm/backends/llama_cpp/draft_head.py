@@ -1,4 +1,4 @@
-"""Draft tokens from the layers of a model that were trained to predict them (MTP, NextN).
+"""Draft tokens from a layer of a model that was trained to predict them (MTP, NextN).
 
 Such a head computes a token from the embedding of the token before, and from the hidden state of
 the model at the token before that, or its own. llama.cpp keeps its keys and values in a context of
@@ -32,23 +32,23 @@ from cllm.core.sequence import Sequence
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import read_start
 
-NAME = "draft heads"  # of the context
-# whose heads work as described above
+NAME = "draft head"  # of the context
+# whose head works as described above
 ARCHITECTURES = ("qwen35", "qwen35moe", "glm4moe")
 HEAD_TENSOR = ".nextn.eh_proj.weight"
 MAX_SEQS = 16  # sequences with draft tokens at the same time
 WINDOW = 512  # tokens of a sequence that a head attends to
-MAX_DRAFT = 64  # tokens
+MAX_DRAFT = 64  # tokens; the limit of scheduler.max_draft_tokens
 MAX_TOKENS = 256  # in one call
 
 Rows = npt.NDArray[np.float32]
 
 
-def has_heads(path: Path) -> bool:
+def has_head(path: Path) -> bool:
     """Return whether the model of this file has a draft head that llama.cpp computes: it aborts the
     process if there are several. Raises StartupError if the file cannot be read.
     """
-    from cllm.models.model_file import read_parts  # only models with draft heads need it
+    from cllm.models.model_file import read_parts  # only models with a draft head need it
 
     # a whole header takes 0.1 s, which other models should not wait for
     if read_start(path)[0].get("general.architecture") not in ARCHITECTURES:
@@ -103,7 +103,7 @@ class Inputs(NamedTuple):
     hidden: Rows
 
 
-class DraftHeads:
+class DraftHead:
     """A Drafter. One head predicts all tokens, one after the other."""
 
     def __init__(self, model: Any, target: Any, c_params: Any, threads: Threads) -> None:
@@ -119,7 +119,7 @@ class DraftHeads:
         c_params.n_batch = c_params.n_ubatch = MAX_TOKENS
         c_params.n_rs_seq, c_params.kv_unified = 0, True
         context = lib.llama_init_from_model(model, c_params)
-        self._context = threads.keep(NAME, check_pointer(context, "no context for draft heads"))
+        self._context = threads.keep(NAME, check_pointer(context, "no context for the draft head"))
         self._memory = lib.llama_get_memory(self._context)
         self._width = int(lib.llama_model_n_embd_out(model))
         vocabulary = lib.llama_model_get_vocab(model)
@@ -245,7 +245,7 @@ class DraftHeads:
             begin = end
         arrays.batch.n_tokens = begin
         if code := self._threads.decode(self._context, arrays.batch):
-            raise EngineError(f"the draft heads fail: llama_decode returned {code}")
+            raise EngineError(f"the draft head fails: llama_decode returned {code}")
 
     @staticmethod
     def _view(pointer: Any, count: int, width: int) -> Rows:

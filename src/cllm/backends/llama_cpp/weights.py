@@ -25,9 +25,9 @@ def load_weights(
     kv_type: str,
     progress: Callable[[float], None] | None,
     *,
-    heads: bool = False,
+    head: bool = False,
 ) -> Any:
-    """Return the model of a file, with its draft ``heads`` if wanted; ``progress`` receives the
+    """Return the model of a file, with its draft ``head`` if wanted; ``progress`` receives the
     loaded share, 0 to 1.
 
     Raises StartupError, also for encoders, and what ``progress`` raises.
@@ -36,7 +36,7 @@ def load_weights(
     c_params = lib.llama_model_default_params()
     c_params.n_gpu_layers = options.n_gpu_layers
     placement.apply(c_params)
-    c_params.load_mtp = heads
+    c_params.load_mtp = head
     c_params.use_extra_bufts = can_reorder_weights(path)
     c_params.load_mode = {
         (True, False): lib.LLAMA_LOAD_MODE_MMAP,
